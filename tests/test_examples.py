@@ -1,4 +1,4 @@
-"""Every example runs, on things small enough for seconds; the notebook by tools/run_notebooks.py."""
+"""Every example runs, on things small enough for seconds; the notebook in .ci/run."""
 
 import ast
 import io

@@ -434,6 +434,26 @@ def test_what_was_run_against_faults(tmp_path, render):
     assert "| 64 x 8,192 | 3 | 2 | 5 | 4 | 1,024 |" in lines
 
 
+def test_a_described_cell_takes_factors_names_others_and_misses_nothing_silently(load, tmp_path):
+    described = load("tools", "readme_tables.described")
+    columns = {"{of} share": "{share:*100|.0f} %", "size": "{bytes:/1e9|.1f} GB", "best": "{{$at[{best}]:.2f}} of $at"}
+    said = {
+        "file": "a",
+        "title": "on {of}",
+        "rows": "in[rows]",
+        "columns": columns,
+        "sections": [{"at": "ms"}, {"at": "us"}],
+    }
+    row = {"share": 0.25, "bytes": 2.5e9, "best": "ours", "ms": {"ours": 1}, "us": {"ours": 1000}}
+    (tmp_path / "a.json").write_text(json.dumps({"of": "one", "in": {"rows": [row]}}))
+    shown = described.table(said, tmp_path).splitlines()
+    assert shown[0] == "on one"
+    assert shown[2] == "| one share | size | best |"
+    assert shown[4:] == ["| 25 % | 2.5 GB | 1.00 of ms |", "| 25 % | 2.5 GB | 1000.00 of us |"]
+    with pytest.raises(ValueError, match=r"a\.json has no 'lost', which a table shows"):
+        described.table({**said, "title": "{lost}"}, tmp_path)
+
+
 def test_families_that_are_refused_for_the_same_reason_share_a_line(tmp_path, render):
     found = {"llama": ["equal", "layers 0"], "one": ["refused", "one has | OneAttention of OneForCausalLM"]}
     found["two"] = ["refused", "two has | TwoAttention of TwoForCausalLM"]

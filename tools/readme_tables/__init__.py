@@ -1,6 +1,5 @@
 """The generated tables: one function per table, one file per topic."""
 
-import functools
 import pathlib
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +27,7 @@ from readme_tables import (
     speed,
     training,
 )
+from readme_tables.described import DESCRIBED
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import named, stored
 
@@ -37,6 +37,7 @@ def second_ppl(result: Result) -> Grid:
 
 
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
+    **DESCRIBED,
     "headline": headline.headline,
     "second-short": headline.short_table,
     "glance": partial(quality.glance, quality.Measured("ppl", "ppl_decode", "training"), "demo model"),
@@ -46,7 +47,6 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "second-python": quality.of_run("second_python", second_ppl),
     "second-bare": partial(quality.always_read, headline.SECOND_RUNS, headline.BARE_RUNS, SECOND_MODEL),
     "speed": speed.speed,
-    "install": speed.install,
     "iou": quality.of_run("iou", quality.iou("kv_head")),
     "iou-query-heads": quality.of_run("iou", quality.iou("query_head")),
     "ppl": quality.of_run("ppl", report.ppl_grid),
@@ -68,7 +68,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "exact-quest": quality.of_run("exact_quest", report.ppl_grid),
     "exact-protocol": paper.protocol,
     "exact-second": paper.second,
-    "exact-second-links": functools.partial(paper.sentences, runs=paper.WHOLE),
+    "exact-second-links": partial(paper.sentences, runs=paper.WHOLE),
     "exact-second-quest": quality.of_run("second_exact_quest", report.ppl_grid),
     "beside-paper": beside_paper.table,
     "beside-paper-differences": beside_paper.sentences,
@@ -80,7 +80,6 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     **{name.replace("_", "-"): quality.of_run(name, second_ppl) for name in paper.SECOND_PERPLEXITY},
     "suspects": paper.suspects,
     "best-form": paper.best_form,
-    "rehearsal": paper.rehearsal,
     "missed": missed.missed,
     "bytes": partial(quality.bytes_read, headline.SHORT_RUNS, "behind a dense prompt"),
     "bytes-every": partial(
@@ -98,27 +97,17 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "training-step": speed.training_step,
     "training": partial(quality.training, "training", "kv_head"),
     "training-query-heads": partial(quality.training, "training", "query_head"),
-    "hashcore-cpu-search": searching.cpu_search,
-    "hashcore-cpu-pages": searching.cpu_pages,
-    "hashcore-cpu-score": searching.cpu_score,
     "gpu-step": gpu.step,
-    "gpu-host": gpu.host,
     "gpu-model": gpu.model,
     "gpu-shortlist": gpu.shortlist,
     "serving": serving.serving,
     "serving-checks": serving.checks,
-    "sparse-attention": decoding.sparse_attention,
     "shortlist": decoding.shortlist,
     "exact": decoding.exact,
-    "exact-speed": decoding.exact_speed,
-    "sparse-break-even": decoding.break_even,
     "llama-cpp": decoding.beside_llama_cpp,
-    "sparse-model-decode": decoding.model_decode,
-    "sparse-prefill": decoding.prefill,
     "families": families.families,
     "fuzz": robustness.fuzz,
     "transformers-tests": robustness.transformers_tests,
-    "memory": robustness.memory,
     "hashcore-index-recall": searching.index_recall,
     "hashcore-index-times": searching.index_times,
 }

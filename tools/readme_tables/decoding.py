@@ -8,27 +8,6 @@ from evals.grid import Grid, to_markdown
 from readme_tables.stored import stored
 
 
-def sparse_attention(results: pathlib.Path) -> str:
-    found = stored(results / "sparse_attention.json")
-    title = (
-        f"Milliseconds of processor time of a step of one layer, {found['query_heads']} query heads, "
-        f"{found['kv_heads']} KV heads of {found['head_dim']}, {100 * found['fraction']:g} % selected, "
-        f"{found['threads']} thread, {found['processor']}, {found['date']}, median of {found['repeats']}"
-    )
-    lines = [
-        [
-            f"{row['n']:,}",
-            row["dtype"],
-            f"{row['sparse_ms']:.1f}",
-            *(f"{taken:.1f}" for taken in row["dense_ms"].values()),
-            f"{row['ratio']:.1f}",
-        ]
-        for row in found["rows"]
-    ]
-    header = ["tokens", "type", "sparse", *found["rows"][0]["dense_ms"], "fastest dense / sparse"]
-    return to_markdown(Grid(title, header, [lines]))
-
-
 def shortlist(results: pathlib.Path) -> str:
     found = stored(results / "shortlist.json")
     n, planes = found["rows"][0]["n"], found["rows"][0]["planes"]
@@ -59,70 +38,6 @@ def exact(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, header, [lines]))
 
 
-def exact_speed(results: pathlib.Path) -> str:
-    found = stored(results / "exact_speed.json")
-    title = (
-        f"Milliseconds a token at an acceptance of {100 * found['accepted']:g} %, at most {found['most']} drafts, "
-        f"random weights in bfloat16, {found['threads']} threads, {found['processor']}, {found['date']}, medians of "
-        f"{found['turns']} turns; a draft and a check of three rows in times of a dense step, measured and predicted"
-    )
-    header = ["model, tokens", "transformers", "dense", "exact", "dense / exact", "predicted", "draft", "check"]
-    return to_markdown(Grid(title, header, [[_exact_speed(row) for row in found["rows"]]]))
-
-
-def _exact_speed(row: dict[str, Any]) -> list[str]:
-    taken = [f"{row['ms'][way]:,.1f}" for way in ("transformers", "dense", "exact")]
-    gains = [f"{row['gain']['exact']:.2f} x", f"{row['predicted']['gain']:.2f} x"]
-    passes = [row["passes"][name] for name in ("draft", "check 3")]
-    costs = [f"{cost['measured']:.2f}, {cost['predicted']:.2f}" for cost in passes]
-    return [f"{row['model']}, {row['n']:,}", *taken, *gains, *costs]
-
-
-def _model_title(found: dict[str, Any]) -> str:
-    return (
-        f"Qwen2.5-0.5B's shape, {found['layers']} of 24 layers, bfloat16, {100 * found['fraction']:g} % selected, "
-        f"{found['threads']} thread, {found['processor']}, {found['date']}"
-    )
-
-
-def model_decode(results: pathlib.Path) -> str:
-    found = stored(results / "sparse_model_decode.json")
-    title = f"Milliseconds of processor time of a decode step. {_model_title(found)}, median of {found['repeats']}"
-    lines = [
-        [
-            f"{row['n']:,} x {row['batch']}",
-            *(f"{row[name]:,.0f}" for name in ("sparse_ms", "dense_ms", "shipped_ms")),
-            f"{row['ratio']:.2f}",
-            f"{row['allowed']:.2f}",
-            f"{100 * row['share']:.0f} %",
-        ]
-        for row in found["rows"]
-    ]
-    header = [
-        "tokens",
-        "sparse",
-        "fastest dense",
-        f"Hugging Face's, best of {found['rows'][0]['shipped_steps']}",
-        "dense / sparse",
-        "bytes allow",
-        "share",
-    ]
-    return to_markdown(Grid(title, header, [lines]))
-
-
-def break_even(results: pathlib.Path) -> str:
-    found = stored(results / "never_slower.json")
-    title = (
-        f"Times of a decode step over those of the model as it is. {found['model']}, bfloat16, 2 % selected, "
-        f"{found['threads']} threads, {found['processor']}, {found['date']}, {found['repeats']} steps"
-    )
-    lines = [
-        [f"{row['n']:,}", f"{row['as it is']['ms']:.1f} ms", *(_quartiles(row[way]) for way in ("sparse", "attached"))]
-        for row in found["rows"]
-    ]
-    return to_markdown(Grid(title, ["tokens", "as it is", "always sparse", "attached"], [lines]))
-
-
 def beside_llama_cpp(results: pathlib.Path) -> str:
     both = [stored(results / f"{name}.json") for name in ("llama_cpp", "llama_cpp_qwen")]
     found = both[0]
@@ -145,17 +60,3 @@ def _beside_llama_cpp(model: str, row: dict[str, Any]) -> list[str]:
     ratios = [f"{other / taken[0]:.2f} x" for other in taken[1:]]
     plain = [f"{ms:,.1f}" for ms in taken]
     return [f"{model}, {row['tokens']:,}", plain[0], about + plain[1], plain[2], about + ratios[0], ratios[1]]
-
-
-def prefill(results: pathlib.Path) -> str:
-    found = stored(results / "sparse_model_prefill.json")
-    title = f"Seconds of processor time of prefill. {_model_title(found)}, median of {found['repeats']}"
-    lines = [
-        [f"{row['n']:,}", *(f"{1e-3 * row[name]:.1f}" for name in ("dense_ms", "attached_ms")), _quartiles(row)]
-        for row in found["rows"]
-    ]
-    return to_markdown(Grid(title, ["tokens", "as it is", "attached", "ratio"], [lines]))
-
-
-def _quartiles(ratio: dict[str, float]) -> str:
-    return f"{ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"

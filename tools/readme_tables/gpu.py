@@ -43,15 +43,6 @@ def _case(name: str) -> str:
     return ", ".join(said if "remainder" in more else [*said, "no remainder"])
 
 
-def host(results: pathlib.Path) -> str:
-    """Return the table of the host's time for the calls of a layer's step."""
-    found = stored(results / "host_cost.json")
-    calls = ("encode", "search", "attend", "together", "sums")
-    title = f"Microseconds of the host for the calls of a layer's step, {found['processor']}, driver replaced by a stub"
-    header = ["encode", "search", "attend", "together", "the remainder's sums"]
-    return to_markdown(Grid(title, header, [[[f"{found[name]:.1f}" for name in calls]]]))
-
-
 def shortlist(results: pathlib.Path) -> str:
     """Return the table of the bytes that a search with a shortlist moves, and the predicted times of a layer."""
     launches = stored(results / "gpu_step.json")["transform+remainder"]["launches"]

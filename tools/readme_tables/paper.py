@@ -323,18 +323,6 @@ def best_form(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, ["selection", "perplexity, %", "KL, nats"], [lines]))
 
 
-def rehearsal(results: pathlib.Path) -> str:
-    """Return what a training of one layer of Llama-3-8B's width was planned to take and took."""
-    found = stored(results / "rehearsal.json")
-    rows = (("disk while it runs", "disk"), ("memory beyond the model", "memory"))
-    lines = [[said, *(f"{found[side][key] / 1e6:,.0f} MB" for side in ("planned", "measured"))] for said, key in rows]
-    title = (
-        f"One layer of Llama-3-8B's width ({found['parameters'] / 1e6:,.0f} M parameters, random), {found['steps']} "
-        f"steps of `paper-exact` with --stream on {found['context']:,} tokens, {found['environment']['processor']}"
-    )
-    return to_markdown(Grid(title, ["", "planned", "measured"], [lines]))
-
-
 def _minus(first: list[float], second: list[float]) -> list[float]:
     return [a - b for a, b in zip(first, second, strict=True)]
 

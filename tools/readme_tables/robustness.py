@@ -1,7 +1,6 @@
 """The tables of docs/faults.md: fuzzers, transformers' own generation tests, and memory beside its forecast."""
 
 import pathlib
-from typing import Any
 
 from evals.grid import Grid, to_markdown
 
@@ -15,7 +14,6 @@ _TRIED = {
     "cache": "operations on caches that carry codes, against plain caches",
 }
 _RULES = {"dense": "dense", "decode": "attached, `decode`", "every-row": "attached, every row"}
-_MIB = 1 << 20
 
 
 def fuzz(results: pathlib.Path) -> str:
@@ -45,12 +43,3 @@ def transformers_tests(results: pathlib.Path) -> str:
 def _passed(counts: dict[str, int]) -> str:
     passed = counts.get("passed", 0)
     return f"{passed} of {passed + counts.get('failed', 0)}"
-
-
-def memory(results: pathlib.Path) -> str:
-    """Return the table of memory beyond the model, its keys and its values: the forecast, and what a run took."""
-    runs: list[dict[str, Any]] = stored(results / "memory.json")["runs"]
-    cells = ("prompt, forecast", "prompt, taken", "steps, forecast", "steps, taken", "keys and values")
-    rows = [[f"{run['batch']} x {run['tokens']:,}", *(f"{run[name] / _MIB:,.0f}" for name in cells)] for run in runs]
-    title = "Memory beyond the model, keys and values (`tools/check_memory.py`, a tiny Llama), in MiB:"
-    return to_markdown(Grid(title, ["sequences x tokens", *cells], [rows]))

@@ -11,17 +11,6 @@ from readme_tables.stored import load, stored
 _AS_FAST = 1.005  # the benchmark's resolution
 
 
-def install(results: pathlib.Path) -> str:
-    """Return the table of times of README.md's commands in a fresh clone."""
-    found = stored(results / "readme.json")
-    title = (
-        f"What the commands of this page took in a fresh clone with empty caches, Python {found['python']}, "
-        f"{found['cores']} cores ({found['processor']}), {found['date']}; {found['disk'] / 1e9:.1f} GB installed"
-    )
-    lines = [[f"`{block['title']}`", f"{block['seconds'] / 60:.1f} minutes"] for block in found["blocks"]]
-    return to_markdown(Grid(title, ["command", "took"], [lines]))
-
-
 def speed(results: pathlib.Path) -> str:
     """Return the table of speed-ups by context: attention of one layer, and a whole model."""
     names = ("sparse_attention", "sparse_model_decode", "never_slower")

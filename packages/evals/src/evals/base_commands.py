@@ -185,7 +185,6 @@ class PplCommand(TaskCommand):
     predict the scored tokens, the last ones of each context."""
 
     budgets: Budgets = (0.02, 0.01, 0.005)
-    """Shares of the tokens that a row may select."""
     rules: tuple[Rule, ...] = ("visible", "fixed")
     """What a budget is a share of: `visible`: the row's visible tokens, at least 1; `fixed`, the paper's: the whole
     context, at least 20."""
@@ -207,7 +206,6 @@ class PplCommand(TaskCommand):
     tuned: Path | None = None
     """Folder of `evals tune`: also measure the rivals of --methods with the chosen parameters, as NAME-tuned."""
     out: Path = Path("runs/ppl")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -261,7 +259,6 @@ class IouCommand(TaskCommand):
     """Rows to measure: `drawn` from the last three quarters of each context, or `last`, as in the paper: only the last
     row of each context, whatever --rows is."""
     out: Path = Path("runs/iou")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     both_heads: ClassVar[bool] = True  # both kinds are measured, or the one that --heads names
     former: ClassVar[tuple[str, ...]] = ("planes",)

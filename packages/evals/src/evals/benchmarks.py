@@ -87,9 +87,7 @@ class LongbenchCommand(BenchmarkCommand):
     long for the model lose their middle, as in LongBench's own script."""
 
     tasks: tuple[str, ...] = ("longbench",)
-    """Tasks, tags or groups of lm-evaluation-harness, shipped with it or in --include-path."""
     out: Path = Path("runs/longbench")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     folders: ClassVar[tuple[str, ...]] = ("longbench",)
     truncation: ClassVar[Truncation] = "middle"
@@ -100,11 +98,9 @@ class RulerBenchmarkCommand(BenchmarkCommand):
     """RULER through lm-evaluation-harness, generated at the given lengths; `ruler-synthetic` needs no data at all."""
 
     tasks: tuple[str, ...] = ("ruler",)
-    """Tasks, tags or groups of lm-evaluation-harness, shipped with it or in --include-path."""
     lengths: tuple[int, ...] = (4096,)
     """Tokens of prompt and answer together."""
     out: Path = Path("runs/ruler")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     folders: ClassVar[tuple[str, ...]] = ("ruler",)
 
@@ -125,15 +121,12 @@ class FewshotCommand(BenchmarkCommand):
         *("glue", "super-glue-lm-eval-v1", "openbookqa", "hellaswag", "piqa", "winogrande"),
         *("arc_easy", "arc_challenge", "mathqa", "mmlu"),
     )
-    """Tasks, tags or groups of lm-evaluation-harness, shipped with it or in --include-path."""
     tokens: tuple[int, ...] = (20,)
     """Numbers of tokens to select in every row; give none to use --budgets."""
     shots: int | None = 5
     """Worked examples before each question, except for tasks that fix their number at 0."""
     rows: SparseRows = "all"
-    """Sparse rows: `all`, or those that predict the continuation or the answer after a dense prefill."""
     out: Path = Path("runs/fewshot")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     folders: ClassVar[tuple[str, ...]] = (
         *("glue", "super_glue", "openbookqa", "hellaswag", "piqa", "winogrande"),

@@ -30,7 +30,6 @@ class OutputErrorCommand(TaskCommand):
     rows: int = 64
     """Rows measured per context, drawn from its last three quarters."""
     out: Path = Path("runs/output-error")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +51,6 @@ class FidelityCommand(TaskCommand):
     """Folder of a finished run of longbench, whose answers are compared; the model is not run, and of the other options
     only --out and --seed are used."""
     out: Path = Path("runs/fidelity")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     always_prompted: ClassVar[bool] = True
 
@@ -94,7 +92,6 @@ class RulerCommand(SyntheticCommand):
     kinds: tuple[str, ...] = tuple(KINDS)
     """Kinds of exercises."""
     out: Path = Path("runs/ruler-synthetic")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +115,6 @@ class NeedleCommand(SyntheticCommand):
     question: str = QUESTION
     """The question about it."""
     out: Path = Path("runs/needle")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,7 +137,6 @@ class ConesCommand(TaskCommand):
     documents: int = 4
     """Contexts to examine; a run can be continued with more."""
     out: Path = Path("runs/cones")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     both_heads: ClassVar[bool] = True  # only codes are examined, not selections
     former: ClassVar[tuple[str, ...]] = ("planes",)
@@ -169,7 +164,6 @@ class CodelengthCommand(TaskCommand):
     rows: int = 64
     """Rows measured per context."""
     out: Path = Path("runs/codelength")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     both_heads: ClassVar[bool] = True  # both kinds are measured, or the one that --heads names
     former: ClassVar[tuple[str, ...]] = ("planes",)
@@ -205,7 +199,6 @@ class CodesCommand(TaskCommand):
     rows: int = 64
     """Rows measured per context, drawn from its last three quarters."""
     out: Path = Path("runs/codes")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     both_heads: ClassVar[bool] = True  # both ways to combine a group's heads are measured
     former: ClassVar[tuple[str, ...]] = ()
@@ -253,7 +246,6 @@ class CodesizeCommand(ShapeCommand):
     """Bytes that each method stores per token and KV head in addition to keys and values, and their ratio to those."""
 
     out: Path = Path("runs/codesize")
-    """Folder for rows, report and figure."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +257,6 @@ class ComplexityCommand(ShapeCommand):
     budget: float = 0.02
     """Share of the cached tokens to attend to."""
     out: Path = Path("runs/complexity")
-    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -84,7 +84,6 @@ class ThroughputCommand(SpeedCommand):
     dense_layers: int = 0
     """Number of first layers that stay dense."""
     out: Path = Path("runs/throughput")
-    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,11 +100,8 @@ class KernelsCommand(SpeedCommand):
     memory roofline reached."""
 
     contexts: tuple[int, ...] = (32768, 131072)
-    """Numbers of cached tokens."""
     steps: int = 16
-    """Timed steps per turn."""
     out: Path = Path("runs/kernels")
-    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
