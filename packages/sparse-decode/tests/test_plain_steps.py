@@ -6,7 +6,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach, encode_cuda, select
-from sparse_decode.attend import attend_reference
+from sparse_decode.attend_torch import attend_reference
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.plan import LayerPlan
 from sparse_decode.select import HashSelector, NoCodes, QueryHeadHasher, RecentSelector

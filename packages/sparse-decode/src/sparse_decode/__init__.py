@@ -6,7 +6,8 @@ from hashtrain.lazy import export
 
 if TYPE_CHECKING:
     from sparse_decode.attach import Attachment, attach
-    from sparse_decode.attend import attend, attend_reference
+    from sparse_decode.attend import attend
+    from sparse_decode.attend_torch import attend_reference
     from sparse_decode.budget import Budget
     from sparse_decode.oracle import OracleSelector
     from sparse_decode.select import (
@@ -24,7 +25,8 @@ export(
     __name__,
     {
         "attach": ("Attachment", "attach"),
-        "attend": ("attend", "attend_reference"),
+        "attend": ("attend",),
+        "attend_torch": ("attend_reference",),
         "budget": ("Budget",),
         "oracle": ("OracleSelector",),
         "select": (

@@ -12,7 +12,7 @@ from hashtrain.models import text_decoder
 from transformers import PreTrainedModel
 
 from sparse_decode import flash
-from sparse_decode.attend import require_values
+from sparse_decode.attend_inputs import require_values
 from sparse_decode.budget import Budget
 from sparse_decode.model import Attention, require_all_full, require_kernels, require_own_keys
 from sparse_decode.plan import Backend

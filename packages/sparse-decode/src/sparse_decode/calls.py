@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 from transformers.utils.output_capturing import _active_collector
 
-from sparse_decode.attend import require
+from sparse_decode.attend_inputs import require
 from sparse_decode.blocks import AttentionArgs
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.dense_step import Output, attend_densely, with_means

@@ -19,7 +19,8 @@ from hashcore.cpu.threads import compiled
 from torch import Tensor
 
 from sparse_decode import dense_kernels
-from sparse_decode.attend import KINDS, LIKE, _place
+from sparse_decode.attend import place
+from sparse_decode.attend_inputs import KINDS, LIKE
 from sparse_decode.compiled import run
 from sparse_decode.lanes import LANES, WIDTH
 
@@ -75,5 +76,5 @@ def attend_all(
 
 def _where(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
     """Return the address of x [B, Hkv, N, D], its extent in elements, and strides, heads, tokens and components."""
-    address, reach, how = _place(x)
+    address, reach, how = place(x)
     return address, reach, (*how, x.shape[3])

@@ -22,7 +22,7 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode import calls
-from sparse_decode.attend import Inputs
+from sparse_decode.attend_inputs import Inputs
 from sparse_decode.dense_step import OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
 from sparse_decode.growing import FROM, GrowingLayer, grow
 from sparse_decode.model import CACHE_NAMES, FLASH_NAME, NAMES, OTHER_STATES, PAGED_NAMES

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode import page_kernels
-from sparse_decode.attend import on_host, require
+from sparse_decode.attend import on_host
+from sparse_decode.attend_inputs import require
 from sparse_decode.budget import Budget
 from sparse_decode.select import HashSelector
 
