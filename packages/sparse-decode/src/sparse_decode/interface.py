@@ -245,7 +245,8 @@ def attention(
         out = call.plan.step(call.cache, Inputs(query, key, value, factor, *options))
         if out is not None:
             return out, None
-    return calls.attend(module, call.plan, call.cache, query, key, value, attention_mask, dropout, factor, kwargs)
+    given = query, key, value, attention_mask, dropout, factor, kwargs
+    return calls.attend(calls.Call(module, call.plan, call.cache, *given))
 
 
 def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
