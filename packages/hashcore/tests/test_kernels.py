@@ -25,7 +25,7 @@ few = settings(deadline=None, max_examples=12)
 
 def forget(monkeypatch):
     """Let a test begin with nothing kept."""
-    monkeypatch.setattr(tensors, "_searches", kept.Table())
+    monkeypatch.setattr(tensor_search, "_searches", kept.Table())
     monkeypatch.setattr(kept, "_lanes", kept.Table())
 
 

@@ -1,7 +1,8 @@
 """hashcore's operations on torch tensors in device memory: prepares launches from shapes and strides.
 
-A search is in `hashcore.cuda.tensor_search`. torch_ops has checked the arguments. The host never reads device memory, except where a docstring says so. `run`
-executes launches, by default on the device; tests pass the host simulator and tensors in CPU memory.
+A search is in `hashcore.cuda.tensor_search`. torch_ops has checked the arguments. The host never reads device memory,
+except where a docstring says so. `run` executes launches, by default on the device; tests pass the host simulator and
+tensors in CPU memory.
 """
 
 import math

@@ -62,18 +62,8 @@ def run(command: TrainCommand, console: Console, capture_only: bool = False) -> 
 def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bool) -> dict[str, Any]:
     began = time.monotonic()
     prepared = prepare(command, ranks)
-    shape, train, validation = prepared.shape, prepared.train, prepared.validation
-    # With --stream the contexts are tokenised while it trains, so their number is not known yet.
-    count = f"up to {command.contexts}" if command.stream else str(len(prepared.contexts))
-    console.print(
-        f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on, "
-        f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
-    )
-    if not command.stream:
-        _say_if_fewer(prepared, console)
-    if (held := len(validation.contexts)) < command.held_out:
-        console.print(f"the held-out text has {held} contexts; {command.held_out} were requested")
+    train, validation = prepared.train, prepared.validation
+    _announce(prepared, console)
     if command.tensorboard:
         require_board()
     hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.recipes}
@@ -101,18 +91,10 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         if not ranks.first:
             return {}
         found = _collect(prepared, hashers, jobs, console)
-        metrics = {**_settings(command, shape, len(prepared.contexts), len(validation.contexts)), "hashers": found}
+        metrics = _settings(command, prepared.shape, len(prepared.contexts), len(validation.contexts))
+        metrics["hashers"] = found
         metrics["seconds"] = round(time.monotonic() - began, 1)
-        for name, hasher in hashers.items():
-            hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
-        draw(metrics, command.out / "training.png")
-        draw_bits(metrics, command.out / "bits.png")
-        draw_by_head(metrics, command.out / "heads.png", "iou_by_head", "IoU, held out")
-        low = "5th percentile of the rows' mass, held out"
-        draw_by_head(metrics, command.out / "worst.png", "low_by_head", low)
-        write_text(command.out / "config.toml", as_toml(command))
-        write_text(command.out / "environment.json", json.dumps(environment(prepared.device), indent=1) + "\n")
-        write_text(command.out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
+        _store(prepared, hashers, metrics)
         end(command.out)
     for heads in ("query_head", "kv_head"):
         console.print(quality_table(metrics, heads))
@@ -121,9 +103,40 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     return metrics
 
 
+def _announce(prepared: Prepared, console: Console) -> None:
+    """Print what will be trained, and whether the text is shorter than requested."""
+    command, shape, validation = prepared.command, prepared.shape, prepared.validation
+    # With --stream the contexts are tokenised while it trains, so their number is not known yet.
+    count = f"up to {command.contexts}" if command.stream else str(len(prepared.contexts))
+    console.print(
+        f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
+        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on, "
+        f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
+    )
+    if not command.stream:
+        _say_if_fewer(prepared, console)
+    if (held := len(validation.contexts)) < command.held_out:
+        console.print(f"the held-out text has {held} contexts; {command.held_out} were requested")
+
+
 def _say_if_fewer(prepared: Prepared, console: Console) -> None:
     if (count := len(prepared.contexts)) < prepared.command.contexts:
         console.print(f"the text has {count} training contexts; {prepared.command.contexts} were requested")
+
+
+def _store(prepared: Prepared, hashers: Mapping[str, Hasher], metrics: dict[str, Any]) -> None:
+    """Write the hashers, the figures, the settings and the metrics."""
+    command = prepared.command
+    for name, hasher in hashers.items():
+        hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
+    draw(metrics, command.out / "training.png")
+    draw_bits(metrics, command.out / "bits.png")
+    draw_by_head(metrics, command.out / "heads.png", "iou_by_head", "IoU, held out")
+    low = "5th percentile of the rows' mass, held out"
+    draw_by_head(metrics, command.out / "worst.png", "low_by_head", low)
+    write_text(command.out / "config.toml", as_toml(command))
+    write_text(command.out / "environment.json", json.dumps(environment(prepared.device), indent=1) + "\n")
+    write_text(command.out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
 
 
 def _workers(prepared: Prepared) -> int:
