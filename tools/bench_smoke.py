@@ -79,7 +79,8 @@ def retrieval(rng: np.random.Generator) -> dict[str, Race]:
     keys = rng.integers(-(2**31), 2**31, (KEYS, WORDS), np.int32)
     queries = rng.integers(-(2**31), 2**31, (7, WORDS), np.int32)
     vectors = rng.standard_normal((CONTEXT, 32 * WORDS), np.float32)
-    scores, one = hashcore.score(queries, keys), queries[:1]
+    scores = hashcore.score(queries, keys)
+    one = queries[:1]
     pages, table = rng.permutation(KEYS // PAGE), np.empty(KEYS // PAGE, np.int64)
     table[pages] = np.arange(KEYS // PAGE)
     pool = keys.reshape(-1, PAGE, WORDS)[pages]  # page table[i] holds keys i PAGE and following

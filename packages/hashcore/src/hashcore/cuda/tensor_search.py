@@ -53,15 +53,16 @@ def search(
     device = scores.device
     weights = None if weights is None else tuple(weights)
     at, keys_at = query.data_ptr(), keys.data_ptr()  # alignment, and so copies, depend on the addresses
-    how = indices.dtype, device, at % 16, keys_at % 16, weights
     tables = None if blocks is None else page_tables(blocks, scores.shape[:-1])
-    form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how
+    more: tuple[Any, ...] = ()
     if tables is not None:
-        form = *form, tables.blocks.shape[-1], *tables[1:]
+        more = tables.blocks.shape[-1], *tables[1:]
     elif not shortlist or _lists_all(keys.shape[-2], k, shortlist):
         shortlist, first = 0, None
     else:
-        form = *form, shortlist, None if first is None else first.stride()
+        more = shortlist, None if first is None else first.stride()
+    how = indices.dtype, device, at % 16, keys_at % 16, weights
+    form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how, *more
     given = query, keys, weights, scores, indices, shortlist, first, tables
     prepared = _searches.found.get(form) or _renewed(form, *given)
     call, held = prepared.call, prepared.bound(bounds, k)
