@@ -75,8 +75,7 @@ def save(model, tokenizer, out: Path):
     fresh.rmdir()
 
 
-def arguments() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tokens", type=Path)
     parser.add_argument("out", type=Path)
@@ -84,11 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--init", type=Path, default=demo_model_path(), help="the model to continue from")
     parser.add_argument("--short-share", type=float, default=0.5, help="share of the time spent at contexts of 2,048")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = arguments()
+    args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     tokens, starts = np.load(args.tokens / "train.npy", mmap_mode="r"), np.load(args.tokens / "starts.npy")
     model, tokenizer = load_model(str(args.init), torch.float32)

@@ -190,10 +190,14 @@ class _NoBackward(torch.autograd.Function):
         raise RuntimeError("sparse attention has no backward pass; detach the model to train it")
 
 
+def reach(x: Tensor) -> int:
+    """Return the extent of a tensor's memory in elements."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
 def place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
     """Return the address of x [B, Hkv, N, D], its extent in elements, and its strides and sizes."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), reach, (*x.stride()[:3], x.shape[1], x.shape[2])
+    return x.data_ptr(), reach(x), (*x.stride()[:3], x.shape[1], x.shape[2])
 
 
 def _on_cpu(

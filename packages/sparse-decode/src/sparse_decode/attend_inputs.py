@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode import gather
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
+LIKE: dict[int, NDArray[Any]] = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
 
 
 class Inputs(NamedTuple):

@@ -33,7 +33,7 @@ def attend_reference(
     group = q.shape[1] // indices.shape[1]
     wanted = indices.repeat_interleave(group, 1)
     dead, logits = wanted < 0, _logits(q, k, wanted, scaling, softcap, sinks)
-    read = _gathered(v, wanted).masked_fill(dead[..., None], 0)
+    read = gathered(v, wanted).float().masked_fill(dead[..., None], 0)
     every = logits.softmax(-1)
     p, of_sinks = every[..., : dead.shape[-1]].masked_fill(dead, 0), every[..., dead.shape[-1] :].sum(-1, keepdim=True)
     both = cast(Tensor, p.nan_to_num(0).unflatten(1, (indices.shape[1], -1))).sum(2).masked_fill(indices < 0, -1)
@@ -65,7 +65,7 @@ def _logits(
     q: Tensor, k: Tensor, wanted: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Return the logits of tokens `wanted` [B, Hq, Q, K], -inf in unused slots; with sinks, theirs is one more."""
-    logits = (q.float()[..., None, :] * _gathered(k, wanted)).sum(-1) * scaling
+    logits = (q.float()[..., None, :] * gathered(k, wanted).float()).sum(-1) * scaling
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
     logits = logits.masked_fill(wanted < 0, -torch.inf)
@@ -74,9 +74,9 @@ def _logits(
     return torch.cat([logits, sinks.float()[None, :, None, None].expand(*logits.shape[:3], 1)], dim=-1)
 
 
-def _gathered(x: Tensor, wanted: Tensor) -> Tensor:
-    """Gather rows of x [B, Hkv, N, D] as float32 [B, Hq, Q, K, D]; unused slots get an arbitrary row."""
+def gathered(x: Tensor, wanted: Tensor) -> Tensor:
+    """Gather rows of x [B, Hkv, N, D]: [B, H, Q, K, D] for `wanted` [B, H, Q, K]; unused slots get an arbitrary row."""
     heads = wanted.shape[1]
     batch = torch.arange(len(x), device=x.device)[:, None, None, None]
     head = (torch.arange(heads, device=x.device) // (heads // x.shape[1]))[:, None, None]
-    return x[batch, head, wanted.clamp(min=0).to(x.device)].to(wanted.device).float()
+    return x[batch, head, wanted.clamp(min=0).to(x.device)].to(wanted.device)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode import page_kernels
-from sparse_decode.attend import on_host
+from sparse_decode.attend import on_host, reach
 from sparse_decode.attend_inputs import LIKE, require
 from sparse_decode.budget import Budget
 from sparse_decode.select import HashSelector
@@ -186,10 +186,6 @@ def _write(slots: NDArray[np.int64], x: Tensor, target: Tensor) -> None:
     if x.stride(2) != 1:
         x = x.contiguous()
     (_, heads, count), (page, head, token, _) = x.shape, target.stride()
-    where = x.data_ptr(), x.stride()[:2], target.data_ptr(), (page, token, head), (_reach(x), _reach(target))
+    where = x.data_ptr(), x.stride()[:2], target.data_ptr(), (page, token, head), (reach(x), reach(target))
     sizes = heads, count, target.shape[2]
     compiled(page_kernels.write)(0, len(slots), *where, sizes, slots, LIKE[x.element_size()])
-
-
-def _reach(x: Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0

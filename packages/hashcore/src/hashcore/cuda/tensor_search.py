@@ -54,31 +54,26 @@ def search(
     weights = None if weights is None else tuple(weights)
     at, keys_at = query.data_ptr(), keys.data_ptr()  # alignment, and so copies, depend on the addresses
     tables = None if blocks is None else page_tables(blocks, scores.shape[:-1])
-    more: tuple[Any, ...] = ()
     if tables is not None:
         more = tables.blocks.shape[-1], *tables[1:]
     elif not shortlist or _lists_all(keys.shape[-2], k, shortlist):
-        shortlist, first = 0, None
+        shortlist, first, more = 0, None, ()
     else:
         more = shortlist, None if first is None else first.stride()
     how = indices.dtype, device, at % 16, keys_at % 16, weights
     form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how, *more
     given = query, keys, weights, scores, indices, shortlist, first, tables
     prepared = _searches.found.get(form) or _renewed(form, *given)
-    call, held = prepared.call, prepared.bound(bounds, k)
+    held = prepared.bound(bounds, k)
     prepared.place(kept.scratch(prepared.words, device).address)
     words = keys if first is None else first
-    if tables is not None:
-        call.pages.table = tables.blocks.data_ptr()
     if not prepared.direct:
         found = _placed(query, keys, weights, first, scores.shape[:-1], tables is not None)
         held, words = (held, found), found.first.keys
         at, keys_at = found.at.query.data_ptr(), found.at.keys.data_ptr()
-    if shortlist:
-        call.shortlist.first = words.data_ptr()
-    call.query.value, call.keys.value = at, keys_at
-    call.values.value, call.indices.value = scores.data_ptr(), indices.data_ptr()
-    (launch.run if run is None else run)(call.launches, device)
+    more_at = words.data_ptr() if shortlist else None, None if tables is None else tables.blocks.data_ptr()
+    prepared.point(at, keys_at, scores.data_ptr(), indices.data_ptr(), *more_at)
+    (launch.run if run is None else run)(prepared.call.launches, device)
     del held  # kept until the launches are in the stream; from here on the allocator may reuse them
 
 
@@ -117,6 +112,12 @@ class _Prepared:
             self.call.shortlist.rows = address + 4 * self.space.short
             self.at = address
 
+    def point(self, query: int, keys: int, scores: int, indices: int, first: int | None, table: int | None) -> None:
+        """Set the addresses of the operands and results; first, table: of a shortlist and of pages."""
+        call = self.call
+        call.query.value, call.keys.value, call.values.value, call.indices.value = query, keys, scores, indices
+        call.shortlist.first, call.pages.table = first, table
+
     def bound(self, bounds: Bounds, k: int | torch.Tensor) -> object:
         """Set the eligible positions and the counts; return the tensors whose addresses were set."""
         lengths, starts = bounds.lengths, bounds.starts
@@ -136,9 +137,9 @@ _searches: kept.Table[_Prepared] = kept.Table()
 
 def _renewed(form: tuple[Any, ...], *given: Any) -> _Prepared:
     """Return the search for a form: that with one key fewer, updated, or a new one; given: of `_prepare`."""
-    query, keys, _, scores, *_, tables = given
+    query, keys, weights, scores, indices, *_, tables = given
     if tables is not None:
-        return _searches.keep(form, _prepare(*given[:5], 0, None, tables))
+        return _searches.keep(form, _prepare(query, keys, weights, scores, indices, 0, None, tables))
     (*lead, n, words), (*rows, width) = keys.shape, scores.shape
     kind = query.shape, query.stride(), *lead, words, keys.stride(), *rows, *form[5:]
     return _searches.renew(form, kind, n, lambda found: found.resize(n, width), lambda: _prepare(*given))

@@ -62,7 +62,6 @@ def run(command: TrainCommand, console: Console, capture_only: bool = False) -> 
 def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bool) -> dict[str, Any]:
     began = time.monotonic()
     prepared = prepare(command, ranks)
-    train, validation = prepared.train, prepared.validation
     _announce(prepared, console)
     if command.tensorboard:
         require_board()
@@ -83,16 +82,15 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         if capture_only or not _trains_first(command):
             _capture(prepared, console)
         if capture_only:
-            return {"captured": len(train.contexts) + len(validation.contexts)}
+            return {"captured": len(prepared.train.contexts) + len(prepared.validation.contexts)}
         if not command.stream:
             loaded.cache_clear()  # free the model's memory for training
         _make_layers(prepared, jobs, console)
         ranks.barrier()
         if not ranks.first:
             return {}
-        found = _collect(prepared, hashers, jobs, console)
-        metrics = _settings(command, prepared.shape, len(prepared.contexts), len(validation.contexts))
-        metrics["hashers"] = found
+        metrics = _settings(prepared)
+        metrics["hashers"] = _collect(prepared, hashers, jobs, console)
         metrics["seconds"] = round(time.monotonic() - began, 1)
         _store(prepared, hashers, metrics)
         end(command.out)
@@ -318,17 +316,18 @@ def _found(layers: list[LayerResult], dense: Sequence[int]) -> dict[str, Any]:
     return {**found, **summarise([layer.quality for layer in layers], dense)}
 
 
-def _settings(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
+def _settings(prepared: Prepared) -> dict[str, Any]:
+    command = prepared.command
     corpus = (
         ", ".join(p.name if p.exists() else str(p) for p in command.text) or "this machine's Python standard library"
     )
     return {
         "version": hashtrain.__version__,
         "model": command.model if command.model == DEMO else Path(command.model).name,
-        "layers": shape.num_layers,
+        "layers": prepared.shape.num_layers,
         "corpus": corpus,
-        "contexts": contexts,
-        "held_out": held_out,
+        "contexts": len(prepared.contexts),
+        "held_out": len(prepared.validation.contexts),
         **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_IN_METRICS},
         "sink": SINK,
         "recent": RECENT,
