@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from hashcore.cuda import launch
@@ -27,10 +27,8 @@ SIMULATED_SMS = 2
 _TYPES = {torch.bfloat16: 1, torch.float16: 0}
 
 
-class Run(Protocol):
-    """Executes launches: `hashcore.cuda.launch.run`, or the host simulator in tests."""
-
-    def __call__(self, launches: Iterable[Launch], device: torch.device, folder: Path) -> None: ...
+Run = Callable[[Iterable[Launch], torch.device, Path], None]
+"""Executes launches on a device, from a folder of kernels: `hashcore.cuda.launch.run`, or the simulator in tests."""
 
 
 class Rows(ctypes.Structure):
