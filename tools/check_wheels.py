@@ -25,7 +25,7 @@ MUST_HOLD = {
     "evals": ["harness/example/ruler.yaml"],
     "hashcore": ["kernels/score.cu", "kernels/common.cuh"],
     "hashtrain": ["demo/model/model.safetensors", "demo/model/tokenizer.json", "demo/model/README.md"],
-    "sparse_decode": ["kernels/gather.cu", "kernels/mma.cuh"],
+    "sparse_decode": ["kernels/gather.cu", "kernels/slots.cuh"],
     "sparse_serve": ["plugin.py", "_backend.py", "_metrics.py"],
 }
 LICENCES = ("LICENSE", "NOTICE")

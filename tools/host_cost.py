@@ -21,7 +21,7 @@ from collections.abc import Callable
 import hashcore
 import torch
 from evals.machine import processor
-from hashcore.cuda import operands, tensors
+from hashcore.cuda import operands, tensor_search
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.files.atomic import write_text
@@ -55,7 +55,7 @@ def calls() -> dict[str, Callable[[], object]]:
         encode_cuda.hash_step(k, known.key, q, known.query, known.digits, new_code, known.hows[0])
 
     def search() -> None:
-        tensors.search(planes, keys, KEPT, plane_weights, bounds, *out)
+        tensor_search.search(planes, keys, KEPT, plane_weights, bounds, *out)
 
     def attend() -> None:
         gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), lse=False)

@@ -91,14 +91,14 @@ def cuda_search() -> list[str]:
     """Search tensors on CUDA: to the operator with fake tensors, and from there to the driver with others."""
     import hashcore
     import torch
-    from hashcore.cuda import operands, tensors
+    from hashcore.cuda import operands, tensor_search
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     planes, keys = (torch.from_numpy(x)[None] for x in codes())
     out = torch.zeros(1, 1, KEPT, dtype=torch.int32), torch.zeros(1, 1, KEPT, dtype=torch.int64)
 
     def below() -> None:
-        tensors.search(planes[None], keys[None], KEPT, PLANES, operands.Bounds(keys.shape[-2], 0, 0, 0), *out)
+        tensor_search.search(planes[None], keys[None], KEPT, PLANES, operands.Bounds(keys.shape[-2], 0, 0, 0), *out)
 
     with FakeTensorMode():
         given = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (planes, keys)]

@@ -63,7 +63,7 @@ def check(case: Case) -> None:
 
 def measure_search(case: Case) -> dict[str, float]:
     """Time scoring alone, scoring with selection, and both including the computation of planes."""
-    from hashcore.cuda import kept, launch, layout, operands, tensors
+    from hashcore.cuda import kept, launch, layout, operands, tensor_search
     from hashcore.cuda.timing import graph_time
 
     planes, weights = hashcore.planes(case.w, PLANES)
@@ -76,7 +76,7 @@ def measure_search(case: Case) -> dict[str, float]:
 
     def score(keys: torch.Tensor) -> None:
         with mock.patch.object(kept, "scratch", return_value=alone):
-            tensors.search(planes, keys, case.k, weights, operands.Bounds(), *case.out, first_only)
+            tensor_search.search(planes, keys, case.k, weights, operands.Bounds(), *case.out, first_only)
 
     def search(keys: torch.Tensor, planes: torch.Tensor = planes) -> None:
         hashcore.search(planes, keys, case.k, weights, order="index", out=case.out)

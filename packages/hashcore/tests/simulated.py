@@ -15,7 +15,7 @@ from hostsim import Simulator, check_slack, compiler, guarded
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
-from hashcore.cuda import kept, operands, tensors  # noqa: E402
+from hashcore.cuda import kept, operands, tensor_search  # noqa: E402
 
 ORDERS = [0, 1, 7]  # ascending, descending, a seed
 
@@ -111,7 +111,7 @@ def search(device, query, keys, k, weights, times=0, first="none", wide=False, *
     values, indices = empty(*rows, width), empty(*rows, width, dtype=np.int64 if wide else np.int32)
     bounds = operands.Bounds(**{name: tensor_or(bound) for name, bound in ranges.items()})
     how = {"run": device, "shortlist": times, "first": first_words(keys, first)}
-    tensors.search(inside(query), inside(keys), tensor_or(k), weights, bounds, values, indices, **how)
+    tensor_search.search(inside(query), inside(keys), tensor_or(k), weights, bounds, values, indices, **how)
     return values, indices
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
-from hashcore.cuda import kept, kernels, layout, operands, source, tensors  # noqa: E402
+from hashcore.cuda import kept, kernels, layout, operands, source, tensor_search, tensors  # noqa: E402
 
 torch = simulated.torch
 NAMES = "inside", "empty", "assert_same", "assert_finds", "orders"
@@ -25,7 +25,7 @@ few = settings(deadline=None, max_examples=12)
 
 def forget(monkeypatch):
     """Let a test begin with nothing kept."""
-    monkeypatch.setattr(tensors, "_searches", kept.Table())
+    monkeypatch.setattr(tensor_search, "_searches", kept.Table())
     monkeypatch.setattr(kept, "_lanes", kept.Table())
 
 
@@ -314,7 +314,7 @@ def test_bounds_beyond_int32_are_clamped_too(rng, far):
     values, indices = empty(4, 300), empty(4, 300)
     bounds = operands.Bounds(lengths, starts, 1, 1)
     codes = inside(query), inside(keys)
-    tensors.search(*codes, k, (1, 2, 4), bounds, values, indices, simulated.Device())
+    tensor_search.search(*codes, k, (1, 2, 4), bounds, values, indices, simulated.Device())
     clamped = {name: np.array(value).clip(0, 300) for name, value in rows.items()}
     assert_selects(values, indices, reference.score(query, keys, (1, 2, 4)), **clamped, sink=1, recent=1)
 
@@ -329,7 +329,7 @@ def test_more_than_the_kernels_can_count_is_refused():
     out = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     words = "on CUDA a row may have at most 536870912 positions, got 536870913; split the keys"
     for call in (
-        lambda: tensors.search(one, keys, 1, (1,), operands.Bounds(), *out, run=launched),
+        lambda: tensor_search.search(one, keys, 1, (1,), operands.Bounds(), *out, run=launched),
         lambda: tensors.score(one, keys, (1,), scores, launched),
         lambda: tensors.score(one, keys, None, scores[:, None], launched),
         lambda: tensors.topk(scores, 1, operands.Bounds(), *out, run=launched),
@@ -339,7 +339,7 @@ def test_more_than_the_kernels_can_count_is_refused():
     many = [x.expand(2**31, *x.shape[1:]) for x in (one, one, out[0], out[1])]
     words = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
     with pytest.raises(ValueError, match=words):
-        tensors.search(many[0], one, 1, (1,), operands.Bounds(), *many[2:], run=launched)
+        tensor_search.search(many[0], one, 1, (1,), operands.Bounds(), *many[2:], run=launched)
     wide, levels = torch.zeros(1, 32).expand(2**31, 32), torch.zeros(1, 1, dtype=torch.int16).expand(2**31, 32)
     for call in (
         lambda: tensors.group_planes(many[0][:, None, 0, :1], many[2][:, :, None], launched),
@@ -445,7 +445,7 @@ def test_strides_and_offsets_do_not_change_the_result(rng):
         expected = reference.score(query[: len(view)], view.contiguous().numpy(), (1, 2))
         assert_same(out, expected)
         values, indices = empty(len(view), 5), empty(len(view), 5)
-        tensors.search(asked, view, 5, (1, 2), operands.Bounds(), values, indices, simulated.Device())
+        tensor_search.search(asked, view, 5, (1, 2), operands.Bounds(), values, indices, simulated.Device())
         assert_selects(values, indices, expected, 5)
         pairs = empty(len(view), 2, view.shape[1])
         tensors.score(asked, view, None, pairs, simulated.Device())

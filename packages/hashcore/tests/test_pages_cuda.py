@@ -14,7 +14,7 @@ from test_pages import shuffled_tables
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
 from hashcore import torch_ops  # noqa: E402
-from hashcore.cuda import kept, operands, tensors  # noqa: E402
+from hashcore.cuda import kept, operands, tensor_search  # noqa: E402
 
 torch = simulated.torch
 
@@ -63,7 +63,7 @@ def search(query, pool, k, weights, device, lengths, starts=None, sink=0, recent
     bounds = operands.Bounds(*(simulated.tensor_or(x) for x in (lengths, starts)), sink, recent)
     how = {"run": device, "blocks": pool.blocks[:, None]}
     asked = simulated.inside(query), torch.from_numpy(pool.codes), simulated.tensor_or(k), weights
-    tensors.search(*asked, bounds, values, indices, **how)
+    tensor_search.search(*asked, bounds, values, indices, **how)
     return values, indices
 
 
@@ -112,7 +112,7 @@ def test_keys_that_a_wrong_floor_left_out_are_scored_in_their_pages(rng, order, 
     bounds = operands.Bounds(torch.from_numpy(lengths[:, None]), None, 3, 5)
     keys = simulated.inside(query), torch.from_numpy(pool.codes)
     how = {"run": simulated.Device(order), "blocks": pool.blocks[:, None]}
-    tensors.search(*keys, 700, PLANES, bounds, values, indices, **how)
+    tensor_search.search(*keys, 700, PLANES, bounds, values, indices, **how)
     ranges = dict(lengths=lengths[:, None], sink=3, recent=5)
     expected = reference.search(query, pool.gathered(), 700, PLANES, order="index", **ranges)
     simulated.assert_same((values, indices), expected)
@@ -127,7 +127,7 @@ def test_queries_over_the_same_pages_read_them_together(rng, heads, kernel):
     device, bounds = simulated.Device(), operands.Bounds(torch.from_numpy(lengths[:, None, None]))
     how = {"run": device, "blocks": pool.blocks[:, None, None]}
     asked = simulated.inside(query), torch.from_numpy(pool.codes), 9, None
-    tensors.search(*asked, bounds, values, indices, **how)
+    tensor_search.search(*asked, bounds, values, indices, **how)
     ranges = dict(lengths=lengths[:, None, None], order="index")
     simulated.assert_same((values, indices), reference.search(query, pool.gathered(), 9, None, **ranges))
     assert device.kernels[0] == kernel
@@ -179,7 +179,7 @@ def test_a_second_search_makes_nothing(rng, monkeypatch):
     pool, query = Pool(rng, np.array([700, 90]), 16, 2, 4), random_codes(rng, 2, 2, 3, 4)
     ends = pool.lengths[:, None]
     search(query, pool, ends // 9, PLANES, simulated.Device(), ends)
-    monkeypatch.setattr(tensors.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
+    monkeypatch.setattr(tensor_search.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
     other = np.array([[650], [33]])
     pool.blocks[0, [3, 7]] = pool.blocks[0, [7, 3]]
     pool.tables[0, [3, 7]] = pool.tables[0, [7, 3]]
@@ -192,7 +192,7 @@ def test_contiguous_kernels_know_nothing_of_pages(rng):
     seen = []
     out = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int64)
     query, keys = (torch.from_numpy(random_codes(rng, 2, rows, 4)) for rows in (3, 300))
-    tensors.search(query, keys, 5, PLANES, operands.Bounds(), *out, run=lambda found, _: seen.extend(found))
+    tensor_search.search(query, keys, 5, PLANES, operands.Bounds(), *out, run=lambda found, _: seen.extend(found))
     assert not any("HASHCORE_PAGES" in dict(one.macros) for one in seen)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
-from hashcore.cuda import kept, layout, operands, tensors  # noqa: E402
+from hashcore.cuda import kept, layout, operands, tensor_search, tensors  # noqa: E402
 
 torch = simulated.torch
 
@@ -123,7 +123,7 @@ def test_a_floor_that_is_too_high_is_left(rng, order, queries):
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
     monkeypatch.setattr(tensors, "SIMULATED_SMS", 2 * splits)  # two rows
-    monkeypatch.setattr(tensors, "_searches", kept.Table())
+    monkeypatch.setattr(tensor_search, "_searches", kept.Table())
     case = {"query": random_codes(rng, 2, 5, 4), "keys": random_codes(rng, 2, 20_000, 4) & 0x1111, "k": 700}
     case |= {"weights": (1, 2, 4, 8, 16), "times": 6, "first": "dense", "sink": 3}
     simulated.assert_finds(simulated.Device(order=11), **case)
@@ -132,7 +132,7 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
 @pytest.mark.parametrize("rows", [(5,), (2, 11)])
 def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch, rows):
     monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 4 * 3000 * 8)
-    monkeypatch.setattr(tensors, "_searches", kept.Table())
+    monkeypatch.setattr(tensor_search, "_searches", kept.Table())
     monkeypatch.setattr(kept, "_lanes", kept.Table())
     own = rows if len(rows) == 1 else (2, 1)
     case = {"query": random_codes(rng, *rows, 3, 4), "keys": random_codes(rng, *own, 3000, 4), "times": 3}
@@ -176,7 +176,7 @@ def test_strides_and_offsets_do_not_change_the_result(rng):
         for first in (None, view[..., 0], view[..., 0].contiguous()):
             values, indices = simulated.empty(3, 20), simulated.empty(3, 20)
             how = {"run": simulated.Device(), "shortlist": 4, "first": first}
-            tensors.search(torch.from_numpy(query), view, 20, (1, 2), operands.Bounds(), values, indices, **how)
+            tensor_search.search(torch.from_numpy(query), view, 20, (1, 2), operands.Bounds(), values, indices, **how)
             expected = reference.search(query, view.contiguous().numpy(), 20, (1, 2), order="index", shortlist=4)
             for ours, theirs in zip((values, indices), expected, strict=True):
                 simulated.assert_same(ours, theirs)
@@ -189,6 +189,6 @@ def test_first_words_of_other_keys_harm_no_memory(rng):
     codes = simulated.inside(case["query"]), simulated.inside(case["keys"])
     for wrong in (case["keys"][..., 1], case["keys"][..., 0] ^ -1, np.zeros((1, 3000), np.int32)):
         how = {"run": simulated.Device(), "shortlist": 2, "first": simulated.inside(wrong, 4)}
-        tensors.search(*codes, 60, (1, 2, 4), operands.Bounds(), values, indices, **how)
+        tensor_search.search(*codes, 60, (1, 2, 4), operands.Bounds(), values, indices, **how)
         assert ((indices >= 0) & (indices < 3000)).all()
         assert (indices.diff(dim=-1) > 0).all()

@@ -5,7 +5,7 @@ import pytest
 from hashcore_samples import random_codes
 
 pytest.importorskip("torch", reason="the launches are described on torch tensors")
-from hashcore.cuda import kept, layout, operands, tensors, traffic
+from hashcore.cuda import kept, layout, operands, tensor_search, tensors, traffic
 
 torch = pytest.importorskip("torch")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
@@ -47,7 +47,7 @@ def test_the_kernels_list_as_many_candidates_as_predicted(monkeypatch, weights):
     scratch = simulated.Scratch()
     monkeypatch.setattr(kept, "scratch", scratch)
     out = torch.zeros(1, k, dtype=torch.int32), torch.zeros(1, k, dtype=torch.int32)
-    tensors.search(query, keys, k, weights, operands.Bounds(), *out, simulated.Device())
+    tensor_search.search(query, keys, k, weights, operands.Bounds(), *out, simulated.Device())
     space = layout.SearchSpace.plan(1, 1, n, k, 2)
     listed = int(scratch.tensor[space.counts : space.counts + space.splits * layout.WARPS].sum())
     assert k <= listed
@@ -79,7 +79,7 @@ def test_the_kernels_list_as_many_of_a_shortlist_as_predicted(monkeypatch):
     out = torch.zeros(1, k, dtype=torch.int32), torch.zeros(1, k, dtype=torch.int32)
     codes = torch.from_numpy(query), torch.from_numpy(keys)
     device = simulated.Device()
-    tensors.search(*codes, k, PLANES[5], operands.Bounds(), *out, device, shortlist=times)
+    tensor_search.search(*codes, k, PLANES[5], operands.Bounds(), *out, device, shortlist=times)
     space = layout.SearchSpace.plan(1, 1, n, k, 2)
     candidates = int(scratch.tensor[space.counts : space.counts + space.splits * layout.WARPS].sum())
     first, floor, on_list = scratch.tensor[space.short : space.short + layout.SHORT_ROW].tolist()

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
 from sparse_decode import Budget, HashSelector
-from sparse_decode.attend import Inputs
+from sparse_decode.attend_inputs import Inputs
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.cache_types import carry_codes
 from sparse_decode.plan import AttentionArgs, LayerPlan, RowRule

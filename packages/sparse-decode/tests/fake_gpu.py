@@ -15,12 +15,13 @@ from unittest import mock
 
 import hashcore
 import torch
-from hashcore.cuda import operands, tensors
+from hashcore.cuda import operands, tensor_search, tensors
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from sparse_decode import Budget, attach
+from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.remainder import RunningMoments
-from sparse_decode.select import HashSelector, QueryHeadHasher
+from sparse_decode.select import HashSelector
 from sparse_decode.static_moments import StaticMoments
 from torch import nn
 from torch._ops import OpOverload
@@ -301,7 +302,7 @@ def search_launches(shortlist: bool, planes: int = 6) -> int:
     seen: list[object] = []
     weights = hashcore.planes(torch.zeros(1, 128, device="cpu"), planes)[1]
     how = {"run": lambda found, _: seen.extend(found), "shortlist": 5 if shortlist else 0}
-    tensors.search(query, keys, 80, weights, operands.Bounds(4096), *out, **how)
+    tensor_search.search(query, keys, 80, weights, operands.Bounds(4096), *out, **how)
     return len(seen)
 
 

@@ -8,7 +8,8 @@ import torch
 import transformers
 from sparse_decode import calls
 from sparse_decode import plan as plan_module
-from sparse_decode.attend import attend, attend_reference
+from sparse_decode.attend import attend
+from sparse_decode.attend_torch import attend_reference
 from sparse_decode.positions import include
 from sparse_decode.select import Rows
 from transformers.cache_utils import QuantizedLayer

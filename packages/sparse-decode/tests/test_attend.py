@@ -12,8 +12,9 @@ from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attend, attend_reference, intrinsics
-from sparse_decode.attend import LeftOut, attention_weights
+from sparse_decode.attend_inputs import LeftOut
 from sparse_decode.attend_kernels import TILE, _drop
+from sparse_decode.attend_torch import attention_weights
 from sparse_decode.lanes import LANES
 from sparse_decode.softmax import exponentials, greatest
 from sparse_decode_doubles import as_sets, masked_attention

@@ -56,7 +56,7 @@ def case(name):
 
 
 def round_matrices(layer):
-    for weights in (encode_weights.key_weights(layer), encode_weights.query_weights(layer)):
+    for weights in (encode_weights.weights_of(layer, "key"), encode_weights.weights_of(layer, "query")):
         for x in encode_weights._matrices(weights):
             x.copy_(x.half())
 
@@ -70,7 +70,7 @@ def tokens_of(layer, batch=1, tokens=1, dtype=torch.bfloat16):
 
 def sides(layer, narrow=False):
     """Weights of keys and of queries, and digits, between guard pages."""
-    found = encode_weights.key_weights(layer), encode_weights.query_weights(layer)
+    found = encode_weights.weights_of(layer, "key"), encode_weights.weights_of(layer, "query")
     if narrow:
         found = [encode_weights._narrowed(weights) for weights in found]
     return *([inside(x) for x in weights] for weights in found), [inside(x) for x in encode_weights.digits_of(layer)]
@@ -84,7 +84,9 @@ def room_for(layer, batch, tokens, per_query_head):
 def expected_codes(layer, k, per_query_head):
     """The reference's codes, in the heads in which they are stored."""
     heads, words = encode_weights.code_shape(layer, per_query_head)
-    found = torch.from_numpy(reference.codes(k, encode_weights.key_weights(layer), encode_weights.digits_of(layer)))
+    found = torch.from_numpy(
+        reference.codes(k, encode_weights.weights_of(layer, "key"), encode_weights.digits_of(layer))
+    )
     if (join := words * 32 // layer.bits) > 1:
         return torch.cat([found[:, i::join] for i in range(join)], -1)
     return found.repeat_interleave(heads // found.shape[1], 1)
@@ -93,7 +95,9 @@ def expected_codes(layer, k, per_query_head):
 def expected_planes(layer, q, per_query_head):
     how = encode_weights.hows(layer)[per_query_head]
     return torch.from_numpy(
-        reference.planes(q, encode_weights.query_weights(layer), encode_weights.digits_of(layer), how).astype(np.int32)
+        reference.planes(q, encode_weights.weights_of(layer, "query"), encode_weights.digits_of(layer), how).astype(
+            np.int32
+        )
     )
 
 
@@ -249,7 +253,7 @@ def test_fma_rounds_once():
 @pytest.mark.parametrize("name", ["planes-256", "transform", "lsh", "paper"])
 def test_a_layer_that_stays_in_place_is_looked_up(name, monkeypatch):
     layer = case(name)
-    described = encode_weights.describe(encode_weights.key_weights(layer), encode_weights.digits_of(layer))
+    described = encode_weights.describe(encode_weights.weights_of(layer, "key"), encode_weights.digits_of(layer))
     encode_weights.place(layer)
     known, seen = encode_weights.placed[id(layer)], []
     k, _ = tokens_of(layer)
@@ -285,7 +289,7 @@ def test_a_copy_has_16_bits_where_that_loses_nothing(name):
         kinds = [[x.dtype for x in encode_weights._matrices(weights)] for weights in known[:2]]
         assert {x for of in kinds for x in of} == {torch.float16 if narrow else torch.float32}
         assert all(
-            torch.equal(a.float(), b) for a, b in zip(known.key, encode_weights.key_weights(copied), strict=True)
+            torch.equal(a.float(), b) for a, b in zip(known.key, encode_weights.weights_of(copied, "key"), strict=True)
         )
 
 

@@ -31,10 +31,11 @@ from hashcore.cuda.program import require_compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach, moments
 from sparse_decode.blocks import AttentionArgs, RowRule
+from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.plan import LayerPlan
 from sparse_decode.positions import Sights
 from sparse_decode.remainder import RunningMoments
-from sparse_decode.select import HashSelector, NoCodes, QueryHeadHasher, RecentSelector
+from sparse_decode.select import HashSelector, NoCodes, RecentSelector
 from sparse_decode_doubles import slow_but
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from transformers import StaticCache

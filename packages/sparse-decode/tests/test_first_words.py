@@ -103,7 +103,7 @@ def test_generation_with_them_is_generation_without(monkeypatch, kept):
 def test_the_kernel_that_hashes_a_key_writes_its_first_word_twice(name, per_query_head):
     layer = layer_of(*CASES[name])
     k = torch.randn(2, layer.hkv, 3, layer.d).bfloat16()
-    weights, digits = encode_weights.key_weights(layer), encode_weights.digits_of(layer)
+    weights, digits = encode_weights.weights_of(layer, "key"), encode_weights.digits_of(layer)
     heads, words = encode_weights.code_shape(layer, per_query_head)
     codes = torch.zeros(2, heads, 9, words, dtype=torch.int32)
     first = torch.full((2, heads, 11), 7, dtype=torch.int32)

@@ -13,7 +13,7 @@ import torch
 from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, fused, fused_kernels
-from sparse_decode.attend import Inputs
+from sparse_decode.attend_inputs import Inputs
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.budget import count_row
 from sparse_decode.cache_encoder import Encoder

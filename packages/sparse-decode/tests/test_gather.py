@@ -10,7 +10,8 @@ from hostsim import SimulationError, Simulator, check_slack, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import gather
-from sparse_decode.attend import LeftOut, attend
+from sparse_decode.attend import attend
+from sparse_decode.attend_inputs import LeftOut
 from sparse_decode.positions import around
 from sparse_decode_simulated import device, inside
 

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 import torch
-from hashcore.cuda import operands, tensors
+from hashcore.cuda import operands, tensor_search, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
 from sparse_decode import encode_cuda, encode_weights, gather, moments, remainder
 from sparse_decode.sums import FOLD, Rounded
 
-TABLES = encode_cuda._calls, gather._calls, remainder._calls, tensors._searches
+TABLES = encode_cuda._calls, gather._calls, remainder._calls, tensor_search._searches
 HALF, OTHER = torch.bfloat16, torch.float16
 
 
@@ -80,7 +80,7 @@ def search(n=300, k=20, room=0, wide=False, bounds=(300, 0, 1, 4), planes=3):
     scores = torch.zeros(2, 3, width, dtype=torch.int32)
     indices = torch.zeros(2, 3, width, dtype=torch.int64 if wide else torch.int32)
     weights = tuple(1 << p for p in range(planes))
-    return tensors.search, (query, keys, k, weights, operands.Bounds(*bounds), scores, indices), {}
+    return tensor_search.search, (query, keys, k, weights, operands.Bounds(*bounds), scores, indices), {}
 
 
 ROWS, WIDE = (torch.full((2, 1), 7, dtype=kind) for kind in (torch.int32, torch.int64))

@@ -5,9 +5,10 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget
+from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.paged import PagedLayer, Pages, Step, tail_bytes
 from sparse_decode.plan import AttentionArgs, LayerPlan, RowRule
-from sparse_decode.select import HashSelector, QueryHeadHasher
+from sparse_decode.select import HashSelector
 
 HQ, HKV, DIM, BITS = 4, 2, 64, 128
 SHAPE = ModelShape(2, HQ, HKV, DIM)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hashtrain import ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, encode_cuda
-from sparse_decode.attend import Inputs
+from sparse_decode.attend_inputs import Inputs
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.cache_types import carry_codes
 from sparse_decode.plan import LayerPlan

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach, encode_cuda, select
-from sparse_decode.attend import attend_reference
+from sparse_decode.attend_torch import attend_reference
 from sparse_decode.blocks import AttentionArgs, RowRule
+from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.plan import LayerPlan
-from sparse_decode.select import HashSelector, NoCodes, QueryHeadHasher, RecentSelector
+from sparse_decode.select import HashSelector, NoCodes, RecentSelector
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,

@@ -58,7 +58,9 @@ def test_hashed_tokens_are_those_of_the_layer(variant, dim, bits, hidden, planes
     """Keys and queries at once and apart, per KV head and per query head; narrow: matrices of 16 bits."""
     config = HasherConfig(variant, ModelShape(1, 6, 2, dim), bits=bits, hidden=hidden, planes=planes)
     layer = make_layer(config, 0, 0).requires_grad_(False)
-    for weights in (encode_weights.key_weights(layer), encode_weights.query_weights(layer)) if narrow else ():
+    for weights in (
+        (encode_weights.weights_of(layer, "key"), encode_weights.weights_of(layer, "query")) if narrow else ()
+    ):
         for x in encode_weights._matrices(weights):
             x.copy_(x.half())
     own = copy.deepcopy(layer).cuda()

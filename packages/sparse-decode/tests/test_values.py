@@ -4,7 +4,8 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
-from sparse_decode.attend import attend_reference, require_values
+from sparse_decode.attend_inputs import require_values
+from sparse_decode.attend_torch import attend_reference
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.plan import LayerPlan
 from sparse_decode.select import HashSelector, RecentSelector

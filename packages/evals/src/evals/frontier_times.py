@@ -83,12 +83,10 @@ def measure(
             stack.close()
             cache.crop(-(WARMUP + STEPS))
 
-        call = cast(Any, model)
-        return Turn(
-            lambda: cast(None, stack.enter_context(attached())),
-            lambda i: call(token, past_key_values=cache, use_cache=True).logits,
-            finish,
-        )
+        def step(_: int) -> object:
+            return cast(Any, model)(token, past_key_values=cache, use_cache=True).logits
+
+        return Turn(lambda: cast(None, stack.enter_context(attached())), step, finish)
 
     def sparse(method: LoadedMethod, point: Point) -> Callable[[], contextlib.AbstractContextManager[object]]:
         layers = dense | set(getattr(method.selector, "dense_layers", ()))

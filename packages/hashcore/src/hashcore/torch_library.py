@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hashcore import arguments, bits, quantiser
-from hashcore.cuda import operands, tensors
+from hashcore.cuda import operands, tensor_search, tensors
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -198,7 +198,7 @@ def _search_on_cuda(query: Any, keys: Any, count: int, k: Any, weights: Any, *mo
     best, shortlist, first, blocks, scores, indices = more[6:]
     how = {"shortlist": shortlist, "first": first, "blocks": blocks}
     bounds = _bounds(*more[:6])
-    tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, **how)
+    tensor_search.search(query, keys, count if k is None else k, weights, bounds, scores, indices, **how)
     if best:  # stable: ties stay in index order, and empty slots, with the lowest score, at the end
         values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
         indices.copy_(indices.gather(-1, order))

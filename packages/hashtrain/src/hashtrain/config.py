@@ -167,6 +167,18 @@ class HasherConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
+        self._take_origin()
+        if type(self.planes) is int and self.planes == 0:
+            object.__setattr__(self, "planes", 6 if self.variant == "transform" else 3)
+        self._require_sizes()
+        self._require_start()
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or retrain"
+            )
+
+    def _take_origin(self) -> None:
+        """Check the model's name and the lists of its layers, which JSON does not store as tuples."""
         if not _is_text(self.base_model) or not (self.base_revision is None or _is_text(self.base_revision)):
             raise ValueError(
                 f"base_model and base_revision must be strings, got {self.base_model!r} and {self.base_revision!r}"
@@ -177,10 +189,11 @@ class HasherConfig:
             raise ValueError(
                 f"dense_layers must list layers from 0 to {self.shape.num_layers - 1}, got {self.dense_layers!r}"
             )
-        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))  # JSON has lists
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
         self._take_shares()
-        if type(self.planes) is int and self.planes == 0:
-            object.__setattr__(self, "planes", 6 if self.variant == "transform" else 3)
+
+    def _require_sizes(self) -> None:
+        """Raise ValueError if the variant or one of its sizes is out of range."""
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         if type(self.bits) is not int or not 32 <= self.bits <= 4096 or self.bits % 32:
@@ -202,6 +215,9 @@ class HasherConfig:
             raise ValueError(f"planes must be between 1 and 8, got {self.planes!r}")
         if type(self.hidden) is not int or not 1 <= self.hidden <= 65536:
             raise ValueError(f"hidden must be between 1 and 65536, got {self.hidden!r}")
+
+    def _require_start(self) -> None:
+        """Raise ValueError if the start or the training does not suit the variant."""
         if self.init not in ("rotation", "random", "gaussian"):
             raise ValueError(f"init must be rotation, random or gaussian, got {self.init!r}")
         if self.init == "gaussian" and self.variant != "paper":
@@ -218,10 +234,6 @@ class HasherConfig:
             raise ValueError(
                 f"paper with a rotation start needs hidden of at least 2 x head_dim = {2 * self.shape.head_dim}, got "
                 f"{self.hidden}; raise hidden or use init=random"
-            )
-        if self.format_version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or retrain"
             )
 
     def _take_shares(self) -> None:

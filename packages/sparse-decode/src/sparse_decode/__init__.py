@@ -6,15 +6,15 @@ from hashtrain.lazy import export
 
 if TYPE_CHECKING:
     from sparse_decode.attach import Attachment, attach
-    from sparse_decode.attend import attend, attend_reference
+    from sparse_decode.attend import attend
+    from sparse_decode.attend_torch import attend_reference
     from sparse_decode.budget import Budget
+    from sparse_decode.hashers import KeyQueryHasher, QueryHeadHasher
     from sparse_decode.oracle import OracleSelector
     from sparse_decode.select import (
         AttendingSelector,
         HashSelector,
-        KeyQueryHasher,
         LshSelector,
-        QueryHeadHasher,
         RecentSelector,
         Rows,
         Selector,
@@ -24,15 +24,15 @@ export(
     __name__,
     {
         "attach": ("Attachment", "attach"),
-        "attend": ("attend", "attend_reference"),
+        "attend": ("attend",),
+        "attend_torch": ("attend_reference",),
         "budget": ("Budget",),
+        "hashers": ("KeyQueryHasher", "QueryHeadHasher"),
         "oracle": ("OracleSelector",),
         "select": (
             "AttendingSelector",
             "HashSelector",
-            "KeyQueryHasher",
             "LshSelector",
-            "QueryHeadHasher",
             "RecentSelector",
             "Rows",
             "Selector",

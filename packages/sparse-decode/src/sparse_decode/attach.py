@@ -5,33 +5,23 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
 from hashtrain import ModelShape
 from hashtrain.models import text_decoder
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sparse_decode.attach_checks import (
-    as_selector,
-    require_budgets,
     require_flash,
-    require_layers,
-    require_remainder,
     require_rows,
-    require_selector,
 )
 from sparse_decode.batching import Batching
 from sparse_decode.blocks import RowRule
-from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.cache_types import CODED, cache_layer, carry_codes, is_quantised
@@ -39,6 +29,7 @@ from sparse_decode.exact import Drafts, ExactHook, retype
 from sparse_decode.exact_refusals import require_exact, require_forgets
 from sparse_decode.forecast import Forecast, forecast
 from sparse_decode.growing import GrowingLayer, grow, stop_growing
+from sparse_decode.hashers import KeyQueryHasher
 from sparse_decode.interface import NO_COPY, Hook, register
 from sparse_decode.model import (
     FLASH_NAME,
@@ -49,17 +40,12 @@ from sparse_decode.model import (
     dense_name,
     require_attachable,
     set_attention,
-    sparse_modules,
 )
 from sparse_decode.offload import HostLayer
-from sparse_decode.pace import Costs, Pace
-from sparse_decode.parallel import head_shard, shard, shard_shape
+from sparse_decode.parallel import shard_shape
 from sparse_decode.plan import Backend, LayerPlan
-from sparse_decode.positions import Sights
-from sparse_decode.select import KeyQueryHasher, Selector
-
-HeadsOf = Callable[[int], ModelShape]
-"""The heads of a layer, by its index."""
+from sparse_decode.planning import Options, plan_layers
+from sparse_decode.select import Selector
 
 
 def attach(
@@ -120,10 +106,11 @@ def attach(
     if exact is not None:
         require_exact(exact, selector, sparse_rows, max_decode_rows, kv, backend)
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, max_decode_rows)
-    how = kv == "host", remainder, backend
-    dense = _dense_layers(selector, dense_layers)
-    own = Budget(dense_below="predicted" if sparse_rows == "decode" else 0)
-    return Attachment(model, selector, budget or own, layer_budgets or {}, dense, rule, *how, exact)
+    dense = getattr(selector, "dense_layers", ()) if dense_layers is None else dense_layers
+    dense = range(dense) if isinstance(dense, int) else dense
+    own = budget or Budget(dense_below="predicted" if sparse_rows == "decode" else 0)
+    how = Options(own, layer_budgets or {}, dense, rule, kv == "host", remainder, backend, exact)
+    return Attachment(model, selector, how)
 
 
 class Attachment:
@@ -138,96 +125,30 @@ class Attachment:
         drafts: state of exact mode, None without it; `drafts.acceptance` counts drafted and accepted tokens.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        selector: KeyQueryHasher | Selector | None,
-        budget: Budget,
-        layer_budgets: Mapping[int, Budget],
-        dense_layers: Collection[int],
-        rule: RowRule,
-        on_host: bool,
-        remainder: bool,
-        backend: Backend = "gather",
-        exact: int | None = None,
-    ):
+    def __init__(self, model: PreTrainedModel, selector: KeyQueryHasher | Selector | None, how: Options):
         require_attachable(model)
-        if exact is not None:
+        if how.exact is not None:
             require_forgets(model)
-        if backend == "flash":
-            require_flash(model, on_host)
+        if how.backend == "flash":
+            require_flash(model, how.on_host)
         self.model: PreTrainedModel = model
-        self._backend: Backend = backend
-        self._on_host = on_host
-        self._ranks = 1
+        self._backend: Backend = how.backend
+        self._on_host = how.on_host
         self._handles: list[RemovableHandle] = []
-        self._plans: dict[int, LayerPlan] = {}
         self._name: AttentionName | None = None
         self._batching: Batching | None = None
         self._growing = WeakSet[CacheLayerMixin]()
         self._dense: tuple[int, ...] = ()
         self._retyped: Callable[[], None] | None = None
-        self.break_even: int | None = None
-        self.drafts: Drafts | None = None
-        modules: dict[int, Attention] = {}
-        pace = None
-        if selector is not None:
-            chosen = as_selector(selector)
-            require_selector(model, chosen, on_host, backend)
-            modules = sparse_modules(model, dense_layers)
-            chosen, heads = self._own_heads(chosen, modules)
-            budgets = _budgets_of(modules, budget, layer_budgets, chosen)
-            require_budgets(budgets.values(), backend, chosen, model.device)
-            stops = any(isinstance(found.dense_below, str) for found in budgets.values())
-            budgets = self._settled(budgets, modules, heads, chosen)
-            if exact is not None:
-                pace = self._pace(exact, budgets, heads, chosen, stops)
-            self._plan(modules, budgets, chosen, rule, remainder)
+        planned = plan_layers(model, selector, how)
+        self._plans, self._ranks = planned.plans, planned.ranks
+        self.break_even: int | None = planned.break_even
+        self.layers: tuple[int, ...] = tuple(planned.modules)
         summing = [layer for layer, plan in self._plans.items() if plan.remainder is not None]
         self.remainder: bool = bool(summing)
-        self.layers: tuple[int, ...] = tuple(modules)
-        if pace is not None:
-            self.drafts = Drafts(pace, self.prepare, summing)
-        if modules:
-            self._switch_on(modules)
-
-    def _own_heads(self, selector: Selector, modules: dict[int, Attention]) -> tuple[Selector, HeadsOf]:
-        """Return the selector of this rank's heads, and the function that gives each layer's heads on this rank."""
-        shape = ModelShape.of(text_decoder(self.model).config)
-        require_layers(self.model, modules, shape, selector, self._on_host, self._backend)
-        rank, size = head_shard(next(iter(modules.values())).module, shape.at(min(modules)))
-        self._ranks = size
-        if size == 1:
-            return selector, shape.at
-        return shard(selector, rank, size), lambda layer: shard_shape(shape.at(layer), size)
-
-    def _pace(
-        self, exact: int, budgets: Mapping[int, Budget], heads: HeadsOf, selector: Selector, stops: bool
-    ) -> Callable[[], Pace]:
-        """Return what decides, in one generation, how many tokens are drafted."""
-        costs = None
-        if self.model.device.type == "cpu" and selector.needs_codes:
-            layers = ModelShape.of(text_decoder(self.model).config).num_layers
-            costs = Costs.predicted(self.model, budgets, [heads(layer) for layer in range(layers)])
-        below = min(cast(int, found.dense_below) for found in budgets.values())
-        return functools.partial(Pace, exact, costs, stops, below)
-
-    def _plan(
-        self,
-        modules: Mapping[int, Attention],
-        budgets: Mapping[int, Budget],
-        selector: Selector,
-        rule: RowRule,
-        remainder: bool,
-    ) -> None:
-        """Plan the sparse layers."""
-        coefficients, sights = getattr(selector, "remainder", None) if remainder else None, Sights()
-        for layer, budget in budgets.items():
-            left_out = None if coefficients is None else coefficients(layer)
-            if left_out is not None:
-                require_remainder(selector, self._backend)
-            device = _device_of(modules[layer].module)
-            self._plans[layer] = LayerPlan(layer, selector, budget, rule, left_out, self._backend, sights, device)
+        self.drafts: Drafts | None = None if planned.pace is None else Drafts(planned.pace, self.prepare, summing)
+        if planned.modules:
+            self._switch_on(planned.modules)
 
     def _switch_on(self, modules: Mapping[int, Attention]) -> None:
         """Set the model's attention, and hook its sparse layers."""
@@ -248,31 +169,6 @@ class Attachment:
             if self.drafts is not None:
                 hook = ExactHook(self._plans[layer], found.arguments, *ways[:-1], self.drafts.has, self._grow)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _settled(
-        self,
-        budgets: dict[int, Budget],
-        modules: Mapping[int, Attention],
-        heads: HeadsOf,
-        selector: Selector,
-    ) -> dict[int, Budget]:
-        """Replace `dense_below="measured"` (measured once for all layers) and "predicted" by numbers."""
-        model, found = self.model, dict(budgets)
-        measured = [layer for layer, budget in budgets.items() if budget.dense_below == "measured"]
-        if measured:
-            layer = measured[0]
-            arguments = selector, budgets[layer], model.dtype, model.device, self._backend
-            self.break_even = break_even(modules[layer].module, layer, heads(layer), *arguments)
-        # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
-        foreseen = model.device.type == "cpu" and selector.needs_codes and not self._on_host
-        for layer, budget in budgets.items():
-            if budget.dense_below == "measured":
-                found[layer] = replace(budget, dense_below=self.break_even or 0)
-            elif budget.dense_below == "predicted":
-                below = predicted(heads(layer), budget, model.dtype) if foreseen else 0
-                found[layer] = replace(budget, dense_below=below)
-                self.break_even = self.break_even or below or None
-        return found
 
     def __enter__(self) -> Attachment:
         return self
@@ -376,42 +272,6 @@ class Attachment:
         if type(held) not in (DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
         return carry_codes(held, plan.encoder, HostLayer)
-
-
-def _budgets_of(
-    modules: Mapping[int, Attention], budget: Budget, layer_budgets: Mapping[int, Budget], selector: Selector
-) -> dict[int, Budget]:
-    """Return the budget of each sparse layer.
-
-    Raises: ValueError if a layer's own budget is of another layer, or a budget by layer has no shares to go by.
-    """
-    if strangers := sorted(set(layer_budgets) - set(modules)):
-        raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
-    found = {layer: layer_budgets.get(layer, budget) for layer in modules}
-    if not any(own.by_layer for own in found.values()):
-        return found
-    shares: Sequence[float] = getattr(selector, "layer_shares", ())
-    if not shares:
-        raise ValueError(
-            "a budget by layer needs a hasher with layer_shares, which `hashtrain` measures, got none; train it anew, "
-            "or leave by_layer out"
-        )
-    mean = sum(shares[layer] for layer in modules) / len(modules)
-    return {layer: own.in_layer(shares[layer] / mean) for layer, own in found.items()}
-
-
-def _device_of(module: Any) -> torch.device:
-    """Return the device of a layer; the CPU for a layer that is loaded only when called (meta tensors)."""
-    tensors: Iterator[Tensor] = itertools.chain(module.parameters(), module.buffers())  # quantised weights are buffers
-    device = next((x.device for x in tensors), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def _dense_layers(selector: object, given: int | Collection[int] | None) -> Collection[int]:
-    """Return the indices of the layers that stay dense."""
-    if given is None:
-        return getattr(selector, "dense_layers", ())
-    return range(given) if isinstance(given, int) else given
 
 
 def _kv_bytes(layer: Any) -> int:

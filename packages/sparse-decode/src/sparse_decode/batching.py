@@ -31,7 +31,7 @@ from hashtrain.models import text_decoder
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from sparse_decode.attend import KINDS
+from sparse_decode.attend_inputs import KINDS
 from sparse_decode.model import PAGED_NAMES, AttentionName
 from sparse_decode.packed import MARK, CodedBlocks, attention
 from sparse_decode.plan import LayerPlan

@@ -165,19 +165,15 @@ class Block:
         seen = last_row(x.mask, batch, n) if self.sight is None else self.sight.tokens
         *means, summed = moments.rows(q, slopes, x.k, x.v, seen, first, first + q.shape[2])
         if x.mask is not None and self.reads is not None:
-            _require_causal(summed, cast(Tensor, self.visible), self.reads > 0)
+            differs = summed != cast(Tensor, self.visible)  # the sums are of all earlier tokens except padding
+            if (differs & (self.reads > 0)).any():
+                raise ValueError(
+                    "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
+                    "attach with remainder=False"
+                )
         return means[0], means[1], self.visible
 
 
 def rows_at_once(batch: int, query_heads: int, n: int) -> int:
     """Return the number of query rows per block, for `n` tokens."""
     return max(1, _CHUNK_SCORES // max(1, batch * query_heads * n))
-
-
-def _require_causal(summed: Tensor, visible: Tensor, used: Tensor) -> None:
-    """Raise ValueError unless the mask of `used` rows is causal: the sums cover all earlier tokens except padding."""
-    if ((summed != visible) & used).any():
-        raise ValueError(
-            "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
-            "attach with remainder=False"
-        )

@@ -13,7 +13,7 @@ import torch
 from hashtrain import ModelShape
 from transformers.cache_utils import DynamicLayer
 
-from sparse_decode.attend import Inputs
+from sparse_decode.attend_inputs import Inputs
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.budget import Budget
 from sparse_decode.cache_types import carry_codes

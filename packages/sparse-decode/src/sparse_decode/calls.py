@@ -5,7 +5,7 @@ What cannot be sparse is refused; the rows that need not be are dense; the other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 from transformers.utils.output_capturing import _active_collector
 
-from sparse_decode.attend import require
+from sparse_decode.attend_inputs import require
 from sparse_decode.blocks import AttentionArgs
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.dense_step import Output, attend_densely, with_means
@@ -33,6 +33,48 @@ _SEES_NOTHING = (
 )
 Held = CacheLayerMixin | None
 """A layer of a cache; None if the model was called without one."""
+
+
+@dataclass
+class Call:
+    """One call of a sparse layer: the arguments of `interface.attention`, the layer's plan and its cache layer.
+
+    Attributes:
+        factor: on the logits.
+        length: number of tokens, int64 [], of a static cache: a compiled graph must not read it.
+        whole: whether all of key and value is attended to: of a static cache, which returns its whole buffers, or not.
+    """
+
+    module: Any
+    plan: LayerPlan
+    held: Held
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    factor: float
+    kwargs: dict[str, Any]
+    length: Tensor | None = None
+    whole: bool = True
+
+    @property
+    def end(self) -> int:
+        """Number of tokens attended to."""
+        return self.key.shape[2] if self.whole else int(cast(Tensor, self.length))
+
+    def args(self, kv: tuple[Tensor, Tensor], codes: Tensor | None, **more: Any) -> AttentionArgs:
+        """Return the arguments of `LayerPlan.attend`, for keys and values of this call and their codes."""
+        softcap, sinks = self.kwargs.get("softcap"), self.kwargs.get("s_aux")
+        host = self.held if isinstance(self.held, HostLayer) else None
+        more |= {"moments": getattr(self.held, "moments", None), "first": _first_words(self.held, codes)}
+        given = self.query, *kv, self.mask, codes, host, self.factor, softcap, sinks
+        return AttentionArgs(*given, length=self.length, **more)
+
+    def densely(self) -> Output:
+        """Attend as the model alone would."""
+        kv = self.held.all_on(self.query.device) if isinstance(self.held, HostLayer) else (self.key, self.value)
+        return attend_densely(self.module, self.query, *kv, self.mask, self.dropout, self.factor, **self.kwargs)
 
 
 def codes_of(plan: LayerPlan, held: Held, k: Tensor) -> Tensor | None:
@@ -74,137 +116,90 @@ def _first_words(held: Held, codes: Tensor | None) -> Tensor | None:
     return None if words is None or codes is None else words[:, :, : codes.shape[2]]
 
 
-def attend(
-    module: Any,
-    plan: LayerPlan,
-    held: Held,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    factor: float,
-    kwargs: dict[str, Any],
-) -> Output:
+def attend(call: Call) -> Output:
     """Attend, sparsely in the rows that the plan makes sparse.
 
-    Args: those of `interface.attention`; held: the layer of the cache; factor: on the logits.
     Raises: ValueError if the call cannot be sparse, now or in a later step.
     """
-    # A static cache returns its whole buffers; its length is a tensor, which a compiled graph must not read.
-    length = held.cumulative_length if isinstance(held, StaticLayer) else None
-    compiling = torch.compiler.is_compiling()
-    whole = length is None or compiling or _all_room(plan, held, query, key, mask)
-    end = key.shape[2] if whole else int(cast(Tensor, length))
-
-    def dense() -> Output:
-        kv = held.all_on(query.device) if isinstance(held, HostLayer) else (key, value)
-        return attend_densely(module, query, *kv, mask, dropout, factor, **kwargs)
-
-    sparse_call = plan.rule.may_be_sparse(query.shape[2], end)
-    one_way = getattr(module, "is_causal", True) or mask is not None or query.shape[2] == 1
-    _refuse(kwargs if one_way else {**kwargs, "is_causal": False}, dropout, sparse_call)
-    mask = _as_wide(mask, query, key)
+    plan, held, device, compiling = call.plan, call.held, call.query.device, torch.compiler.is_compiling()
+    if isinstance(held, StaticLayer):
+        call.length = held.cumulative_length
+        call.whole = compiling or _all_room(call)
+    sparse_call = plan.rule.may_be_sparse(call.query.shape[2], call.end)
+    one_way = getattr(call.module, "is_causal", True) or call.mask is not None or call.query.shape[2] == 1
+    _refuse(call.kwargs if one_way else {**call.kwargs, "is_causal": False}, call.dropout, sparse_call)
+    call.mask = _as_wide(call.mask, call.query, call.key)
     if not compiling:
-        _require_serves(module, plan, held, query, key, value, mask)
+        _require_serves(call)
         if held is not None:
-            _weights_wanted(module, plan, kwargs)  # refuses at prefill what a later step could not return
+            _weights_wanted(call)  # refuses at prefill what a later step could not return
     if not sparse_call:
-        _learn(plan, held, key, value, mask, length, factor)
-        return dense()
-    if autocasts(query.device):  # cast as torch's own attention does
+        _learn(call)
+        return call.densely()
+    if autocasts(device):  # cast as torch's own attention does
         host = isinstance(held, HostLayer)  # its keys and values keep their dtype
-        kind = key.dtype if host else torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(kind) for x in (query, key, value))
+        kind = call.key.dtype if host else torch.get_autocast_dtype(device.type)
+        call.query, call.key, call.value = (x.to(kind) for x in (call.query, call.key, call.value))
     if compiling:
-        return _compiled(plan, held, query, key, value, mask, length, factor, kwargs), None
-    with no_autocast(query.device):
-        return _sparse(module, plan, held, query, key, value, mask, length, whole, factor, kwargs, dense)
+        return _compiled(call), None
+    with no_autocast(device):
+        return _sparse(call)
 
 
-def _compiled(
-    plan: LayerPlan,
-    held: Held,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    length: Tensor | None,
-    factor: float,
-    kwargs: dict[str, Any],
-) -> Tensor:
+def _compiled(call: Call) -> Tensor:
     """Run a call that may contain a sparse row inside a compiled graph: [B, Q, Hq, Dv]."""
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    codes = None if held is None else codes_of(plan, held, key)  # without a cache the operator hashes
-    moments = getattr(held, "moments", None)
-    sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
-    given = query, key, value, mask, codes, None, factor, softcap, sinks, moments, None, length
-    x = AttentionArgs(*given, first=_first_words(held, codes))
+    plan, q, kv = call.plan, call.query, (call.key, call.value)
+    codes = None if call.held is None else codes_of(plan, call.held, call.key)  # without a cache the operator hashes
+    x = call.args(kv, codes)
     if plan.traces(x):
-        return _as_eager(plan.attend(x)[0], value, mask, sinks)
-    rest = (sinks, [*sums, plan.unused], plan.number, factor, softcap)
-    return attend_step(query, key, value, codes, mask, length, *rest)
+        return _as_eager(plan.attend(x)[0], call.value, call.mask, x.sinks)
+    sums = x.moments.tensors if plan.remainder is not None and isinstance(x.moments, StaticMoments) else []
+    rest = x.sinks, [*sums, plan.unused], plan.number, call.factor, x.softcap
+    return attend_step(q, *kv, codes, call.mask, call.length, *rest)
 
 
-def _learn(
-    plan: LayerPlan, held: Held, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None, factor: float
-) -> None:
+def _learn(call: Call) -> None:
     """Add a prompt to the remainder's sums of a static cache, so that no later step has to; not if compiled."""
+    plan, held, length = call.plan, call.held, call.length
     if plan.remainder is None or length is None or not isinstance(held, CodedStaticLayer) or held.moments is None:
         return
     if torch.compiler.is_compiling():
         held.moments.ready = False
     else:
-        k, v, _ = trim(key, value, None, int(length))
-        plan.learn(k, v, mask, held.moments, factor)
+        k, v, _ = trim(call.key, call.value, None, int(length))
+        plan.learn(k, v, call.mask, held.moments, call.factor)
 
 
-def _all_room(plan: LayerPlan, held: Held, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+def _all_room(call: Call) -> bool:
     """Whether a step reads the whole buffers of a static cache, because reading its length would make the host wait.
 
     The mask hides the unfilled part. The sums of the remainder must include all earlier tokens.
     """
-    if query.shape[2] > 1 or mask is None or readable(key):
+    if call.query.shape[2] > 1 or call.mask is None or readable(call.key):
         return False
-    return plan.remainder is None or (isinstance(held, CodedStaticLayer) and getattr(held.moments, "ready", False))
+    held = call.held
+    return call.plan.remainder is None or (isinstance(held, CodedStaticLayer) and getattr(held.moments, "ready", False))
 
 
-def _sparse(
-    module: Any,
-    plan: LayerPlan,
-    held: Held,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    length: Tensor | None,
-    whole: bool,
-    factor: float,
-    kwargs: dict[str, Any],
-    dense: Callable[[], Output],
-) -> Output:
+def _sparse(call: Call) -> Output:
     """Run a call that may contain a sparse row, outside of compiled graphs."""
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    end = key.shape[2] if whole else int(cast(Tensor, length))
-    host = held if isinstance(held, HostLayer) else None
+    plan, q, end = call.plan, call.query, call.end
     small = plan.all_dense(end)
-    codes, planes = (None, None) if small else _encoded(plan, held, query, key)
-    k, v, codes = trim(key, value, codes, None if whole else end)
-    moments = getattr(held, "moments", None)
-    weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    given = query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length
-    x = AttentionArgs(*given, first=_first_words(held, codes), planes=planes)
+    codes, planes = (None, None) if small else _encoded(plan, call.held, q, call.key)
+    k, v, codes = trim(call.key, call.value, codes, None if call.whole else end)
+    weights = q.new_zeros(*q.shape[:3], call.key.shape[2]) if _weights_wanted(call) else None
+    x = call.args((k, v), codes, weights=weights, planes=planes)
     if small:
-        if isinstance(moments, StaticMoments):
-            moments.ready = False  # this step does not update them
+        if isinstance(x.moments, StaticMoments):
+            x.moments.ready = False  # this step does not update them
         plan.count_dense(x)
-        return dense()
+        return call.densely()
     out, sparse = plan.attend(x)
     if sparse is None:
-        return _as_eager(out, value, mask, sinks, weights, host is not None), weights
+        return _as_eager(out, call.value, call.mask, x.sinks, weights, x.host is not None), weights
     if sparse.all():
         return out, weights
-    all_read, all_weights = dense()
+    all_read, all_weights = call.densely()
     out = torch.where(sparse[..., None, None], out, all_read)
     if weights is not None and all_weights is not None:
         weights = torch.where(sparse[:, None, :, None], weights, all_weights)
@@ -240,14 +235,14 @@ def _as_eager(
     return with_means(out, value, sees[:, 0])
 
 
-def _weights_wanted(module: Any, plan: LayerPlan, kwargs: dict[str, Any]) -> bool:
+def _weights_wanted(call: Call) -> bool:
     """Whether the caller of the model wants attention weights, which only eager attention returns.
 
     Raises: ValueError if weights cannot be returned for this plan.
     """
-    recorded = _active_collector.get() or ()
-    wanted = kwargs.get("output_attentions") or any("attentions" in name for name in recorded)
-    if not wanted or module.config._attn_implementation != NAMES["eager"]:
+    plan, recorded = call.plan, _active_collector.get() or ()
+    wanted = call.kwargs.get("output_attentions") or any("attentions" in name for name in recorded)
+    if not wanted or call.module.config._attn_implementation != NAMES["eager"]:
         return False
     if plan.remainder is not None:
         raise ValueError(
@@ -275,11 +270,10 @@ def _as_wide(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     return mask.expand(*mask.shape[:2], *shape)
 
 
-def _require_serves(
-    module: Any, plan: LayerPlan, held: Held, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> None:
+def _require_serves(call: Call) -> None:
     """Raise ValueError if a call of this form cannot be sparse, now or in a later step."""
-    if getattr(module, "masked_key_indices", None) is not None:
+    plan, held, query, key, mask = call.plan, call.held, call.query, call.key, call.mask
+    if getattr(call.module, "masked_key_indices", None) is not None:
         raise ValueError(
             "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); use a "
             "press that removes keys"
@@ -305,7 +299,7 @@ def _require_serves(
             )
     if plan.own is None and plan.backend == "gather" and not autocasts(query.device):
         group = 1 if getattr(plan.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
-        require(query.device, query.dtype, (key.shape[3], value.shape[3]), group)
+        require(query.device, query.dtype, (key.shape[3], call.value.shape[3]), group)
     if mask is not None and query.shape[2] > 1:
         rows, n = query.shape[2], key.shape[2]
         visible_rows(mask, rows - 1, rows, rows, n, query.device)  # later steps have masks of this form

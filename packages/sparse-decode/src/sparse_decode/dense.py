@@ -19,7 +19,8 @@ from hashcore.cpu.threads import compiled
 from torch import Tensor
 
 from sparse_decode import dense_kernels
-from sparse_decode.attend import KINDS, LIKE, _place
+from sparse_decode.attend import place
+from sparse_decode.attend_inputs import KINDS, LIKE
 from sparse_decode.compiled import run
 from sparse_decode.lanes import LANES, WIDTH
 
@@ -65,7 +66,7 @@ def attend_all(
     limit = np.full((hkv, group), -np.inf, np.float32)
     if sinks is not None:
         limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
-    (k_address, k_reach, k_at), (v_address, v_reach, v_at) = _place(k), _place(v)
+    (k_address, k_reach, k_at), (v_address, v_reach, v_at) = place(k), place(v)
     where = k_address, k_reach, (*k_at, dim), v_address, v_reach, (*v_at, dim_v), LIKE[k.element_size()]
     factors = np.float32(scaling), np.float32(softcap or 0), kind
     given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, stats

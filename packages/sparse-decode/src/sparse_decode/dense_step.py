@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode import flash
-from sparse_decode.attend import KINDS
+from sparse_decode.attend_inputs import KINDS
 from sparse_decode.dense import attend_all
 from sparse_decode.model import FLASH_NAME, NAMES, PAGED_NAMES
 from sparse_decode.modes import readable

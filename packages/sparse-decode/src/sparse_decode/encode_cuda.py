@@ -8,7 +8,7 @@ call the operator, launch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -252,10 +252,9 @@ def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
         codes = Codes(None, *to.stride()[:3], None, None, 0, 0, to.shape[1] * join // blocks[0], join)
     if queries is not None:
         how, heads[1], blocks[1] = queries[2], x.shape[1], _blocks(x, side)
-        shape = planes_shape(x, how)
-        planes = Bits(None, None, None, how.group, how.join, shape[3], how.planes == 0)
+        like = _empty_planes(x, how)
+        planes = Bits(None, None, None, how.group, how.join, like.shape[3], how.planes == 0)
         words = TICKETS + batch * heads[1] * tokens * side.form[3] if how.group > 1 else 0
-        like = x.new_empty(*shape, dtype=torch.int32)
     of_keys, of_queries = (bytearray(ctypes.sizeof(Functions)) for _ in range(2))
     digits = bytearray(ctypes.sizeof(Digits))
     arguments = (
@@ -279,6 +278,10 @@ def planes_shape(x: Tensor, how: How) -> tuple[int, ...]:
     return x.shape[0], heads, x.shape[2], slots, how.join * how.bits // 32
 
 
+def _empty_planes(x: Tensor, how: How) -> Tensor:
+    return x.new_empty(*planes_shape(x, how), dtype=torch.int32)
+
+
 def side_of(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
     """Return the kernel arguments of contiguous weights and digits, cached for layers passed to `place`."""
     known = sides.get(id(weights[0]))
@@ -286,48 +289,24 @@ def side_of(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
     return known if known and known.weights == weights and known.digits == digits else describe(weights, digits)
 
 
-def _hash_queries(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], *how: int) -> Tensor:
-    return hash_queries(x, weights, digits, How(*how))
-
-
-def _hash_step(
-    k: Tensor,
-    key_weights: Sequence[Tensor],
-    q: Tensor,
-    query_weights: Sequence[Tensor],
-    digits: Sequence[Tensor],
-    codes: Tensor,
-    *how: int,
-) -> Tensor:
-    return hash_step(k, key_weights, q, query_weights, digits, codes, How(*how))
-
-
-def _fake_queries(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], *how: int) -> Tensor:
-    return x.new_empty(planes_shape(x, How(*how)), dtype=torch.int32)
-
-
-def _fake_step(
-    k: Tensor,
-    key_weights: Sequence[Tensor],
-    q: Tensor,
-    query_weights: Sequence[Tensor],
-    digits: Sequence[Tensor],
-    codes: Tensor,
-    *how: int,
-) -> Tensor:
-    return _fake_queries(q, query_weights, digits, *how)
-
-
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 _HOW = "int bits, int group, int planes, int join"
-_OPERATORS = {
+_OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at, Tensor(b!)? first=None) "
-    "-> ()": (*(hash_keys, encode_on_cpu.hash_keys, lambda *_: None),),
+    "-> ()": (hash_keys, encode_on_cpu.hash_keys, lambda *_: None),
     f"hash_queries(Tensor x, Tensor[] weights, Tensor[] digits, {_HOW}) -> Tensor": (
-        *(_hash_queries, encode_on_cpu.hash_queries, _fake_queries),
+        lambda x, weights, digits, *how: hash_queries(x, weights, digits, How(*how)),
+        encode_on_cpu.hash_queries,
+        lambda x, weights, digits, *how: _empty_planes(x, How(*how)),
     ),
     "hash_step(Tensor k, Tensor[] key_weights, Tensor q, Tensor[] query_weights, Tensor[] digits, "
-    f"Tensor(a!) codes, {_HOW}) -> Tensor": (_hash_step, encode_on_cpu.hash_step, _fake_step),
+    f"Tensor(a!) codes, {_HOW}) -> Tensor": (
+        lambda k, of_keys, q, of_queries, digits, codes, *how: hash_step(
+            k, of_keys, q, of_queries, digits, codes, How(*how)
+        ),
+        encode_on_cpu.hash_step,
+        lambda k, of_keys, q, of_queries, digits, codes, *how: _empty_planes(q, How(*how)),
+    ),
 }
 for _schema, (_cuda, _cpu, _fake) in _OPERATORS.items():
     _name = LIBRARY.define(_schema)

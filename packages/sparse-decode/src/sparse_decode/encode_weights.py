@@ -9,7 +9,7 @@ import copy
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from hashcore.quantiser import group_weights
@@ -166,8 +166,10 @@ def _forget(layer: int, *weights: int) -> None:
 def found_in(layer: LayerHasher) -> Placed:
     """Return what the operators need of a layer, as it is now."""
     ways = hows(layer)
-    planes = plane_weights(ways[0]), plane_weights(ways[1])
-    return Placed(key_weights(layer), query_weights(layer), digits_of(layer), ways, planes, are_supported(layer))
+    planes = _plane_weights(ways[0]), _plane_weights(ways[1])
+    return Placed(
+        weights_of(layer, "key"), weights_of(layer, "query"), digits_of(layer), ways, planes, are_supported(layer)
+    )
 
 
 def hows(layer: LayerHasher) -> tuple[How, How]:
@@ -177,7 +179,7 @@ def hows(layer: LayerHasher) -> tuple[How, How]:
     return together, How(layer.bits, 1, planes)
 
 
-def plane_weights(how: How) -> tuple[int, ...]:
+def _plane_weights(how: How) -> tuple[int, ...]:
     """Return the weights of a query's planes."""
     return tuple(1 << p for p in range(how.planes)) or group_weights(how.group)
 
@@ -190,17 +192,8 @@ def code_shape(layer: LayerHasher, per_query_head: bool) -> tuple[int, int]:
     return layer.hkv, words * (layer.group if isinstance(layer, Paper) else 1)
 
 
-def key_weights(layer: LayerHasher) -> list[Tensor]:
-    """Return the weights of the functions of keys, as `NAMES` has them."""
-    return _weights(layer, "key")
-
-
-def query_weights(layer: LayerHasher) -> list[Tensor]:
-    """Return the weights of the functions of queries."""
-    return _weights(layer, "query")
-
-
-def _weights(layer: LayerHasher, side: str) -> list[Tensor]:
+def weights_of(layer: LayerHasher, side: Literal["key", "query"]) -> list[Tensor]:
+    """Return the weights of the functions of keys or of queries, as `NAMES` has them."""
     if isinstance(layer, Lsh):
         found = [layer.rotation]
     else:
@@ -219,25 +212,21 @@ def are_supported(layer: LayerHasher) -> bool:
     """Whether the kernel supports a layer's functions."""
     if type(layer) not in _VARIANTS or layer.remainder.dtype != torch.float32:
         return False
-    hidden = (
-        0 if isinstance(layer, Lsh) else (layer if isinstance(layer, Paper) else cast(Planes, layer).key).w1.shape[2]
-    )
+    owner: Any = layer if isinstance(layer, Paper) else getattr(layer, "key", None)
+    hidden = 0 if isinstance(layer, Lsh) else owner.w1.shape[2]
     return max(layer.d, layer.bits, hidden) <= MOST and layer.hkv <= MOST_GROUPS
 
 
 def _is_narrow(layer: LayerHasher) -> bool:
     """Whether all matrices of a layer in host memory are float16 numbers; False for fake ones."""
-    found = [x for weights in (key_weights(layer), query_weights(layer)) for x in _matrices(weights)]
+    both = weights_of(layer, "key"), weights_of(layer, "query")
+    found = [x for weights in both for name, x in zip(NAMES[len(weights)], weights, strict=True) if name in MATRICES]
     if any(isinstance(x, FakeTensor) or x.device.type != "cpu" for x in found):
         return False
     rounded = [x.half().float() for x in found]
     if any(isinstance(x, FakeTensor) for x in rounded):  # in a mode that makes all results fake
         return False
     return all(map(torch.equal, found, rounded))
-
-
-def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
-    return [x for name, x in zip(NAMES[len(weights)], weights, strict=True) if name in MATRICES]
 
 
 def _narrowed(weights: Sequence[Tensor]) -> list[Tensor]:

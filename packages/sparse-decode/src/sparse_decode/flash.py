@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_decode.attend_torch import gathered
+
 DEVICES = ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -80,18 +82,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, sof
     (batch, hq, n_rows, dim), sets = q.shape, indices.shape[1]
     if not indices.numel():
         return q.new_zeros(batch, n_rows, hq, dim)
-    keys, values = (_gathered(x, indices) for x in (k, v))
+    keys, values = (gathered(x, indices).flatten(0, 2).unsqueeze(2) for x in (k, v))
     used = (indices >= 0).sum(-1, dtype=torch.int32)
     queries = q.unflatten(1, (sets, -1)).transpose(2, 3).reshape(batch * sets * n_rows, 1, hq // sets, dim)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     out = flash_attn_with_kvcache(queries, keys, values, cache_seqlens=used.flatten(), **options)
     out = out.view(batch, sets, n_rows, hq // sets, dim).masked_fill(used[..., None, None] == 0, 0)
     return out.transpose(1, 2).reshape(batch, n_rows, hq, dim)
-
-
-def _gathered(x: Tensor, indices: Tensor) -> Tensor:
-    """Gather the rows of x [B, Hkv, N, D] of each index set: [B H Q, K, 1, D]; unused slots get an arbitrary row."""
-    batch, sets, n_rows, width = indices.shape
-    b = torch.arange(batch, device=x.device)[:, None, None, None]
-    head = (torch.arange(sets, device=x.device) // (sets // x.shape[1]))[:, None, None]
-    return x[b, head, indices.clamp(min=0)].reshape(batch * sets * n_rows, width, 1, x.shape[3])

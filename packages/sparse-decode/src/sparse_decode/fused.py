@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode import encode, fused_kernels
-from sparse_decode.attend import KINDS, LIKE, Inputs
+from sparse_decode.attend_inputs import KINDS, LIKE, Inputs
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.fused_kernels import FORM

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from hashcore.cuda import launch
@@ -27,10 +27,8 @@ SIMULATED_SMS = 2
 _TYPES = {torch.bfloat16: 1, torch.float16: 0}
 
 
-class Run(Protocol):
-    """Executes launches: `hashcore.cuda.launch.run`, or the host simulator in tests."""
-
-    def __call__(self, launches: Iterable[Launch], device: torch.device, folder: Path) -> None: ...
+Run = Callable[[Iterable[Launch], torch.device, Path], None]
+"""Executes launches on a device, from a folder of kernels: `hashcore.cuda.launch.run`, or the simulator in tests."""
 
 
 class Rows(ctypes.Structure):
@@ -127,11 +125,9 @@ def attend(
     how = scaling, softcap, ends[0], ends[1], more, None if tables is None else (tables.blocks.shape[-1], tables.width)
     form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
     call = _calls.found.get(form)
-    if call is None and tables is not None:
-        options = scaling, softcap, ends, sinks, left_out, always, tables
-        call = _calls.keep(form, _prepare(q, k, v, indices, *options))
-    elif call is None:
-        call = _renewed(form, q, k, v, indices, scaling, softcap, ends, sinks, left_out, always)
+    if call is None:
+        given = q, k, v, indices, ends, always, scaling, softcap, sinks is None and left_out[0] is None
+        call = _renewed(form, *given) if tables is None else _calls.keep(form, _prepare(*given, tables))
     out, known = torch.empty_like(call.like), q.new_empty(*call.lse, dtype=torch.float32) if lse else None
     if call.launches is None:
         if known is not None:
@@ -213,18 +209,12 @@ class _Call(NamedTuple):
 _calls: Table[_Call] = Table()
 
 
-def _renewed(
-    form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None,
-    ends: Sequence[int], sinks: Tensor | None, left_out: Sequence[Tensor | None], always: Tensor | None,
-) -> _Call:  # fmt: skip
-    """Return the launches for a form: those of the previous length, updated, or new ones."""
+def _renewed(form: tuple[Any, ...], *given: Any) -> _Call:
+    """Return the launches for a form: those of the previous length, updated, or new ones; given: of `_prepare`."""
+    q, k, v, indices, *_ = given
     (*lead, n, dim), value_dim = k.shape, v.shape[3]
     kind = q.shape, *lead, dim, value_dim, indices.shape[:3], *form[6:]
-
-    def make() -> _Call:
-        return _prepare(q, k, v, indices, scaling, softcap, ends, sinks, left_out, always)
-
-    return _calls.renew(form, kind, n, lambda made: made.resize(q, k, v, indices, ends, always), make)
+    return _calls.renew(form, kind, n, lambda made: made.resize(*given[:6]), lambda: _prepare(*given))
 
 
 def _prepare(
@@ -232,21 +222,19 @@ def _prepare(
     k: Tensor,
     v: Tensor,
     indices: Tensor,
+    ends: Sequence[int],
+    always: Tensor | None,
     scaling: float,
     softcap: float | None,
-    ends: Sequence[int],
-    sinks: Tensor | None,
-    left_out: Sequence[Tensor | None],
-    always: Tensor | None,
+    plain: bool,
     tables: Tables | None = None,
 ) -> _Call:
-    """Create the launches for a form."""
+    """Create the launches for a form; plain: without sinks and remainder."""
     _check_form(q, k, v, indices)
     (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
-    pages, more = Pages(), ()
+    pages = Pages()
     if tables is not None:
         pages, n = _pages(k, tables), n * tables.blocks.shape[1]
-        more = (pages,)
     sets, width = indices.shape[1], indices.shape[3]
     at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
     results = q.new_empty(batch, queries, hq, value_dim), (2, batch, queries, hq)
@@ -256,7 +244,7 @@ def _prepare(
     group, tasks = hq // sets, batch * sets * queries
     slots, splits = split(tasks, sink + width + recent, _sm_count(q.device))
     shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
-    first = (*at[:7], *rows, shape, at.always, *more)
+    first = (*at[:7], *rows, shape, at.always, *(() if tables is None else (pages,)))
     counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
     second = (*at[4:7], at.sinks, at.out, at.lse, *counts, shape, at.q, at.left_out)
     defined = macros(dim, value_dim, q.dtype, paged=tables is not None)
@@ -264,12 +252,17 @@ def _prepare(
         make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined),
         make_launch("gather.cu", "combine", (tasks, group), THREADS, second, defined, programmatic=True),
     ]
+    scratch = _scratch_at(tasks, splits, group, value_dim)
+    return _Call(at, *results, *scratch, plain and always is None, Kept(launches), shape, rows, pages)
+
+
+def _scratch_at(tasks: int, splits: int, group: int, value_dim: int) -> tuple[int, int, int, int]:
+    """Return where statistics, counts and an unused lse lie behind the sums, in bytes, and the words of all memory."""
     parts = tasks * splits
-    sizes = parts * group * value_dim, 3 * parts * group, parts, 2 * tasks * group
-    *starts, words = itertools.accumulate(sizes)
-    alone = sinks is None and left_out[0] is None and always is None
-    stats, counts_at, unused = (4 * start for start in starts)
-    return _Call(at, *results, stats, counts_at, unused, SAMPLES + words, alone, Kept(launches), shape, rows, pages)
+    stats, counts, lse, end = itertools.accumulate(
+        (parts * group * value_dim, 3 * parts * group, parts, 2 * tasks * group)
+    )
+    return 4 * stats, 4 * counts, 4 * lse, SAMPLES + end
 
 
 def _pages(k: Tensor, tables: Tables) -> Pages:

@@ -22,7 +22,7 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode import calls
-from sparse_decode.attend import Inputs
+from sparse_decode.attend_inputs import Inputs
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.dense_step import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
 from sparse_decode.growing import FROM, GrowingLayer, grow
@@ -247,7 +247,8 @@ def attention(
         out = call.plan.step(call.cache, x)
         if out is not None:
             return out, None
-    return calls.attend(module, call.plan, call.cache, query, key, value, attention_mask, dropout, factor, kwargs)
+    given = query, key, value, attention_mask, dropout, factor, kwargs
+    return calls.attend(calls.Call(module, call.plan, call.cache, *given))
 
 
 def _is_plain(module: Any, query: Tensor, dropout: float, kwargs: dict[str, Any]) -> bool:

@@ -14,7 +14,8 @@ bfloat16 rows is stored in that order: of each 2 LANES numbers first the even on
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir
@@ -69,46 +70,69 @@ def _fused(builder: Any) -> Any:
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
 
 
-def _weigh(rows: int) -> Any:
-    """Return an intrinsic that adds A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH], in the order of depth."""
+class _Matrix(NamedTuple):
+    """Rows in an array: element `at` starts the first, and `step` elements lie between one and the next."""
+
+    data: Any
+    at: Any
+    step: Any
+
+    def row(self, builder: Any, number: Any) -> Any:
+        """Return the element that starts a row."""
+        return builder.add(self.at, builder.mul(self.step, number))
+
+
+def _product(emit: Callable[[Any, _Matrix, _Matrix, Any, _Matrix], None]) -> Any:
+    """Return an intrinsic whose code `emit` generates, from matrices A, B and C, and the depth of the product."""
 
     @intrinsic
-    def weigh(
+    def product(
         typing_context: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any, c: Any,
         c_at: Any, c_step: Any,
     ) -> Any:  # fmt: skip
         _lines(a, b, c)
 
-        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            a, b, c = (_data(context, builder, signature.args[i], values[i]) for i in (0, 3, 7))
-            a_at, a_step, b_at, b_step, depth, c_at, c_step = (values[i] for i in (1, 2, 4, 5, 6, 8, 9))
-            number, fused = a_at.type, _fused(builder)
-            zero, undefined = ir.Constant(ir.IntType(32), 0), ir.Constant(_FLOATS, ir.Undefined)
-            everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-
-            def place(row: int, half: int) -> Any:
-                at = builder.add(c_at, builder.mul(c_step, ir.Constant(number, row)))
-                return _vector(builder, c, builder.add(at, ir.Constant(number, half * LANES)), _FLOATS)
-
-            cells = [(row, half) for row in range(rows) for half in range(2)]
-            sums = {cell: cgutils.alloca_once_value(builder, builder.load(place(*cell), align=4)) for cell in cells}
-            with cgutils.for_range(builder, depth, intp=number) as loop:
-                lines = _wide(builder, b, builder.add(b_at, builder.mul(loop.index, b_step)))
-                for row in range(rows):
-                    one = builder.add(builder.add(a_at, builder.mul(a_step, ir.Constant(number, row))), loop.index)
-                    factor = builder.insert_element(undefined, builder.load(builder.gep(a, [one])), zero)
-                    factor = builder.shuffle_vector(factor, undefined, everywhere)
-                    for half in range(2):
-                        held = sums[row, half]
-                        builder.store(builder.call(fused, [factor, lines[half], builder.load(held)]), held)
-            for cell in cells:
-                builder.store(builder.load(sums[cell]), place(*cell), align=4)
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            a, b, c = (
+                _Matrix(_data(context, builder, signature.args[i], values[i]), *values[i + 1 : i + 3])
+                for i in (0, 3, 7)
+            )
+            emit(builder, a, b, values[6], c)
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(a, n, n, b, n, n, n, c, n, n), emit
+        return types.void(a, n, n, b, n, n, n, c, n, n), generate
 
-    return weigh
+    return product
+
+
+def _weigh(rows: int) -> Any:
+    """Return an intrinsic that adds A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH], in the order of depth."""
+
+    def emit(builder: Any, a: _Matrix, b: _Matrix, depth: Any, c: _Matrix) -> None:
+        number, fused = a.at.type, _fused(builder)
+        zero, undefined = ir.Constant(ir.IntType(32), 0), ir.Constant(_FLOATS, ir.Undefined)
+        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+
+        def place(row: int, half: int) -> Any:
+            at = builder.add(c.row(builder, ir.Constant(number, row)), ir.Constant(number, half * LANES))
+            return _vector(builder, c.data, at, _FLOATS)
+
+        cells = [(row, half) for row in range(rows) for half in range(2)]
+        sums = {cell: cgutils.alloca_once_value(builder, builder.load(place(*cell), align=4)) for cell in cells}
+        with cgutils.for_range(builder, depth, intp=number) as loop:
+            lines = _wide(builder, b.data, b.row(builder, loop.index))
+            for row in range(rows):
+                one = builder.add(a.row(builder, ir.Constant(number, row)), loop.index)
+                factor = builder.insert_element(undefined, builder.load(builder.gep(a.data, [one])), zero)
+                factor = builder.shuffle_vector(factor, undefined, everywhere)
+                for half in range(2):
+                    held = sums[row, half]
+                    builder.store(builder.call(fused, [factor, lines[half], builder.load(held)]), held)
+        for cell in cells:
+            builder.store(builder.load(sums[cell]), place(*cell), align=4)
+
+    return _product(emit)
 
 
 weigh_1: Any = _weigh(1)
@@ -150,48 +174,36 @@ def _summed(builder: Any, vectors: list[Any]) -> Any:
 def _dots(rows: int) -> Any:
     """Return an intrinsic that writes C [rows, TOKENS] = A [rows, width] X [TOKENS, width]^T; WIDTH divides width."""
 
-    @intrinsic
-    def dots(
-        typing_context: Any, a: Any, a_at: Any, a_step: Any, x: Any, x_at: Any, x_step: Any, width: Any, c: Any,
-        c_at: Any, c_step: Any,
-    ) -> Any:  # fmt: skip
-        _lines(a, x, c)
+    def emit(builder: Any, a: _Matrix, x: _Matrix, width: Any, c: _Matrix) -> None:
+        number, fused = a.at.type, _fused(builder)
+        nothing = ir.Constant(_FLOATS, [0.0] * LANES)
+        cells = [(row, token) for row in range(rows) for token in range(TOKENS)]
+        sums = {cell: cgutils.alloca_once_value(builder, nothing) for cell in cells}
 
-        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            a, x, c = (_data(context, builder, signature.args[i], values[i]) for i in (0, 3, 7))
-            a_at, a_step, x_at, x_step, width, c_at, c_step = (values[i] for i in (1, 2, 4, 5, 6, 8, 9))
-            number, fused = a_at.type, _fused(builder)
+        def part(of: _Matrix, row: int, i: Any) -> list[Any]:
+            return _wide(builder, of.data, builder.add(of.row(builder, ir.Constant(number, row)), i))
 
-            def row_of(at: Any, step: Any, row: int) -> Any:
-                return builder.add(at, builder.mul(step, ir.Constant(number, row)))
-
-            nothing = ir.Constant(_FLOATS, [0.0] * LANES)
-            cells = [(row, token) for row in range(rows) for token in range(TOKENS)]
-            sums = {cell: cgutils.alloca_once_value(builder, nothing) for cell in cells}
-            with cgutils.for_range(builder, builder.udiv(width, ir.Constant(number, WIDTH)), intp=number) as loop:
-                i = builder.mul(loop.index, ir.Constant(number, WIDTH))
-                keys = [_wide(builder, x, builder.add(row_of(x_at, x_step, token), i)) for token in range(TOKENS)]
-                for row in range(rows):
-                    query = _wide(builder, a, builder.add(row_of(a_at, a_step, row), i))
-                    for token in range(TOKENS):
-                        total = builder.load(sums[row, token])
-                        for half in range(2):
-                            total = builder.call(fused, [query[half], keys[token][half], total])
-                        builder.store(total, sums[row, token])
-            undefined = ir.Constant(_FLOATS, ir.Undefined)
-            vectors = [builder.load(sums[cell]) for cell in cells]
-            found = _summed(builder, vectors + [undefined] * (LANES - len(vectors)))
-            few = ir.VectorType(ir.FloatType(), TOKENS)
+        with cgutils.for_range(builder, builder.udiv(width, ir.Constant(number, WIDTH)), intp=number) as loop:
+            i = builder.mul(loop.index, ir.Constant(number, WIDTH))
+            keys = [part(x, token, i) for token in range(TOKENS)]
             for row in range(rows):
-                which = ir.Constant(ir.VectorType(ir.IntType(32), TOKENS), [TOKENS * row + i for i in range(TOKENS)])
-                line = builder.shuffle_vector(found, undefined, which)
-                builder.store(line, _vector(builder, c, row_of(c_at, c_step, row), few), align=4)
-            return context.get_dummy_value()
+                query = part(a, row, i)
+                for token in range(TOKENS):
+                    total = builder.load(sums[row, token])
+                    for half in range(2):
+                        total = builder.call(fused, [query[half], keys[token][half], total])
+                    builder.store(total, sums[row, token])
+        undefined = ir.Constant(_FLOATS, ir.Undefined)
+        vectors = [builder.load(sums[cell]) for cell in cells]
+        found = _summed(builder, vectors + [undefined] * (LANES - len(vectors)))
+        few = ir.VectorType(ir.FloatType(), TOKENS)
+        for row in range(rows):
+            which = ir.Constant(ir.VectorType(ir.IntType(32), TOKENS), [TOKENS * row + i for i in range(TOKENS)])
+            line = builder.shuffle_vector(found, undefined, which)
+            to = _vector(builder, c.data, c.row(builder, ir.Constant(number, row)), few)
+            builder.store(line, to, align=4)
 
-        n = types.intp
-        return types.void(a, n, n, x, n, n, n, c, n, n), emit
-
-    return dots
+    return _product(emit)
 
 
 dots_1: Any = _dots(1)

@@ -7,31 +7,18 @@ refers to the Python object by the number under which it is registered; numbers 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-
-class Writer(Protocol):
-    """What `write_codes` calls."""
-
-    def write(self, codes: Tensor, keys: Tensor, at: Tensor, first: Tensor | None) -> None: ...
-
-
-class Step(Protocol):
-    """What `attend_step` calls."""
-
-    def run(self, *given: Any) -> Tensor: ...
-
-
 _numbers = itertools.count(1)
 _registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
-def register(worker: Writer | Step) -> int:
-    """Register an object for the operators below and return its number; the reference is weak."""
+def register(worker: Any) -> int:
+    """Register an `Encoder` or a `LayerPlan` for the operators below and return its number; the reference is weak."""
     number = next(_numbers)
     _registered[number] = worker
     return number
@@ -43,9 +30,7 @@ def write_codes(codes: Tensor, keys: Tensor, at: Tensor, writer: int, first: Ten
     _registered[writer].write(codes, keys, at, first)
 
 
-@write_codes.register_fake
-def _(codes: Tensor, keys: Tensor, at: Tensor, writer: int, first: Tensor | None) -> None:
-    pass
+write_codes.register_fake(lambda *given, **named: None)
 
 
 @torch.library.custom_op("sparse_decode::attend_step", mutates_args=("sums",))
@@ -71,17 +56,5 @@ def attend_step(
 
 
 @attend_step.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    codes: Tensor | None,
-    mask: Tensor | None,
-    length: Tensor | None,
-    sinks: Tensor | None,
-    sums: list[Tensor],
-    step: int,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])

@@ -10,6 +10,7 @@ Steps are those of `attach`, with the same kernels: visible tokens -> budget -> 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import hashcore
@@ -20,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode import page_kernels
-from sparse_decode.attend import on_host, require
+from sparse_decode.attend import on_host, reach
+from sparse_decode.attend_inputs import LIKE, require
 from sparse_decode.budget import Budget
 from sparse_decode.select import HashSelector
 
 _AT_ONCE = 256  # pages that are hashed together, which bounds the memory for copies
 _LINE = 64  # bytes of a cache line
-_WORDS = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
 
 
 class Pages(NamedTuple):
@@ -107,34 +108,28 @@ class Step(NamedTuple):
         return cls(np.where(used, table, 0), seen, reads, reads >= seen, budget)
 
 
+@dataclass
 class PagedLayer:
     """One sparse layer of a model whose keys are in pages.
 
-    Args:
+    Attributes:
         layer: index in the model.
         selector: hashes and searches; with codes per KV head.
         scaling, softcap, sinks: as in `attend`.
-    Attributes:
         selected, visible: numbers of tokens read and visible so far, summed over rows and query heads.
     """
 
-    def __init__(
-        self,
-        layer: int,
-        selector: HashSelector,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ):
-        if selector.per_query_head:
+    layer: int
+    selector: HashSelector
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    selected: int = field(default=0, init=False)
+    visible: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.selector.per_query_head:
             raise ValueError("pages need codes per KV head, got a selector with codes per query head; use another")
-        self.layer: int = layer
-        self.selector: HashSelector = selector
-        self.scaling: float = scaling
-        self.softcap: float | None = softcap
-        self.sinks: Tensor | None = sinks
-        self.selected: int = 0
-        self.visible: int = 0
 
     def encode(self, k: Tensor) -> Tensor:
         """Hash keys [T, Hkv, D] to codes int32 [T, Hkv, W]."""
@@ -190,21 +185,7 @@ def _write(slots: NDArray[np.int64], x: Tensor, target: Tensor) -> None:
     """Copy [T, H, C] to pages [M, H, S, C] of the same element size."""
     if x.stride(2) != 1:
         x = x.contiguous()
-    reach = (_reach(x), _reach(target))
     (_, heads, count), (page, head, token, _) = x.shape, target.stride()
-    compiled(page_kernels.write)(
-        0,
-        len(slots),
-        x.data_ptr(),
-        (x.stride(0), x.stride(1)),
-        target.data_ptr(),
-        (page, token, head),
-        reach,
-        (heads, count, target.shape[2]),
-        slots,
-        _WORDS[x.element_size()],
-    )
-
-
-def _reach(x: Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    where = x.data_ptr(), x.stride()[:2], target.data_ptr(), (page, token, head), (reach(x), reach(target))
+    sizes = heads, count, target.shape[2]
+    compiled(page_kernels.write)(0, len(slots), *where, sizes, slots, LIKE[x.element_size()])

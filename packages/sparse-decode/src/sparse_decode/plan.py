@@ -12,7 +12,9 @@ from hashtrain.layers import LayerHasher
 from torch import Tensor
 
 from sparse_decode import encode_cuda, flash, gather
-from sparse_decode.attend import Inputs, LeftOut, attend, attention_weights
+from sparse_decode.attend import attend
+from sparse_decode.attend_inputs import Inputs, LeftOut
+from sparse_decode.attend_torch import attention_weights
 from sparse_decode.blocks import AttentionArgs, Block, Moments, RowRule, rows_at_once
 from sparse_decode.budget import Budget, Tally, count_row
 from sparse_decode.cache import CodedDynamicLayer

@@ -51,17 +51,11 @@ def measure(
             "sparse_rows": command.rows,
             "batch_size": command.batch_size,
             "max_length": command.max_length,
+            "truncation_side": command.truncation,
         }
         asked = {"limit": command.limit, "apply_chat_template": command.chat_template}
         with as_guest(command.seed):
-            lm = SparseLM(
-                ready.model,
-                ready.tokenizer,
-                methods[method],
-                budget_of(rule, amount),
-                truncation_side=command.truncation,
-                **how,
-            )
+            lm = SparseLM(ready.model, ready.tokenizer, methods[method], budget_of(rule, amount), **how)
             document.task.set_fewshot_seed(command.seed)  # the same worked examples, whatever ran before
             tasks: Any = {"tasks": {document.name: document.task}, "groups": {}, "group_map": {}}
             output = cast(Any, evaluate(cast(Any, lm), tasks, **asked, bootstrap_iters=_RESAMPLES))

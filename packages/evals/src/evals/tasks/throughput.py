@@ -95,6 +95,74 @@ def fill(
         cache.update(k, v, layer)
 
 
+class _Cell:
+    """The turns of all methods at one context length and batch size, and what they used.
+
+    Attributes:
+        memory: bytes of keys and values, and of codes; density: selected / visible; peaks: bytes of memory at most.
+    """
+
+    def __init__(self, command: ThroughputCommand, model: PreTrainedModel, hasher: Hasher, n: int, batch: int):
+        self._command, self._model = command, model
+        self._selectors: dict[str, Selector | None] = {"planes": HashSelector(hasher), "recent": RecentSelector()}
+        self._cache = DynamicCache(config=model.config)  # shared by the methods: each turn removes its tokens
+        dtype = getattr(torch, command.dtype)
+        fill(self._cache, hasher.config.shape, n, batch, dtype, command.seed, command.device)
+        self._token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
+        self._compiled = _compiled(command, model, self._cache, self._selectors, self._token)
+        self.memory: dict[str, tuple[int, int]] = {}
+        self.density: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
+
+    def turn(self, method: str) -> Turn:
+        """Return the turn of a method."""
+        own = self._compiled.get(method)
+        return self._plain_turn(method) if own is None else self._compiled_turn(method, own)
+
+    def _compiled_turn(self, method: str, own: CompiledSteps) -> Turn:
+        def prepare() -> None:
+            reset_peak(self._command.device)
+            if own.attachment is not None:
+                own.attachment.reset_density()
+
+        def finish() -> None:
+            self._note(method, own.attachment)
+            self.memory[method] = own.memory()
+            own.rewind()
+
+        return Turn(prepare, lambda i: own.step(self._token), finish)
+
+    def _plain_turn(self, method: str) -> Turn:
+        command, model, cache = self._command, self._model, self._cache
+        stack = contextlib.ExitStack()
+        attached: list[Attachment | None] = [None]
+
+        def prepare() -> None:
+            reset_peak(command.device)
+            model.set_attn_implementation("eager" if method == "eager" else "sdpa")
+            if (selector := self._selectors.get(method)) is not None:
+                sparse = attach(model, selector, Budget(command.budget), dense_layers=command.dense_layers)
+                attached[0] = stack.enter_context(sparse)
+
+        def finish() -> None:
+            self._note(method, attached[0])
+            if attached[0] is not None:
+                self.memory[method] = attached[0].memory(cache)
+            else:
+                self.memory[method] = sum(_nbytes_of(layer) for layer in layers_of(cache)), 0
+            cache.crop(-(command.warmup + command.steps))
+            stack.close()
+
+        return Turn(prepare, lambda i: model(self._token, past_key_values=cache, use_cache=True).logits, finish)
+
+    def _note(self, method: str, attachment: Attachment | None) -> None:
+        """Record the peak of memory and the density of a turn."""
+        self.peaks[method] = max(self.peaks.get(method, 0), read_peak(self._command.device))
+        if attachment is not None:
+            counts = attachment.counts().values()
+            self.density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
+
+
 def _measure(
     command: ThroughputCommand,
     model: PreTrainedModel,
@@ -104,57 +172,9 @@ def _measure(
     sizes: dict[str, int],
     speed: float,
 ) -> list[Row]:
-    selectors: dict[str, Selector | None] = {"planes": HashSelector(hasher), "recent": RecentSelector()}
-    shape, dtype, budget = hasher.config.shape, getattr(torch, command.dtype), Budget(command.budget)
-    cache = DynamicCache(config=model.config)  # shared by the methods: each turn removes its tokens
-    fill(cache, shape, n, batch, dtype, command.seed, command.device)
-    token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
-    memory: dict[str, tuple[int, int]] = {}
-    density: dict[str, float] = {}
-    peaks: dict[str, int] = {}
-    compiled = _compiled(command, model, cache, selectors, token)
-
-    def turn(method: str) -> Turn:
-        stack = contextlib.ExitStack()
-        attached: list[Attachment | None] = [None]
-        own = compiled.get(method)
-
-        def prepare() -> None:
-            reset_peak(command.device)
-            if own is not None:
-                if own.attachment is not None:
-                    own.attachment.reset_density()
-                return
-            model.set_attn_implementation("eager" if method == "eager" else "sdpa")
-            if (selector := selectors.get(method)) is not None:
-                sparse = attach(model, selector, budget, dense_layers=command.dense_layers)
-                attached[0] = stack.enter_context(sparse)
-
-        def step(i: int) -> object:
-            if own is not None:
-                return own.step(token)
-            return model(token, past_key_values=cache, use_cache=True).logits
-
-        def finish() -> None:
-            peaks[method] = max(peaks.get(method, 0), read_peak(command.device))
-            attachment = attached[0] if own is None else own.attachment
-            if attachment is not None:
-                counts = attachment.counts().values()
-                density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
-            if own is not None:
-                memory[method] = own.memory()
-                return own.rewind()
-            if attachment is not None:
-                memory[method] = attachment.memory(cache)
-            else:
-                memory[method] = sum(_nbytes_of(layer) for layer in layers_of(cache)), 0
-            cache.crop(-(command.warmup + command.steps))
-            stack.close()
-
-        return Turn(prepare, step, finish)
-
+    cell = _Cell(command, model, hasher, n, batch)
     sync = torch.cuda.synchronize if command.device.startswith("cuda") else nothing
-    turns = {method: turn(method) for method in command.methods}
+    turns = {method: cell.turn(method) for method in command.methods}
     times = in_turns(turns, command.steps, command.warmup, command.repeats, sync)
     steps = {method: [[round(1000 * s, 4) for s in repeat] for repeat in found] for method, found in times.items()}
     write_json(command.out / "samples" / f"{n}x{batch}.json", {"milliseconds": steps})
@@ -165,14 +185,14 @@ def _measure(
         totals = {
             "tokens_per_s": batch / p50,
             "share_of_bandwidth": sizes[method] / speed / p50,
-            "kv_bytes": memory[method][0],
-            "code_bytes": memory[method][1],
-            "peak_bytes": peaks[method],
+            "kv_bytes": cell.memory[method][0],
+            "code_bytes": cell.memory[method][1],
+            "peak_bytes": cell.peaks[method],
         }
         named |= {name: Estimate(float(value), None, None) for name, value in totals.items()}
         is_dense = method in DENSE_ENDTOEND
         at = {"where": f"{n} tokens x {batch}", "budget": None if is_dense else command.budget}
-        at |= {"density": density.get(method, 1.0), "dense_layers": command.dense_layers}
+        at |= {"density": cell.density.get(method, 1.0), "dense_layers": command.dense_layers}
         rows += [timed_row(command, "throughput", method, name, found, **at) for name, found in named.items()]
     return rows
 

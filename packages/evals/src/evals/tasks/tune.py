@@ -81,6 +81,12 @@ def run(command: TuneCommand, console: Console) -> Result:
     }
     chosen = {name: choose(settings, name, kl, density, command.density) for name in command.methods}
     result = finish(command, ready, list(_rows(command, ready, settings, kl, density, chosen)), console)
+    _store(command, ready, chosen, console)
+    return result
+
+
+def _store(command: TuneCommand, ready: Ready, chosen: Mapping[str, Setting], console: Console) -> None:
+    """Store the chosen parameters, and what they were chosen for."""
     data = {
         "parameters": {name: dict(found.parameters) for name, found in chosen.items()},
         "model_identity": ready.settings["model_identity"],
@@ -92,7 +98,6 @@ def run(command: TuneCommand, console: Console) -> Result:
     write_json(command.out / FILE, data)
     for name, found in chosen.items():
         console.print(f"{name}: {found.label.partition(', ')[2]}, stored in {command.out / FILE}", highlight=False)
-    return result
 
 
 def grid(command: TuneCommand) -> list[Setting]:

@@ -192,9 +192,8 @@ def search(
         grid = (count, plan.splits)
         if shortlist is None:
             name = "list_candidates_shared" if group > 1 else "list_candidates"
-            launches.append(
-                make_launch("score.cu", name, grid, layout.THREADS, (*shared, space, groups, *table), macros)
-            )
+            given = *shared, space, groups, *table
+            launches.append(make_launch("score.cu", name, grid, layout.THREADS, given, macros))
         else:
             launches += _shortlisted(shared, space, groups, grid, shortlist, macros)
         codes = layout.Codes(packed, len(weights), words)

@@ -1,19 +1,19 @@
 """hashcore's operations on torch tensors in device memory: prepares launches from shapes and strides.
 
-torch_ops has checked the arguments. The host never reads device memory, except where a docstring says so. `run`
-executes launches, by default on the device; tests pass the host simulator and tensors in CPU memory.
+A search is in `hashcore.cuda.tensor_search`. torch_ops has checked the arguments. The host never reads device memory,
+except where a docstring says so. `run` executes launches, by default on the device; tests pass the host simulator and
+tensors in CPU memory.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
-from hashcore.cuda import kept, kernels, launch, layout
+from hashcore.cuda import kernels, launch, layout
 from hashcore.cuda.kernels import Launch, Output
-from hashcore.cuda.layout import SearchSpace, Selection, Window, Workspace
-from hashcore.cuda.operands import Bounds, Operands, Tables, page_tables, set_selection, supported
+from hashcore.cuda.layout import Selection, Window, Workspace
+from hashcore.cuda.operands import Bounds, set_selection, supported
 
 Run = Callable[[Iterable[Launch], torch.device], None]
 
@@ -31,7 +31,6 @@ PACKED = {
 }
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-_NUMBERS = int, type(None)
 SIMULATED_SMS = 3  # SMs of the simulated device; small, so that tests cover several chunks and turns
 
 
@@ -95,230 +94,6 @@ def score(
     return _run(run, [scores], out.device)
 
 
-def search(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    k: int | torch.Tensor,
-    weights: Sequence[int] | None,
-    bounds: Bounds,
-    scores: torch.Tensor,
-    indices: torch.Tensor,
-    run: Run | None = None,
-    shortlist: int = 0,
-    first: torch.Tensor | None = None,
-    blocks: torch.Tensor | None = None,
-) -> None:
-    """Score and select in two launches, or three with a shortlist, in ascending index order (eq. 4, eq. 6, eq. 20).
-
-    Rows share each key that is read if the last leading dimension is broadcast in the keys.
-
-    Args:
-        query: planes [..., P, W], or without weights codes [..., Q, W].
-        keys: [..., N, W]; with blocks pages [..., M, S, W], S a power of two and M above 0.
-        k: one count, or an integer tensor on the device that broadcasts to the rows.
-        scores, indices: contiguous int32, and int32 or int64, [rows..., K]; unused slots get 0 and -1.
-        shortlist: about this many times k keys of each row are scored in full; 0: all.
-        first: for a shortlist, a copy of the first word of each key, int32 [..., N]. If contiguous, fewer bytes are
-            read; without it, a shortlist saves work, but reads as many bytes.
-        blocks: page tables int32 or int64 [..., T], which broadcast to the rows; N = T S. Not with a shortlist. Page
-            numbers out of range count as M - 1.
-    Raises: ValueError if words of keys in pages are not contiguous and aligned.
-    Tensors k, lengths and starts need no extra launch if they are int32 or int64 and contiguous, and their shape is a
-    prefix of the rows' shape followed by ones; for blocks: operands.page_tables.
-    """
-    if not scores.numel():
-        return
-    device = scores.device
-    weights = None if weights is None else tuple(weights)
-    at, keys_at = query.data_ptr(), keys.data_ptr()  # alignment, and so copies, depend on the addresses
-    how = indices.dtype, device, at % 16, keys_at % 16, weights
-    tables = None if blocks is None else page_tables(blocks, scores.shape[:-1])
-    form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how
-    if tables is not None:
-        form = *form, tables.blocks.shape[-1], *tables[1:]
-    elif not shortlist or _lists_all(keys.shape[-2], k, shortlist):
-        shortlist, first = 0, None
-    else:
-        form = *form, shortlist, None if first is None else first.stride()
-    prepared = _searches.found.get(form)
-    if prepared is None:
-        prepared = (
-            _renewed(form, query, keys, weights, scores, indices, shortlist, first)
-            if tables is None
-            else _searches.keep(form, _prepare(query, keys, weights, scores, indices, 0, None, tables))
-        )
-    call, held = prepared.call, prepared.bound(bounds, k)
-    memory = kept.scratch(prepared.words, device)
-    prepared.place(memory.address)
-    words = keys if first is None else first
-    if tables is not None:
-        call.pages.table = tables.blocks.data_ptr()
-    if not prepared.direct:
-        found = _placed(query, keys, weights, first, scores.shape[:-1], tables is not None)
-        held, words, operands = (held, found), found.first.keys, found.at
-        at, keys_at = operands.query.data_ptr(), operands.keys.data_ptr()
-    if shortlist:
-        call.shortlist.first = words.data_ptr()
-    call.query.value, call.keys.value = at, keys_at
-    call.values.value, call.indices.value = scores.data_ptr(), indices.data_ptr()
-    (launch.run if run is None else run)(call.launches, device)
-    del held  # kept until the launches are in the stream; from here on the allocator may reuse them
-
-
-def _lists_all(n: int, k: int | torch.Tensor, shortlist: int) -> bool:
-    """Whether the host knows that every row's shortlist contains all keys (eq. 20)."""
-    return n < 2 * layout.EARLY_SAMPLE or (isinstance(k, int) and shortlist * k >= n)
-
-
-class _Prepared:
-    """The prepared launches of a search of given shapes; `direct`: operands of these strides are not copied."""
-
-    def __init__(
-        self, call: kernels.Search, plan: Callable[[int, int], SearchSpace], lead: Sequence[int], n: int, width: int,
-        direct: bool,
-    ):  # fmt: skip
-        self.call, self.plan, self.space, self.direct = call, plan, plan(n, width), direct
-        self.lead, self.n, self.width, self.words = lead, n, width, self.space.words
-        self.at = 0
-        self.rows: object = None
-        """The bounds and the count that are set, if they are integers."""
-
-    def resize(self, n: int, width: int) -> bool:
-        """Adapt the launches to a new number of keys and width; False if their grids would have to change."""
-        space = self.plan(n, width)
-        if space[:3] != self.space[:3] or min(n, self.n) < 2:  # slots, splits, parts; a single row has no stride
-            return False
-        self.space, self.n, self.width, self.words = space, n, width, space.words
-        self.call.space.stride = space.stride
-        self.at, self.rows = 0, None
-        return True
-
-    def place(self, address: int) -> None:
-        """Set the address of the workspace, if it has changed."""
-        if address != self.at:
-            self.space.place(self.call.space, address)
-            self.call.shortlist.rows = address + 4 * self.space.short
-            self.at = address
-
-    def bound(self, bounds: Bounds, k: int | torch.Tensor) -> object:
-        """Set the eligible positions and the counts; return the tensors whose addresses were set."""
-        lengths, starts = bounds.lengths, bounds.starts
-        # Check for integers, because isinstance(x, torch.Tensor) is slow.
-        if isinstance(k, int) and isinstance(lengths, _NUMBERS) and isinstance(starts, _NUMBERS):
-            if self.rows == (rows := (bounds, k)):
-                return None
-            self.rows = rows
-        else:
-            self.rows = None
-        call = self.call
-        return bounds.window(call.window, self.lead, self.n), set_selection(call.selection, k, self.lead, self.width)
-
-
-_searches: kept.Table[_Prepared] = kept.Table()
-
-
-def _renewed(form: tuple[Any, ...], *given: Any) -> _Prepared:
-    """Return the search for a form: that with one key fewer, updated, or a new one."""
-    query, keys, _, scores, *_ = given
-    (*lead, n, words), (*rows, width) = keys.shape, scores.shape
-    kind = query.shape, query.stride(), *lead, words, keys.stride(), *rows, *form[5:]
-    return _searches.renew(form, kind, n, lambda found: found.resize(n, width), lambda: _prepare(*given))
-
-
-def _prepare(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    weights: Sequence[int] | None,
-    scores: torch.Tensor,
-    indices: torch.Tensor,
-    shortlist: int,
-    first: torch.Tensor | None,
-    tables: Tables | None = None,
-) -> _Prepared:
-    (n, words), lead, width = keys.shape[-2:], scores.shape[:-1], scores.shape[-1]
-    pages = None if tables is None else _pages(keys, tables)
-    n = n if tables is None else tables.blocks.shape[-1] * n
-    layout.require_positions(n)
-    at, own, direct = _placed(query, keys, weights, first, lead, tables is not None)
-    rows = math.prod(lead)
-    slots, group = _slots(at.map, rows, rows if tables is None else tables.per)
-    sms, index_bits = _sm_count(scores.device), 8 * indices.element_size()
-
-    def plan(n: int, width: int) -> SearchSpace:
-        return SearchSpace.plan(slots, group, n, width, sms)
-
-    short = layout.Shortlist(map=own.map, times=shortlist) if shortlist else None
-    call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, plan(n, width), short, pages)
-    return _Prepared(call, plan, lead, n, width, direct)
-
-
-def _pages(keys: torch.Tensor, tables: Tables) -> layout.Pages:
-    """Return the kernels' argument for keys in pages [..., M, S, W]."""
-    count, size, _ = keys.shape[-3:]
-    return layout.Pages(None, keys.stride(-3), tables.width, tables.per, size.bit_length() - 1, count - 1)
-
-
-def _slots(map: layout.RowMap, rows: int, per: int) -> tuple[int, int]:
-    """Return the workspace slots of rows, and the rows per group; rows with shared keys are padded to whole groups.
-
-    per: consecutive rows that share a page table; keys without pages count as one table.
-    """
-    line = map.size[3]
-    if line == 1 or map.keys[3] or per % line:
-        return rows, 1
-    return rows // line * -(-line // layout.MAX_GROUP) * layout.MAX_GROUP, layout.MAX_GROUP
-
-
-class _Placed(NamedTuple):
-    """Operands for planes and for first words, and whether none of them is a copy."""
-
-    at: Operands
-    first: Operands
-    direct: bool
-
-
-def _placed(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    weights: Sequence[int] | None,
-    first: torch.Tensor | None,
-    lead: Sequence[int],
-    paged: bool = False,
-) -> _Placed:
-    """Return the operands of a search: without weights each of the Q queries is one plane of weight 1.
-
-    Args:
-        first: None to use the first words in the codes.
-        paged: keys are in pages [..., M, S, W]; the operand is the first page.
-    """
-    if paged:
-        _require_in_place(keys)
-        keys = keys.select(-3, 0)
-    if weights is None:
-        query, keys, first = query.unsqueeze(-2), keys.unsqueeze(-3), None if first is None else first.unsqueeze(-2)
-    at = supported(query, keys, lead)
-    if paged and at.keys is not keys:
-        raise ValueError(f"on CUDA the rows of a search in pages may have at most four strides, got rows {[*lead]}")
-    direct = at.query is query and at.keys is keys
-    if first is None:
-        return _Placed(at, at, direct)
-    words = first.unsqueeze(-1)  # codes of one word
-    own = supported(query, words, lead)
-    return _Placed(at, own, direct and own.keys is words)
-
-
-def _require_in_place(pages: torch.Tensor) -> None:
-    """Raise ValueError unless the kernels can read keys in pages [..., M, S, W] where they lie."""
-    unit = math.gcd(pages.shape[-1], 4)
-    steps = zip(pages.stride()[:-1], pages.shape[:-1], strict=True)
-    apart = pages.stride(-1) != 1 and pages.shape[-1] > 1
-    if apart or pages.data_ptr() % (4 * unit) or any(step % unit for step, size in steps if size > 1):
-        raise ValueError(
-            f"on CUDA the words of a key in pages must be contiguous and aligned to {4 * unit} bytes, got strides "
-            f"{[4 * step for step in pages.stride()]}; copy the pages to such a layout"
-        )
-
-
 def topk(
     scores: torch.Tensor,
     k: int | torch.Tensor,
@@ -332,7 +107,7 @@ def topk(
     if not values.numel():
         return
     rows, device = math.prod(lead), scores.device
-    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, _sm_count(device))
+    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, sm_count(device))
     stride = -(-n // layout.VECTOR) * layout.VECTOR
     aligned = scores.to(torch.int32).reshape(rows, n)
     if stride != n or aligned.data_ptr() % 16 or not aligned.is_contiguous():
@@ -353,5 +128,6 @@ def _run(run: Run | None, launches: Iterable[Launch], device: torch.device) -> N
     (launch.run if run is None else run)(launches, device)
 
 
-def _sm_count(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
+    """Return the number of multiprocessors of a device, or of the simulated one."""
     return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS

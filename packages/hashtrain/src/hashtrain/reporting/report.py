@@ -134,7 +134,7 @@ def _worst(by_head: list[float], of: Callable[[list[float]], float], text: Calla
 
 def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
     """Write a hasher's README: its purpose, its training, and how well it selects."""
-    result, shape = metrics["hashers"][name], config.shape
+    result = metrics["hashers"][name]
     rows = "\n".join(
         f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {_worst(kv['low_by_head'], min, '{:.2f}'.format)} "
         f"| {_worst(kv['lost_by_head'], max, share)} | {q['iou']:.3f} | {q['mass']:.3f} "
@@ -142,21 +142,6 @@ def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
         for layer, (kv, q, rest) in enumerate(
             zip(*(result[part]["layers"] for part in ("kv_head", "query_head", "remainder")), strict=True)
         )
-    )
-    planes = config.planes if config.variant in ("planes", "transform") else 1
-    budget = f"{metrics['fraction']:.1%} of the visible tokens"
-    made = (
-        f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: "
-        f"{shape.num_layers} layers, "
-        f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
-        f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps per layer, {metrics['contexts']} contexts "
-        f"of {metrics['context']} tokens ({metrics['corpus']}).\n"
-        f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
-        f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
-        f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}.\n"
-        f"Heads (layer.head) that fail on the held-out rows, with their low and lost: "
-        f"{failing_heads(result['kv_head']['layers'], result['failing'], len(result['failing'])) or 'none'}.\n"
-        f"Repaired heads, with what each got: {repaired_heads(result['repaired']) or 'none'}."
     )
     base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
     return f"""---
@@ -166,7 +151,7 @@ license: apache-2.0
 ---
 # Hasher `{name}` for `{config.base_model}`
 
-{made}
+{_made(config, result, metrics)}
 
 | layer | IoU, KV head | mass, KV head | low | lost | IoU, query head | mass, query head | left out | its error |
 |---|---|---|---|---|---|---|---|---|
@@ -180,3 +165,23 @@ head, mean over rows), which the remainder estimates; its error is the root mean
     from hashtrain import Hasher
     hasher = Hasher.from_pretrained("this/folder")
 """
+
+
+def _made(config: HasherConfig, result: Metrics, metrics: Metrics) -> str:
+    """Return the card's sentences on how a hasher was trained and evaluated."""
+    shape = config.shape
+    planes = config.planes if config.variant in ("planes", "transform") else 1
+    budget = f"{metrics['fraction']:.1%} of the visible tokens"
+    return (
+        f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: "
+        f"{shape.num_layers} layers, "
+        f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
+        f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps per layer, {metrics['contexts']} contexts "
+        f"of {metrics['context']} tokens ({metrics['corpus']}).\n"
+        f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
+        f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
+        f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}.\n"
+        f"Heads (layer.head) that fail on the held-out rows, with their low and lost: "
+        f"{failing_heads(result['kv_head']['layers'], result['failing'], len(result['failing'])) or 'none'}.\n"
+        f"Repaired heads, with what each got: {repaired_heads(result['repaired']) or 'none'}."
+    )

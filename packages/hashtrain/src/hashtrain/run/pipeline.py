@@ -62,18 +62,7 @@ def run(command: TrainCommand, console: Console, capture_only: bool = False) -> 
 def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bool) -> dict[str, Any]:
     began = time.monotonic()
     prepared = prepare(command, ranks)
-    shape, train, validation = prepared.shape, prepared.train, prepared.validation
-    # With --stream the contexts are tokenised while it trains, so their number is not known yet.
-    count = f"up to {command.contexts}" if command.stream else str(len(prepared.contexts))
-    console.print(
-        f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on, "
-        f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
-    )
-    if not command.stream:
-        _say_if_fewer(prepared, console)
-    if (held := len(validation.contexts)) < command.held_out:
-        console.print(f"the held-out text has {held} contexts; {command.held_out} were requested")
+    _announce(prepared, console)
     if command.tensorboard:
         require_board()
     hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.recipes}
@@ -93,26 +82,17 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         if capture_only or not _trains_first(command):
             _capture(prepared, console)
         if capture_only:
-            return {"captured": len(train.contexts) + len(validation.contexts)}
+            return {"captured": len(prepared.train.contexts) + len(prepared.validation.contexts)}
         if not command.stream:
             loaded.cache_clear()  # free the model's memory for training
         _make_layers(prepared, jobs, console)
         ranks.barrier()
         if not ranks.first:
             return {}
-        found = _collect(prepared, hashers, jobs, console)
-        metrics = {**_settings(command, shape, len(prepared.contexts), len(validation.contexts)), "hashers": found}
+        metrics = _settings(prepared)
+        metrics["hashers"] = _collect(prepared, hashers, jobs, console)
         metrics["seconds"] = round(time.monotonic() - began, 1)
-        for name, hasher in hashers.items():
-            hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
-        draw(metrics, command.out / "training.png")
-        draw_bits(metrics, command.out / "bits.png")
-        draw_by_head(metrics, command.out / "heads.png", "iou_by_head", "IoU, held out")
-        low = "5th percentile of the rows' mass, held out"
-        draw_by_head(metrics, command.out / "worst.png", "low_by_head", low)
-        write_text(command.out / "config.toml", as_toml(command))
-        write_text(command.out / "environment.json", json.dumps(environment(prepared.device), indent=1) + "\n")
-        write_text(command.out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
+        _store(prepared, hashers, metrics)
         end(command.out)
     for heads in ("query_head", "kv_head"):
         console.print(quality_table(metrics, heads))
@@ -121,9 +101,40 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     return metrics
 
 
+def _announce(prepared: Prepared, console: Console) -> None:
+    """Print what will be trained, and whether the text is shorter than requested."""
+    command, shape, validation = prepared.command, prepared.shape, prepared.validation
+    # With --stream the contexts are tokenised while it trains, so their number is not known yet.
+    count = f"up to {command.contexts}" if command.stream else str(len(prepared.contexts))
+    console.print(
+        f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
+        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on, "
+        f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
+    )
+    if not command.stream:
+        _say_if_fewer(prepared, console)
+    if (held := len(validation.contexts)) < command.held_out:
+        console.print(f"the held-out text has {held} contexts; {command.held_out} were requested")
+
+
 def _say_if_fewer(prepared: Prepared, console: Console) -> None:
     if (count := len(prepared.contexts)) < prepared.command.contexts:
         console.print(f"the text has {count} training contexts; {prepared.command.contexts} were requested")
+
+
+def _store(prepared: Prepared, hashers: Mapping[str, Hasher], metrics: dict[str, Any]) -> None:
+    """Write the hashers, the figures, the settings and the metrics."""
+    command = prepared.command
+    for name, hasher in hashers.items():
+        hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
+    draw(metrics, command.out / "training.png")
+    draw_bits(metrics, command.out / "bits.png")
+    draw_by_head(metrics, command.out / "heads.png", "iou_by_head", "IoU, held out")
+    low = "5th percentile of the rows' mass, held out"
+    draw_by_head(metrics, command.out / "worst.png", "low_by_head", low)
+    write_text(command.out / "config.toml", as_toml(command))
+    write_text(command.out / "environment.json", json.dumps(environment(prepared.device), indent=1) + "\n")
+    write_text(command.out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
 
 
 def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
@@ -298,17 +309,18 @@ def _found(layers: list[LayerResult], dense: Sequence[int]) -> dict[str, Any]:
     return {**found, **summarise([layer.quality for layer in layers], dense)}
 
 
-def _settings(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
+def _settings(prepared: Prepared) -> dict[str, Any]:
+    command = prepared.command
     corpus = (
         ", ".join(p.name if p.exists() else str(p) for p in command.text) or "this machine's Python standard library"
     )
     return {
         "version": hashtrain.__version__,
         "model": command.model if command.model == DEMO else Path(command.model).name,
-        "layers": shape.num_layers,
+        "layers": prepared.shape.num_layers,
         "corpus": corpus,
-        "contexts": contexts,
-        "held_out": held_out,
+        "contexts": len(prepared.contexts),
+        "held_out": len(prepared.validation.contexts),
         **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_IN_METRICS},
         "sink": SINK,
         "recent": RECENT,

@@ -104,21 +104,7 @@ def schedule(command: TrainCommand, model_config: Any, disk: float | None = None
     first = min(MAX_CONTEXTS, command.contexts)
     always = validation + reads.bytes(range(first))  # read by starts, calibration and evaluation
     whole = validation + reads.bytes(range(command.contexts))
-    steps: list[tuple[int, int]] = []
-    train = 0.0
-    traffic = 0
-    for recipe in (c for c in command.recipes if c.trained):
-        training = training_of(command, recipe, "cuda")
-        for layer in range(shape.num_layers):
-            config = config_of(command, recipe, shape, {}).at(layer)
-            steps.append((step_bytes(config, training, command.context), weight_bytes(config)))
-            sizes = [size for name, size in shapes(config).items() if name != "remainder"]
-            weights = sum(math.prod(size[1:]) for size in sizes)  # per head
-            hashed = training.rows * (1 + training.max_top) + training.max_rest
-            heads = config.shape.num_query_heads
-            logits = 2.0 * training.rows * command.context * config.shape.head_dim * heads
-            train += command.steps * (logits + 6.0 * heads * hashed * weights)
-        traffic += command.steps * context_bytes(shape, command.context, torch.bfloat16, command.rows, values=False)
+    steps, train, traffic = _steps(command, shape)
     parameters = count_parameters(model_config)
     attention = sum(
         2.0 * command.context**2 * at.num_query_heads * at.head_dim for at in map(shape.at, range(shape.num_layers))
@@ -148,6 +134,26 @@ def schedule(command: TrainCommand, model_config: Any, disk: float | None = None
         _waves(whole - always, always, disk),
         hours,
     )
+
+
+def _steps(command: TrainCommand, shape: ModelShape) -> tuple[list[tuple[int, int]], float, int]:
+    """Return the bytes of a step and of weights of each trained layer and hasher; operations and bytes read of all."""
+    steps: list[tuple[int, int]] = []
+    train = 0.0
+    traffic = 0
+    for recipe in (c for c in command.recipes if c.trained):
+        training = training_of(command, recipe, "cuda")
+        for layer in range(shape.num_layers):
+            config = config_of(command, recipe, shape, {}).at(layer)
+            steps.append((step_bytes(config, training, command.context), weight_bytes(config)))
+            sizes = [size for name, size in shapes(config).items() if name != "remainder"]
+            weights = sum(math.prod(size[1:]) for size in sizes)  # per head
+            hashed = training.rows * (1 + training.max_top) + training.max_rest
+            heads = config.shape.num_query_heads
+            logits = 2.0 * training.rows * command.context * config.shape.head_dim * heads
+            train += command.steps * (logits + 6.0 * heads * hashed * weights)
+        traffic += command.steps * context_bytes(shape, command.context, torch.bfloat16, command.rows, values=False)
+    return steps, train, traffic
 
 
 def _waves(other: int, always: int, disk: float | None) -> int:

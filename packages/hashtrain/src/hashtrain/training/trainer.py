@@ -50,6 +50,14 @@ def train_layer(
     return training.losses
 
 
+def _optimized(hasher: LayerHasher, config: TrainConfig) -> tuple[list[nn.Parameter], torch.optim.AdamW]:
+    """Return a layer's parameters and their optimizer, in two groups: those of keys, and those of queries."""
+    queries = {id(parameter) for parameter in hasher.query_parameters()}
+    groups = [[p for p in hasher.parameters() if (id(p) in queries) is of] for of in (False, True)]
+    how: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, 0.98), "weight_decay": config.weight_decay}
+    return [*groups[0], *groups[1]], torch.optim.AdamW([{"params": group} for group in groups], **how)
+
+
 class Training:
     """The training of one layer's hash functions. It can be killed at any time and resumed to the same bits.
 
@@ -86,30 +94,28 @@ class Training:
         self.generator: torch.Generator = generator_of(config.seed, layer)
         self._ahead: Ahead | None = Ahead(self.device) if self.device.type == "cuda" else None
         self._next: tuple[int, Tensor, float] | None = None
-        queries = {id(parameter) for parameter in hasher.query_parameters()}
-        groups = [[p for p in hasher.parameters() if (id(p) in queries) is of] for of in (False, True)]
-        self.parameters: list[nn.Parameter] = [*groups[0], *groups[1]]
-        self.optimizer: torch.optim.AdamW = torch.optim.AdamW(
-            [{"params": group} for group in groups],
-            lr=config.learning_rate,
-            betas=(0.9, 0.98),
-            weight_decay=config.weight_decay,
-        )
+        self.parameters: list[nn.Parameter]
+        self.optimizer: torch.optim.AdamW
+        self.parameters, self.optimizer = _optimized(hasher, config)
         self.query_share: float = 1.0
         """Learning rate of the query functions, of that of the key functions."""
         self.snapshots: Snapshots = Snapshots(hasher, config.steps)
         self.losses: list[float] = []
         self.keys_trained: dict[str, Tensor] = {}
         self.stopped: str = ""
-        if checkpoint and (found := checkpoint.load()):
+        self._resume()
+        ranks.barrier()  # rank 0 must not write the next checkpoint while others still read this one
+
+    def _resume(self) -> None:
+        """Continue from the checkpoint, if there is one. Raises: ValueError if it is of another training."""
+        if self.checkpoint and (found := self.checkpoint.load()):
             try:
                 self._restore(*found)
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(
-                    f"{checkpoint.path} is not a checkpoint of this layer's training ({one_line(error)}); delete it "
-                    "and rerun the command"
+                    f"{self.checkpoint.path} is not a checkpoint of this layer's training ({one_line(error)}); delete "
+                    "it and rerun the command"
                 ) from error
-        ranks.barrier()  # rank 0 must not write the next checkpoint while others still read this one
 
     def run(self, on_step: Callable[[int, float], None] = lambda step, loss: None, until: int | None = None) -> None:
         """Run the remaining steps, up to `until` or until the loss diverges. Calls `on_step(step, loss)` after each.

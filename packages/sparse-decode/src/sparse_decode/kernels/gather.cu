@@ -14,10 +14,7 @@
 //   (3) O += P V: the fragment of S is used as that of P. A lane reads 16 bytes of each of its four values' rows, whose
 //       columns are assigned to mma fragments so that no data moves between lanes.
 //   (4) The warps' sums are added in shared memory, and written as float32 with largest logit, sum and sum of logits.
-// combine, grid tasks x group: combines the splits of a head, its learned sink and the remainder. The remainder
-// (eq. 15, 16) is one more token. Its value is given; its weight is estimated from coefficients f32 [Hq][5], mean keys
-// f32 [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q] (null: all N). There is no remainder if
-// the other pointers are null. `lse` f32 [2][B][Q][Hq] gets the mean logit and the log-sum-exp.
+// combine (combine.cuh) makes the result of these.
 //
 // Keys and values are read once, from memory to registers, 16 bytes per lane, and only selected rows. Bytes per slot:
 // 2 (D + Dv) + 8. An H200 at 85 % of 4.3 TB/s gathers 512K x 2 % x 4 heads, 21.8 MB, in 6.0 us.
@@ -26,14 +23,9 @@
 // HASHCORE_PAGES: keys and values are in pages [M][Hkv][2^shift][D] and [M][Hkv][2^shift][Dv] with strides; Rows.batch is
 // that of pages, and the table of a batch row gives its pages (hashcore's pages.cuh). N is the tokens of a table.
 #include "mma.cuh"
-#include "pages.cuh"
-
-constexpr int DIM = SPARSE_DIM, VALUE_DIM = SPARSE_VALUE_DIM;
-static_assert(DIM % 16 == 0 && DIM >= 16 && DIM <= 256 && VALUE_DIM % 16 == 0 && VALUE_DIM >= 16 && VALUE_DIM <= 256);
+#include "slots.cuh"
 
 constexpr int GATHER_THREADS = 128, WARPS = GATHER_THREADS / 32, MAX_GROUP = 16, SLOTS = 16;
-constexpr int COMBINE_THREADS = 128;
-#define INFINITE __uint_as_float(0x7f800000u)
 
 // Words (of two numbers) per read of a lane: 16 bytes if the row length allows it.
 constexpr int KEY_WORDS = DIM % 32 == 0 ? 4 : 2;
@@ -41,26 +33,6 @@ constexpr int VALUE_WORDS = VALUE_DIM % 64 == 0 ? 4 : VALUE_DIM % 32 == 0 ? 2 : 
 constexpr int KEY_READS = DIM / (8 * KEY_WORDS), STEPS = DIM / 16;                 // four lanes share a key
 constexpr int VALUE_READS = VALUE_DIM / (16 * VALUE_WORDS), TILES = VALUE_DIM / 8;  // eight lanes share a value
 constexpr int MIN_BLOCKS = DIM + VALUE_DIM <= 256 ? 3 : 1;  // limited by registers: TILES * 4 sums, and loads in flight
-
-struct Rows {
-  i64 batch;  // strides in elements
-  i64 head;
-  i64 token;
-};
-
-struct Shape {
-  i32 sets;
-  i32 queries;
-  i32 width;
-  i32 group;
-  i32 heads_per_kv;  // query heads
-  i32 tokens;        // N
-  i32 slots;         // per split, a multiple of SLOTS
-  i32 sink;          // slots before and after those of indices: a row has sink + width + recent
-  i32 recent;
-  float scaling;
-  float softcap;  // 0: none
-};
 
 template <int WORDS>
 __device__ __forceinline__ void read(const Half* from, u32 (&to)[WORDS]) {
@@ -81,14 +53,6 @@ __device__ __forceinline__ int key_column(int step, int t, int part) {
   return 8 * KEY_WORDS * (step / IN_READ) + 2 * KEY_WORDS * t + 4 * (step % IN_READ) + 2 * part;
 }
 
-struct Task {
-  int batch, set, query;
-  __device__ __forceinline__ Task(const Shape& shape, int index)
-      : batch(index / (shape.sets * shape.queries)),
-        set(index / shape.queries % shape.sets),
-        query(index % shape.queries) {}
-};
-
 // The running sums of one warp. Index [0] is head g, [1] head g + 8.
 struct Sums {
   float out[TILES][4];
@@ -103,29 +67,6 @@ __device__ __forceinline__ float over_quad_sum(float x) {
   x += __shfl_xor_sync(FULL_WARP, x, 1);
   return x + __shfl_xor_sync(FULL_WARP, x, 2);
 }
-
-// The token of a slot.
-__device__ __forceinline__ i64 token_of(const i64* indices, const i64* always, int slot, const Shape& shape) {
-  if (slot < shape.sink) return always ? __ldg(always + slot) : slot;
-  const int behind = slot - shape.sink - shape.width;
-  return behind < 0 ? __ldg(indices + slot - shape.sink) : i64(shape.tokens - shape.recent + behind);
-}
-
-// Where a token is: with pages, its slot in the pool, page * 2^shift + place; -1 for tokens outside [0, N).
-__device__ __forceinline__ i64 place_of(i64 token, int tokens, const Pages& pages) {
-  if constexpr (!PAGED) return token;
-  if (token < 0 || token >= tokens) return -1;
-  const u32 page = __ldg(pages.table + (token >> pages.shift));
-  return i64(page < pages.last ? page : pages.last) << pages.shift | (token & ((1 << pages.shift) - 1));
-}
-
-// The row of keys or values at a place.
-__device__ __forceinline__ const Half* row_at(const Half* from, const Rows& at, i64 place, const Pages& pages) {
-  if constexpr (!PAGED) return from + place * at.token;
-  return from + (place >> pages.shift) * at.batch + (place & ((1 << pages.shift) - 1)) * at.token;
-}
-
-__device__ __forceinline__ bool is_used(i64 index, int tokens) { return index >= 0 && index < tokens; }
 
 // The component of a value for column `reg` % 2 of lane t in a tile's fragment.
 __device__ __forceinline__ int value_column(int tile, int t, int reg) {
@@ -360,81 +301,4 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
   if (thread == 0) counts[part] = used_slots;
 }
 
-struct LeftOut {
-  const float* coefficients;
-  const float* mean_keys;
-  const float* values;
-  const i64* visible;
-};
-
-// Return the dot product of a row of q and a row of floats to every thread of a block; `partial`: one float per thread.
-__device__ __forceinline__ float sum_of_products(const Half* q, const float* x, float* partial) {
-  float sum = 0.0f;
-  for (int d = threadIdx.x; d < DIM; d += COMBINE_THREADS) sum += real(q[d]) * x[d];
-  partial[threadIdx.x] = sum;
-  __syncthreads();
-  for (int half = COMBINE_THREADS / 2; half; half /= 2) {
-    if (threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
-    __syncthreads();
-  }
-  return partial[0];
-}
-
-// The softmax share of the `visible - used` unselected tokens together; none gets more than the mean selected one.
-__device__ __forceinline__ float share_left_out(const float* c, float mean, float lse, float mean_key, i64 visible,
-                                                int used) {
-  if (!used || visible <= used) return 0.0f;
-  const float log_used = logf(float(used));
-  const float typical = c[0] + c[1] * mean + c[2] * mean_key + c[3] * logf(float(visible)) + c[4] * log_used;
-  const float weight = fminf(typical, lse - log_used) + logf(float(visible - used));
-  return 1.0f / (1.0f + __expf(lse - weight));
-}
-
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    combine(const float* __restrict__ outs, const float* __restrict__ stats, const i32* __restrict__ counts,
-            const float* __restrict__ sinks, u16* __restrict__ out, float* __restrict__ lse, i32 splits, i32 tasks,
-            Shape shape, const Half* __restrict__ q, LeftOut left_out) {
-  __shared__ float partial[COMBINE_THREADS];
-  wait_for_predecessor();
-  const Task task(shape, blockIdx.x);
-  const int head = blockIdx.y, heads = shape.sets * shape.group, query_head = task.set * shape.group + head;
-  const i64 first = i64(blockIdx.x) * splits;
-  const float sink = sinks ? sinks[query_head] : -INFINITE;
-  float top = sink, total = 0.0f, logit = 0.0f;
-  int used = 0;
-  for (int s = 0; s < splits; s++) top = fmaxf(top, stats[3 * ((first + s) * shape.group + head)]);
-  const float base = top == -INFINITE ? 0.0f : top;
-  for (int s = 0; s < splits; s++) {
-    const float* of = stats + 3 * ((first + s) * shape.group + head);
-    total += of[1] * __expf(of[0] - base);
-    logit += of[2];
-    used += counts[first + s];
-  }
-  total += __expf(sink - base);
-  const i64 row = (i64(task.batch) * shape.queries + task.query) * heads + query_head;
-  const i64 of_query = (i64(task.batch) * heads + query_head) * shape.queries + task.query;
-  float share = 0.0f;
-  if (left_out.coefficients) {
-    const int kv_heads = heads / shape.heads_per_kv, kv = query_head / shape.heads_per_kv;
-    const i64 of_keys = (i64(task.batch) * kv_heads + kv) * shape.queries + task.query;
-    const float dot = sum_of_products(q + of_query * DIM, left_out.mean_keys + of_keys * DIM, partial);
-    const i64 visible =
-        left_out.visible ? left_out.visible[i64(task.batch) * shape.queries + task.query] : i64(shape.tokens);
-    share = share_left_out(left_out.coefficients + 5 * query_head, logit / float(used), base + logf(total),
-                           shape.scaling * dot, visible, used);
-  }
-  for (int d = threadIdx.x; d < VALUE_DIM; d += COMBINE_THREADS) {
-    float x = 0.0f;
-    for (int s = 0; s < splits; s++) {
-      const i64 part = (first + s) * shape.group + head;
-      x += outs[part * VALUE_DIM + d] * __expf(stats[3 * part] - base);
-    }
-    x /= total;
-    if (share > 0.0f) x += share * (left_out.values[of_query * VALUE_DIM + d] - x);
-    out[row * VALUE_DIM + d] = used ? narrow(x) : u16(0);
-  }
-  if (threadIdx.x == 0) {
-    lse[row] = used ? logit / float(used) : 0.0f;
-    lse[i64(tasks / shape.sets) * heads + row] = used ? base + logf(total) : -INFINITE;
-  }
-}
+#include "combine.cuh"

@@ -1,0 +1,179 @@
+"""What `attach` decides before it changes a model: which layers are sparse, for which heads, and with which budgets."""
+
+# Configs of transformers have no types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from hashtrain import ModelShape
+from hashtrain.models import text_decoder
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_decode.attach_checks import (
+    as_selector,
+    require_budgets,
+    require_layers,
+    require_remainder,
+    require_selector,
+)
+from sparse_decode.blocks import RowRule
+from sparse_decode.break_even import break_even, predicted
+from sparse_decode.budget import Budget
+from sparse_decode.hashers import KeyQueryHasher
+from sparse_decode.model import Attention, sparse_modules
+from sparse_decode.pace import Costs, Pace
+from sparse_decode.parallel import head_shard, shard, shard_shape
+from sparse_decode.plan import Backend, LayerPlan
+from sparse_decode.positions import Sights
+from sparse_decode.select import Selector
+
+Budgets = Mapping[int, Budget]
+HeadsOf = Callable[[int], ModelShape]
+"""The heads of a layer, by its index."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `attach` after its model and its selector, checked one by one."""
+
+    budget: Budget
+    layer_budgets: Budgets
+    dense_layers: Collection[int]
+    rule: RowRule
+    on_host: bool
+    remainder: bool
+    backend: Backend
+    exact: int | None
+
+
+@dataclass
+class Planned:
+    """The layers of an attachment.
+
+    Attributes:
+        modules: the sparse ones; plans: how each attends; ranks: over how many processes their heads are divided.
+        break_even: as in `Attachment`.
+        pace: creates what decides, in one generation of exact mode, how many tokens are drafted; None without it.
+    """
+
+    modules: dict[int, Attention] = field(default_factory=dict[int, Attention])
+    plans: dict[int, LayerPlan] = field(default_factory=dict[int, LayerPlan])
+    ranks: int = 1
+    break_even: int | None = None
+    pace: Callable[[], Pace] | None = None
+
+
+def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | None, how: Options) -> Planned:
+    """Plan the sparse layers of a model; there are none without a selector.
+
+    Raises: ValueError if the model, the selector or a budget cannot be used.
+    """
+    if selector is None:
+        return Planned()
+    chosen = as_selector(selector)
+    require_selector(model, chosen, how.on_host, how.backend)
+    modules = sparse_modules(model, how.dense_layers)
+    shape = ModelShape.of(text_decoder(model).config)
+    require_layers(model, modules, shape, chosen, how.on_host, how.backend)
+    rank, ranks = head_shard(next(iter(modules.values())).module, shape.at(min(modules)))
+    heads: HeadsOf = shape.at
+    if ranks > 1:
+        chosen, heads = shard(chosen, rank, ranks), lambda layer: shard_shape(shape.at(layer), ranks)
+    budgets = _budgets_of(modules, how, chosen)
+    require_budgets(budgets.values(), how.backend, chosen, model.device)
+    stops = any(isinstance(found.dense_below, str) for found in budgets.values())
+    budgets, even = _settled(model, modules, budgets, heads, chosen, how)
+    pace = None if how.exact is None else _pace(model, how.exact, budgets, heads, chosen, stops)
+    return Planned(modules, _plans(modules, budgets, chosen, how), ranks, even, pace)
+
+
+def _budgets_of(modules: Collection[int], how: Options, selector: Selector) -> dict[int, Budget]:
+    """Return the budget of each sparse layer.
+
+    Raises: ValueError if a layer's own budget is of another layer, or a budget by layer has no shares to go by.
+    """
+    if strangers := sorted(set(how.layer_budgets) - set(modules)):
+        raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
+    found = {layer: how.layer_budgets.get(layer, how.budget) for layer in modules}
+    if not any(own.by_layer for own in found.values()):
+        return found
+    shares: Sequence[float] = getattr(selector, "layer_shares", ())
+    if not shares:
+        raise ValueError(
+            "a budget by layer needs a hasher with layer_shares, which `hashtrain` measures, got none; train it anew, "
+            "or leave by_layer out"
+        )
+    mean = sum(shares[layer] for layer in modules) / len(modules)
+    return {layer: own.in_layer(shares[layer] / mean) for layer, own in found.items()}
+
+
+def _settled(
+    model: PreTrainedModel,
+    modules: Mapping[int, Attention],
+    budgets: Budgets,
+    heads: HeadsOf,
+    selector: Selector,
+    how: Options,
+) -> tuple[dict[int, Budget], int | None]:
+    """Replace `dense_below="measured"` (measured once for all layers) and "predicted" by numbers.
+
+    Returns: the budgets, and the first of these numbers above 0.
+    """
+    found, even = dict(budgets), None
+    measured = [layer for layer, budget in budgets.items() if budget.dense_below == "measured"]
+    if measured:
+        layer = measured[0]
+        arguments = selector, budgets[layer], model.dtype, model.device, how.backend
+        even = break_even(modules[layer].module, layer, heads(layer), *arguments)
+    # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
+    foreseen = model.device.type == "cpu" and selector.needs_codes and not how.on_host
+    for layer, budget in budgets.items():
+        if budget.dense_below == "measured":
+            found[layer] = replace(budget, dense_below=even or 0)
+        elif budget.dense_below == "predicted":
+            below = predicted(heads(layer), budget, model.dtype) if foreseen else 0
+            found[layer] = replace(budget, dense_below=below)
+            even = even or below or None
+    return found, even
+
+
+def _pace(
+    model: PreTrainedModel, exact: int, budgets: Budgets, heads: HeadsOf, selector: Selector, stops: bool
+) -> Callable[[], Pace]:
+    """Return what creates the `Pace` of a generation."""
+    costs = None
+    if model.device.type == "cpu" and selector.needs_codes:
+        layers = ModelShape.of(text_decoder(model).config).num_layers
+        costs = Costs.predicted(model, budgets, [heads(layer) for layer in range(layers)])
+    below = min(cast(int, found.dense_below) for found in budgets.values())
+    return functools.partial(Pace, exact, costs, stops, below)
+
+
+def _plans(
+    modules: Mapping[int, Attention], budgets: Budgets, selector: Selector, how: Options
+) -> dict[int, LayerPlan]:
+    """Return the plan of each sparse layer."""
+    coefficients = getattr(selector, "remainder", None) if how.remainder else None
+    found, sights = dict[int, LayerPlan](), Sights()
+    for layer, budget in budgets.items():
+        left_out = None if coefficients is None else coefficients(layer)
+        if left_out is not None:
+            require_remainder(selector, how.backend)
+        device = _device_of(modules[layer].module)
+        found[layer] = LayerPlan(layer, selector, budget, how.rule, left_out, how.backend, sights, device)
+    return found
+
+
+def _device_of(module: Any) -> torch.device:
+    """Return the device of a layer; the CPU for a layer that is loaded only when called (meta tensors)."""
+    tensors: Iterator[Tensor] = itertools.chain(module.parameters(), module.buffers())  # quantised weights are buffers
+    device = next((x.device for x in tensors), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
