@@ -157,8 +157,8 @@ def test_perplexity_behind_a_dense_prompt(table):
         "the first 2 layers dense"
     )
     assert "| 2 %, planes | 10.000 (+1.5 %) | 0.0123 | 2 % |" in lines
-    ours = "| 2 %, planes | 10.000 (+1.5 %) | 0.0123 | 4 % | -0.5000 [-0.6000, -0.4000] | -0.5000 [-0.6000, -0.4000] |"
-    assert ours in lines
+    ours = "| as many tokens, planes | 10.000 (+1.5 %) | 0.0123 | 4 % | -0.5000 [-0.6000, -0.4000]"
+    assert f"{ours} | -0.5000 [-0.6000, -0.4000] |" in lines
     assert any("`magicpig` takes on each context" in line and "the prompt dense" in line for line in lines)
 
 
@@ -271,7 +271,8 @@ def quality_rows(phase="everywhere", share=1.0):
             ("perplexity_ratio", 1 + share * kl if method != "transform" else 0.99),
         ):
             own = {**at, "method": method, "metric": metric}
-            yield {**own, "rule": "visible", "budget": 0.02, "value": value}
+            ends = {"low": value - 0.01, "high": value + 0.02}
+            yield {**own, "rule": "visible", "budget": 0.02, "value": value, **ends}
             yield {**own, "rule": "fixed", "budget": 0.02, "value": 77.0}
             yield {**own, "rule": "visible", "budget": 0.01, "value": 88.0}
             yield {**own, "rule": "visible", "budget": 0.02, "value": -99.0, "against": "oracle"}
@@ -314,18 +315,18 @@ def test_glance_takes_each_methods_own_figures_best_first(tmp_path, render):
 def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path, render):
     for name in ("sparse_attention", "sparse_model_decode", "llama_cpp", "ppl_decode"):
         (tmp_path / f"{name}.json").write_text((tool.RESULTS / f"{name}.json").read_text())
-    with pytest.raises(ValueError, match="got 2 texts of 8,192 tokens and 5 texts of 8,192 tokens"):
+    with pytest.raises(
+        ValueError, match="got the last 1,024 tokens of 2 texts of 8,192 and the last 1,024 tokens of 5 texts of 8,192"
+    ):
         render("headline")
     python = tmp_path / "second_python.json"
     python.write_text(python.read_text().replace('"documents": 5', '"documents": 2'))
     lines = render("headline")
     demo = json.loads((tmp_path / "ppl_decode.json").read_text())["config"]
     (worse,) = [line for line in lines if "How much worse" in line]
-    assert (
-        "SmolLM2-135M-Instruct changes by +12.5 % on English and +6.2 % on Python (2 texts of 8,192 tokens each)"
-        in worse
-    )
-    assert f"({demo['documents']} texts of {demo['context']:,} tokens)" in worse
+    assert "changes by +12.5 % [+11.5, +14.5] on English and +6.2 % [+5.2, +8.3] on Python (SmolLM2-135M" in worse
+    assert "the last 1,024 tokens of 2 texts of 8,192 each)" in worse
+    assert f"(the second half of {demo['documents']} texts of {demo['context']:,})" in worse
     assert "costs +200.0 %, +100.0 % and" in worse
 
 

@@ -28,17 +28,17 @@ INPUTS = (*QUALITY, SPEED)
 HEAD_DIM = 64
 OURS = "#009e73"
 LINES = {
-    "lsh": ("lsh: random hashing", COLOURS["lsh"], "-"),
+    "lsh": ("LSH, untrained", COLOURS["lsh"], "-"),
     "quest": ("Quest", COLOURS["quest-heads"], "-."),
-    "paper": ("paper: its MLP", COLOURS["paper"], "-"),
-    "oracle": ("exact top-k, finding it not counted", COLOURS["oracle"], "--"),
-    "transform+remainder": ("ours: transform+remainder", OURS, ":"),
+    "paper": ("the paper's MLP hash", COLOURS["paper"], "-"),
+    "oracle": ("exact top-k (cost of the search not counted)", COLOURS["oracle"], "--"),
+    "transform+remainder": ("ours", OURS, ":"),
 }
 """Methods of the left panel: their name, colour and style, in the order of the legend."""
 WAYS = {
     "transformers": ("Hugging Face transformers", "#4d4d4d"),
     "llama.cpp": ("llama.cpp", "#0072b2"),
-    "ours": ("the same model, attached", OURS),
+    "ours": ("ours", OURS),
 }
 
 
@@ -62,7 +62,8 @@ def _quality(axes: Axes, found: list[Point]) -> None:
             continue
         axes.plot(*_places(plain), label=label, color=colour, linestyle=style, marker="o", markersize=4)
     fewest = [point for point in found if point.method == "transform+remainder" and "values" in point.settings]
-    axes.plot(*_places(fewest), label="ours, shortlist, a third of the values", color=OURS, marker="D", linewidth=2.6)
+    label = "ours, with a shortlist and a third of the values"
+    axes.plot(*_places(fewest), label=label, color=OURS, marker="D", linewidth=2.6)
     axes.set(xscale="log", yscale="log", xlabel="bytes requested by a layer's step, % of dense attention")
     axes.set_ylabel("KL from dense, nats")
     axes.set_xticks([2, 5, 10, 20], ["2", "5", "10", "20"])

@@ -47,6 +47,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "second-python": quality.of_run("second_python", second_ppl),
     "second-bare": partial(quality.always_read, headline.SECOND_RUNS, headline.BARE_RUNS, SECOND_MODEL),
     "speed": speed.speed,
+    "needs": speed.needs,
     "iou": quality.of_run("iou", quality.iou("kv_head")),
     "iou-query-heads": quality.of_run("iou", quality.iou("query_head")),
     "ppl": quality.of_run("ppl", report.ppl_grid),

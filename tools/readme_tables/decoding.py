@@ -31,9 +31,10 @@ def exact(results: pathlib.Path) -> str:
     for row in stored(results / "exact.json")["summary"]:
         counts = f"{row['context']:,}", str(row["k"]), f"{row['prompts']} x {row['tokens'] // row['prompts']}"
         made = f"{100 * row['acceptance']:.1f} %", f"{row['tokens_per_check']:.2f}"
-        differ = f"{row['differ']}, at most {row['largest_ulp']:g} apart" if row["differ"] else "none"
+        apart = f"within {row['largest_ulp']:g} ulp" if row["largest_ulp"] else "exact ties"
+        differ = f"{row['differ']} ({apart})" if row["differ"] else "none"
         lines.append([row["dtype"], *counts, *made, differ])
-    title = "How far apart two logits of the dense model are is in units of its type's last place"
+    title = "Differences between the dense model's logits are in units in the last place (ulp) of its dtype"
     header = ["type", "context", "drafted", "prompts x tokens", "accepted", "tokens a check", "tokens that differ"]
     return to_markdown(Grid(title, header, [lines]))
 
@@ -41,12 +42,14 @@ def exact(results: pathlib.Path) -> str:
 def beside_llama_cpp(results: pathlib.Path) -> str:
     both = [stored(results / f"{name}.json") for name in ("llama_cpp", "llama_cpp_qwen")]
     found = both[0]
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    built = f" (built for {', '.join(name for name in found['llama_cpp_uses'] if name.startswith('AVX'))})"
+    versions = ", ".join(
+        f"{name} {number}{built * (name == 'xllamacpp')}" for name, number in found["versions"].items()
+    )
     title = (
         f"Milliseconds a decode step, 16-bit weights and caches, 2 % selected, {found['threads']} threads, "
-        f"{found['processor']}, {found['date']}, {versions} (built for "
-        f"{', '.join(name for name in found['llama_cpp_uses'] if name.startswith('AVX'))}); median of rounds in turns; "
-        "with `about`, llama.cpp's by the line through its shorter contexts"
+        f"{found['processor']}, {found['date']}, {versions}; median of rounds in turns; "
+        "`about`: extrapolated by a line through llama.cpp's shorter contexts"
     )
     sections = [[_beside_llama_cpp(run["model"], row) for row in run["rows"]] for run in both]
     header = ["model, tokens", "ours", "llama.cpp", "transformers", "llama.cpp / ours", "transformers / ours"]

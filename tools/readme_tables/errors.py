@@ -26,7 +26,14 @@ def errors(names: dict[str, tuple[str, ...]], results: pathlib.Path) -> str:
         f"of a context, with the inputs of dense attention in every layer; {counts}; bytes as in the table above, "
         "at the end of the context"
     )
-    header = ["model", "method", "tokens read, list, values", "bytes", "error [95 % interval]", "greatest, in layer"]
+    header = [
+        "model",
+        "method",
+        "tokens read, shortlist, values",
+        "bytes",
+        "error [95 % interval]",
+        "largest, in layer",
+    ]
     return to_markdown(Grid(title, header, sections))
 
 

@@ -11,6 +11,7 @@ from readme_tables.stored import load, stored
 
 OURS, WINDOW = "transform+remainder", "recent"
 SECOND_MODEL = "SmolLM2-135M-Instruct"
+TRAINED_ON = 8192  # tokens, its max_position_embeddings
 SECOND_RUNS = {"English": "second_english", "Python": "second_python"}
 """Stored runs on the second model, after a dense prompt, by kind of text."""
 BARE_RUNS = {kind: f"{name}_bare" for kind, name in SECOND_RUNS.items()}
@@ -29,30 +30,34 @@ FRONTIER_RUNS = ("second_english", "short_english", "values_english")
 
 
 def headline(results: pathlib.Path) -> str:
-    """Return two sentences: quality at the first budget of the stored runs, speed at the longest contexts."""
+    """Return three points: quality at the first budget of the stored runs, speed, and speed of larger shapes."""
     attention, model = (stored(results / f"sparse_{name}.json") for name in ("attention", "model_decode"))
     step = max((row for row in model["rows"] if row["batch"] == 1), key=lambda row: row["n"])
     layer = next(row for row in attention["rows"] if (row["n"], row["dtype"]) == (step["n"], "bfloat16"))
-    beside = {row["tokens"]: row["steps"] for row in stored(results / "llama_cpp.json")["rows"]}
+    llama = stored(results / "llama_cpp.json")
+    beside = {row["tokens"]: row["steps"] for row in llama["rows"]}
     demo, second, python = (load(results / f"{name}.json") for name in ("ppl_decode", *SECOND_RUNS.values()))
     budget = demo.config["budgets"][0]
-    lost, blind = ([change(run, method) for run in (second, python, demo)] for method in (OURS, WINDOW))
+    runs = (second, python, demo)
+    lost = [_within(run, OURS) for run in runs]
+    blind = [change(run, WINDOW) for run in runs]
     if (texts := _texts(second)) != _texts(python):
         raise ValueError(f"the sentence needs as many texts of each kind, got {texts} and {_texts(python)}")
     return (
-        f"- **How much worse:** the prompt is processed densely; then each step reads {100 * budget:g} % of the "
-        f"tokens. The perplexity of {SECOND_MODEL} changes by {lost[0]} on English and {lost[1]} on Python "
-        f"({texts} each), that of the demo model by {lost[2]} ({_texts(demo)}). A sliding window of the same size "
-        f"costs {blind[0]}, {blind[1]} and {blind[2]}.\n"
-        f"- **How much faster:** on two CPU cores with 16-bit weights, SmolLM2-135M takes, per token, "
-        f"{_beside(beside, second.config['context'])} and {_beside(beside, max(beside))}. {_lost(beside)}"
-        f"At {step['n']:,} tokens on one core (random weights), attention is {layer['ratio']:.1f} times as fast as the "
-        f"fastest dense code we could write, a step of Qwen2.5-0.5B's shape with {model['layers']} layers "
-        f"{step['ratio']:.1f} times. No GPU was measured."
+        f"- **How much worse:** behind a dense prompt, each step reads {100 * budget:g} % of the tokens. Perplexity "
+        f"[95 % interval] changes by {lost[0]} on English and {lost[1]} on Python ({SECOND_MODEL}, weights rounded to "
+        f"4 bits by its packager; {texts} each), and by {lost[2]} for the demo model ({_texts(demo)}). A sliding "
+        f"window of the same size costs {blind[0]}, {blind[1]} and {blind[2]}.\n"
+        f"- **How much faster:** on two CPU cores with 16-bit weights, a token of SmolLM2-135M takes "
+        f"{_beside(beside, TRAINED_ON)} and {_beside(beside, max(beside))}; it was trained on {TRAINED_ON:,}. "
+        f"{_lost(beside)}llama.cpp's wheel uses {_newest(llama['llama_cpp_uses'])} at most.\n"
+        f"- **Random weights,** one core, {step['n']:,} tokens: attention alone is {layer['ratio']:.1f} times as fast "
+        f"as the fastest dense code we could write; a whole step of Qwen2.5-0.5B's shape, cut to {model['layers']} of "
+        f"24 layers, is {step['ratio']:.1f} times as fast. No GPU was measured."
     )
 
 
-SHOWN = ("transform+remainder", "oracle", "transform", "paper", "lsh", "recent")
+SHOWN = ("transform+remainder", "oracle", "transform", "paper", "lsh")
 """Methods of the table of README.md; docs/results.md has all."""
 
 
@@ -60,11 +65,7 @@ def short_table(results: pathlib.Path) -> str:
     """Return perplexity and KL of the second model after a dense prompt, for `SHOWN`."""
     runs = {kind: load(results / f"{name}.json") for kind, name in SECOND_RUNS.items()}
     first = next(iter(runs.values()))
-    title = (
-        f"{SECOND_MODEL}: dense prompt, then steps that read {100 * first.config['budgets'][0]:g} % of the visible "
-        f"tokens in every layer; change from dense, {_texts(first)} of each kind, the last {first.config['scored']:,} "
-        "scored"
-    )
+    title = f"{SECOND_MODEL}, {100 * first.config['budgets'][0]:g} % of the tokens in every layer: change from dense"
     lines = [
         [name, *(shown for run in runs.values() for shown in (change(run, name), f"{cell(run, name, 'kl'):.4f}"))]
         for name in SHOWN
@@ -73,11 +74,14 @@ def short_table(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, header, [lines]))
 
 
+OTHERS = ("llama.cpp", "transformers")
+
+
 def _beside(steps: dict[int, Any], tokens: int) -> str:
     """Return what a step takes at a length, for us and for others."""
     ms = {name: taken["ms"] for name, taken in steps[tokens].items()}
-    others = ", ".join(f"{name} {ms[name]:,.0f}" for name in ("llama.cpp", "transformers"))
-    return f"{ms['ours']:.0f} ms at {tokens:,} tokens ({others})"
+    others = ", ".join(f"{name} {ms[name]:,.0f}" for name in OTHERS)
+    return f"{ms['ours']:.0f} ms at {tokens:,} ({others})"
 
 
 def _lost(steps: dict[int, Any]) -> str:
@@ -90,5 +94,22 @@ def _lost(steps: dict[int, Any]) -> str:
     return f"At {tokens:,} tokens, {name} is faster. "
 
 
+def _newest(instructions: list[str]) -> str:
+    """Return the last of the AVX instruction sets that a program was built for."""
+    return [name for name in instructions if name.startswith("AVX")][-1]
+
+
 def _texts(ppl: Result) -> str:
-    return f"{ppl.config['documents']} texts of {ppl.config['context']:,} tokens"
+    scored = ppl.config["scored"]
+    part = "second half" if scored is None else f"last {scored:,} tokens"
+    return f"the {part} of {ppl.config['documents']} texts of {ppl.config['context']:,}"
+
+
+def _within(ppl: Result, method: str) -> str:
+    """Return a method's change of perplexity at a run's first rule and budget, with its 95 % interval."""
+    rule, budget = ppl.config["rules"][0], ppl.config["budgets"][0]
+    found = ppl.one(method=method, metric="perplexity_ratio", rule=rule, budget=budget, against=None)
+    if found.low is None or found.high is None:
+        raise ValueError(f"expected an interval of the perplexity of {method}, got none")
+    low, high = (f"{100 * (end - 1):+.1f}" for end in (found.low, found.high))
+    return f"{change(ppl, method)} [{low}, {high}]"

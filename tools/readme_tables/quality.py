@@ -59,7 +59,7 @@ def glance(names: Measured, subject: str, results: pathlib.Path) -> str:
         f"{100 * budget:g} % of the visible tokens, {report.protocol(runs[0].config)}, "
         f"{trained['bits']}-bit codes, {subject}, held-out contexts of "
         f"{context:,} tokens: {trained['held_out']} for IoU and mass; perplexity and KL with every row sparse "
-        f"({runs[0].config['documents']} contexts) and as in serving, behind a dense prompt of {prompt} "
+        f"({runs[0].config['documents']} contexts) and behind a dense prompt of {prompt} "
         f"({runs[1].config['documents']} contexts)"
     )
     scores = ["perplexity", "KL from dense, nats", "perplexity, prompt dense", "KL, prompt dense"]
@@ -89,11 +89,11 @@ def texts(names: dict[str, str], trained_name: str, subject: str, results: pathl
     where = f"the last {config['scored']:,} of {config['context']:,} tokens behind a dense prompt"
     title = (
         f"{budget:g} % of the visible tokens, {report.protocol(config)}, "
-        f"{trained['bits']}-bit codes, {subject}, as in serving: "
-        f"{where}, held-out texts: {counts}; IoU and mass per KV head, on {trained['held_out']} contexts"
+        f"{trained['bits']}-bit codes, {subject}: {where}, held-out texts: {counts}; "
+        f"IoU and mass per KV head, on {trained['held_out']} contexts"
     )
     scores = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
-    header = ["method", "IoU", "mass", "5th percentile, worst head", *scores]
+    header = ["method", "IoU", "mass", "mass, 5th percentile in the worst head", *scores]
     return to_markdown(Grid(title, header, [lines]))
 
 

@@ -25,7 +25,7 @@ def serving(results: pathlib.Path, name: str = "serving") -> str:
         f"weights, {found['bits']}-bit codes of an untrained `{found['hasher']}`, "
         f"{found['fraction']:.0%} selected from {found['dense_below']:,} tokens on"
     )
-    return to_markdown(Grid(title, ["tokens each", "vLLM", "with selection", "vLLM / it"], [lines]))
+    return to_markdown(Grid(title, ["tokens each", "vLLM", "sparse", "vLLM / sparse"], [lines]))
 
 
 _PARTS = ("exact", "budgets", "crossing", "arrivals", "ranks", "preemption", "poison", "others", "clients", "start")

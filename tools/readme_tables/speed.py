@@ -11,6 +11,16 @@ from readme_tables.stored import load, stored
 _AS_FAST = 1.005  # the benchmark's resolution
 
 
+def needs(results: pathlib.Path) -> str:
+    """Return a sentence on the time and disk that the first two commands of README.md take."""
+    found = stored(results / "readme.json")
+    first, second = (f"{block['seconds'] / 60:.0f}" for block in found["blocks"][:2])
+    return (
+        f"These took {first} and {second} minutes on {found['cores']} cores ({found['processor']}), and "
+        f"{found['disk'] / 1e9:.1f} GB of disk."
+    )
+
+
 def speed(results: pathlib.Path) -> str:
     """Return the table of speed-ups by context: attention of one layer, and a whole model."""
     names = ("sparse_attention", "sparse_model_decode", "never_slower")
@@ -27,9 +37,9 @@ def speed(results: pathlib.Path) -> str:
         own = f"{step['shipped_ms'] / step['sparse_ms']:.0f} x" if step else ""
         lines.append([f"{n:,}", *layer, f"{step['ratio']:.1f} x" if step else "", own])
     title = (
-        f"Dense over sparse time of a decode step on a CPU, {100 * attention['fraction']:g} % selected, random "
-        "weights; dense is the fastest dense code we could write, "
-        f"but for the last column, Hugging Face's own, its best of {model['rows'][0]['shipped_steps']}. "
+        f"Time of a dense over that of a sparse decode step on a CPU, {100 * attention['fraction']:g} % selected, "
+        "random weights. Dense is the fastest dense code we could write; in the last column, it is the model as "
+        f"Hugging Face ships it, the fastest of its {model['rows'][0]['shipped_steps']} steps. "
         f"Attention: a layer of {attention['query_heads']} query and {attention['kv_heads']} KV heads of "
         f"{attention['head_dim']} ({_machine(attention)}). Model: "
         f"Qwen2.5-0.5B's shape, {model['layers']} of 24 layers, bfloat16 ({_machine(model)}). A sparse step of "
@@ -75,8 +85,8 @@ def throughput(results: pathlib.Path) -> str:
         f"queries in {config['planes']} planes, {where}: mean of {config['repeats']} turns of {config['steps']} steps "
         "[95 % interval]"
     )
-    header = ["tokens x batch, method", "median, ms", "99 %, ms", "tokens/s", "sdpa / it", "share of bandwidth"]
-    return to_markdown(Grid(title, [*header, "KV, MB", "codes, MB", "density"], sections))
+    header = ["tokens x batch, method", "median, ms", "99 %, ms", "tokens/s", "sdpa / this method"]
+    return to_markdown(Grid(title, [*header, "share of bandwidth", "KV, MB", "codes, MB", "density"], sections))
 
 
 def _throughput_line(result: Result, case: str | None, method: str) -> list[str]:

@@ -86,6 +86,8 @@ def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
     assert difference.value == pytest.approx(ours.value - theirs.value)
     report = (command.out / "report.md").read_text()
     assert "At the density that `recent` takes" in report
+    assert "| as many tokens, planes |" in report
+    assert "| 10 %, recent |" in report
 
 
 @pytest.mark.parametrize(

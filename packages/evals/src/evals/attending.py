@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 from sparse_decode import AttendingSelector, Budget, HashSelector, attach
@@ -33,7 +33,7 @@ class Attended:
 @contextlib.contextmanager
 def attending(
     model: PreTrainedModel, method: LoadedMethod, budget: Budget, always: Always, prompt: int | None
-) -> Iterator[Attended]:
+) -> Generator[Attended]:
     """Use a method's attention inside the block.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import tyro
 from hashtrain.config import RECENT, SINK
@@ -175,7 +175,7 @@ class TaskCommand(MethodsCommand):
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item) for item in cast(tuple[Any, ...], value)]
     return value.name if isinstance(value, Path) else value
 
 

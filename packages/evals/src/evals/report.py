@@ -122,10 +122,11 @@ def matched_grid(result: Result, rival: str) -> Grid:
                 for m in ("kl", "nll")
             ]
             cells = [f"{ppl.value:.3f} ({_signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(ppl.density or 0)]
-            lines.append([f"{percent(budget)}, {method}", *cells, *less])
+            tokens = "as many tokens" if method in ours else percent(budget)
+            lines.append([f"{tokens}, {method}", *cells, *less])
         sections.append(lines)
     assert ppl is not None
-    header = ["budget, method", "perplexity", "KL", "density", f"KL, less {rival}'s", f"NLL, less {rival}'s"]
+    header = ["tokens, method", "perplexity", "KL", "density", f"KL, less {rival}'s", f"NLL, less {rival}'s"]
     title = (
         f"At the density that `{rival}` takes on each context, {_where(result, ppl.n)}"
         f"{_prompt(result.config)}{_unusual(result.config)}; "

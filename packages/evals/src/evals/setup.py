@@ -89,7 +89,8 @@ def prepare(
     Raises: ValueError or OSError with one sentence.
     """
     ready = load(command, task)
-    longest = getattr(ready.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config: Any = ready.model.config
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     flag, length = command.longest
     if longest is not None and length > longest:
         raise ValueError(f"{flag} must be at most the model's {longest} tokens, got {length}")
@@ -99,7 +100,7 @@ def prepare(
         documents = load_documents(command.text, ready.tokenizer, command.context, command.documents, command.seed)
     else:
         raise TypeError(f"{type(command).__name__} names no text: expected a function that makes its documents")
-    require_vocabulary(ready.model, *(document.ids for document in documents if isinstance(document, TokenDocument)))
+    require_vocabulary(ready.model, *(document.ids for document in documents))
     if len(documents) < command.documents:
         console.print(f"{len(documents)} contexts of {length} tokens found; {command.documents} were requested")
     return replace(ready, documents=documents)
@@ -147,7 +148,8 @@ def each_document(
         steps: how often `compute` calls its third argument, each time with what it is about to do.
         check: raises if a stored sample is incomplete.
     """
-    folder, samples = RunFolder(command.out, ready.settings, str(ready.model.device)), []
+    folder = RunFolder(command.out, ready.settings, str(ready.model.device))
+    samples: list[Sample] = []
     with tracking(console, steps * len(ready.documents)) as advance:
         for number, document in enumerate(ready.documents):
 
