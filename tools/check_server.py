@@ -185,9 +185,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server does not outlive this process
     record = Record(model="demo", hash=how_made(given.hasher))
     checks = {"clients": lambda: use(given, record), "start": lambda: start(record)}
-    record.run({name: checks[name] for name in given.parts})
-    if given.out:
-        record.store(given.out)
+    record.run({name: checks[name] for name in given.parts}, given.out)
     print("\n".join(record.wrong) or "all well", flush=True)
     return bool(record.wrong)
 

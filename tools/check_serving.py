@@ -221,9 +221,7 @@ def main() -> int:
         record = Record(model="demo", hash=how_made(given.hasher))
         case = Case(model, hasher, requests(4000), heads, record)
         checks = {"quick": quick} if given.quick else {name: PARTS[name] for name in given.parts}
-        record.run({name: functools.partial(check, case) for name, check in checks.items()})
-    if given.out:
-        record.store(given.out)
+        record.run({name: functools.partial(check, case) for name, check in checks.items()}, given.out)
     say("\n".join(record.wrong) or "all well")
     return bool(record.wrong)
 
