@@ -18,16 +18,17 @@ from sparse_decode.modes import in_graph
 _STEPS = 256  # a tally adds up the counts of so many steps at once
 
 
-@lru_cache(maxsize=1024)
-def count_row(visible: int, below: int, fraction: float, least: int, most: int | None, ends: int) -> int:
-    """Return the number of tokens that a row reads; the other arguments are `Budget.of_row`.
-
-    The layers of a model ask the same at each step: a cached answer takes no Python call.
-    """
+def _count_row(visible: int, below: int, fraction: float, least: int, most: int | None, ends: int) -> int:
+    """Return the number of tokens that a row reads; the other arguments are `Budget.of_row`."""
     if visible < below:
         return visible
     count = max(least, math.floor(visible * fraction + 1e-9))  # as hashtrain.top_count
     return min(visible, max(count if most is None else min(count, most), ends))
+
+
+count_row = lru_cache(maxsize=1024)(_count_row)
+"""The same, cached, for eager steps: all layers ask the same, and a cached answer takes no Python call. torch.compile
+cannot trace it."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Budget:
         """Return the number of tokens that the last row of a sequence reads: `count` for an integer."""
         if not isinstance(self.dense_below, int):
             raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
-        return count_row(visible, *self.of_row)
+        return _count_row(visible, *self.of_row)
 
     @property
     def of_row(self) -> tuple[int, float, int, int | None, int]:
