@@ -57,7 +57,7 @@ def case(name):
 
 def round_matrices(layer):
     for weights in (encode_weights.weights_of(layer, "key"), encode_weights.weights_of(layer, "query")):
-        for x in encode_weights._matrices(weights):
+        for x in encode_weights.matrices(weights):
             x.copy_(x.half())
 
 
@@ -286,7 +286,7 @@ def test_a_copy_has_16_bits_where_that_loses_nothing(name):
             copied.load_state_dict(layer.state_dict())
         encode_weights.place(copied, layer)
         known = encode_weights.placed[id(copied)]
-        kinds = [[x.dtype for x in encode_weights._matrices(weights)] for weights in known[:2]]
+        kinds = [[x.dtype for x in encode_weights.matrices(weights)] for weights in known[:2]]
         assert {x for of in kinds for x in of} == {torch.float16 if narrow else torch.float32}
         assert all(
             torch.equal(a.float(), b) for a, b in zip(known.key, encode_weights.weights_of(copied, "key"), strict=True)

@@ -61,12 +61,12 @@ def test_hashed_tokens_are_those_of_the_layer(variant, dim, bits, hidden, planes
     for weights in (
         (encode_weights.weights_of(layer, "key"), encode_weights.weights_of(layer, "query")) if narrow else ()
     ):
-        for x in encode_weights._matrices(weights):
+        for x in encode_weights.matrices(weights):
             x.copy_(x.half())
     own = copy.deepcopy(layer).cuda()
     if own.remainder.is_cuda:  # the CPU's operators take no matrices of 16 bits
         encode_weights.place(own, layer)
-        matrices = encode_weights._matrices(encode_weights.placed[id(own)].key)
+        matrices = encode_weights.matrices(encode_weights.placed[id(own)].key)
         assert {x.dtype for x in matrices} == {torch.float16 if narrow else torch.float32}
     draw = torch.Generator().manual_seed(0)
     k, q = (torch.randn(batch, heads, tokens, dim, generator=draw).mul(3).to(dtype) for heads in (2, 6))

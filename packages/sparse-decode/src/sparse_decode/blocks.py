@@ -165,13 +165,17 @@ class Block:
         seen = last_row(x.mask, batch, n) if self.sight is None else self.sight.tokens
         *means, summed = moments.rows(q, slopes, x.k, x.v, seen, first, first + q.shape[2])
         if x.mask is not None and self.reads is not None:
-            differs = summed != cast(Tensor, self.visible)  # the sums are of all earlier tokens except padding
-            if (differs & (self.reads > 0)).any():
-                raise ValueError(
-                    "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
-                    "attach with remainder=False"
-                )
+            _require_causal(summed, cast(Tensor, self.visible), self.reads > 0)
         return means[0], means[1], self.visible
+
+
+def _require_causal(summed: Tensor, visible: Tensor, used: Tensor) -> None:
+    """Raise ValueError unless the mask of `used` rows is causal: the sums cover all earlier tokens except padding."""
+    if ((summed != visible) & used).any():
+        raise ValueError(
+            "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
+            "attach with remainder=False"
+        )
 
 
 def rows_at_once(batch: int, query_heads: int, n: int) -> int:

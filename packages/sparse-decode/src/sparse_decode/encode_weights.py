@@ -217,10 +217,14 @@ def are_supported(layer: LayerHasher) -> bool:
     return max(layer.d, layer.bits, hidden) <= MOST and layer.hkv <= MOST_GROUPS
 
 
+def matrices(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the matrices among the weights of one side."""
+    return [x for name, x in zip(NAMES[len(weights)], weights, strict=True) if name in MATRICES]
+
+
 def _is_narrow(layer: LayerHasher) -> bool:
     """Whether all matrices of a layer in host memory are float16 numbers; False for fake ones."""
-    both = weights_of(layer, "key"), weights_of(layer, "query")
-    found = [x for weights in both for name, x in zip(NAMES[len(weights)], weights, strict=True) if name in MATRICES]
+    found = [x for side in ("key", "query") for x in matrices(weights_of(layer, side))]
     if any(isinstance(x, FakeTensor) or x.device.type != "cpu" for x in found):
         return False
     rounded = [x.half().float() for x in found]
