@@ -146,8 +146,7 @@ class Block:
         if exact and self.sight is not None:
             return tally.add_step(self.sight.totals, hq)
         if exact and rows.uniform_count is not None:
-            read = min(n, rows.uniform_count + rows.sink + rows.recent)
-            return tally.add(batch * hq * read, batch * hq * n)
+            return tally.add(batch * hq * min(n, rows.uniform_count + rows.sink + rows.recent), batch * hq * n)
         found = (indices >= 0).sum((1, 3)) * (hq // indices.shape[1])  # once for each query head that shares them
         visible = torch.full_like(found, n) if self.visible is None else self.visible
         return tally.add_rows(found, visible * hq, self.sparse)

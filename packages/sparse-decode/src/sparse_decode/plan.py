@@ -204,8 +204,7 @@ class LayerPlan:
         reads = self._reads(visible, sparse, x.all_rows)
         chosen, most = (reads - self._sink - self._recent).clamp(min=0), rows_at_once(batch, hq, n)
         for first in range(0, n_queries, most):
-            last = min(first + most, n_queries)
-            at = slice(first, last)
+            at = slice(first, last := min(first + most, n_queries))
             rows = self._rows(x, first, last, chosen[:, at], x.seen(first, last))
             yield Block(rows, visible[:, at], sparse[:, at], reads[:, at], first)
 
