@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, attach, encode_cuda, select
+from sparse_decode import Budget, attach, encode_cuda, hashers
 from sparse_decode.attend_torch import attend_reference
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.hashers import QueryHeadHasher
@@ -106,8 +106,8 @@ def test_a_step_that_hashes_keys_and_queries_at_once_is_one_that_hashes_them_apa
         cache = DynamicCache(config=config)
         if at_once:
             monkeypatch.setattr("sparse_decode.calls.readable", lambda x: False)
-            monkeypatch.setattr(select.encode_cuda, "supports", lambda layer, x: x.shape[2] == 1)
-            monkeypatch.setattr(select, "encode_cuda", SimpleNamespace(**vars(encode_cuda) | {"step": step}))
+            monkeypatch.setattr(encode_cuda, "supports", lambda layer, x: x.shape[2] == 1)
+            monkeypatch.setattr(hashers, "encode_cuda", SimpleNamespace(**vars(encode_cuda) | {"step": step}))
         with torch.no_grad(), attach(model, of(hasher), Budget(0.2)):
             logits = [model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache).logits]
             for i in range(40, 46):
