@@ -31,7 +31,6 @@ from hashcore.cuda.program import require_compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach, moments
 from sparse_decode.blocks import AttentionArgs, RowRule
-from sparse_decode.budget import count_row
 from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.plan import LayerPlan
 from sparse_decode.positions import Sights
@@ -136,7 +135,6 @@ def test_a_plain_step_crosses_eight_files():
         model(ids, past_key_values=cache)
         with attach(model, selector, TENTH), told(PROMPT + 1):
             for token in range(3):
-                count_row.cache_clear()  # answers that an earlier test has asked for
                 sys.setprofile(note if token == 2 else None)
                 try:
                     model(ids[:, :1], past_key_values=cache)

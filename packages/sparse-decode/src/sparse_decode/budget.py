@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from threading import Lock
 from typing import Any, Literal, cast
 
@@ -16,19 +15,6 @@ from torch import Tensor
 from sparse_decode.modes import in_graph
 
 _STEPS = 256  # a tally adds up the counts of so many steps at once
-
-
-def _count_row(visible: int, below: int, fraction: float, least: int, most: int | None, ends: int) -> int:
-    """Return the number of tokens that a row reads; the other arguments are `Budget.of_row`."""
-    if visible < below:
-        return visible
-    count = max(least, math.floor(visible * fraction + 1e-9))  # as hashtrain.top_count
-    return min(visible, max(count if most is None else min(count, most), ends))
-
-
-count_row = lru_cache(maxsize=1024)(_count_row)
-"""The same, cached, for eager steps: all layers ask the same, and a cached answer takes no Python call. torch.compile
-cannot trace it."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +128,11 @@ class Budget:
         """Return the number of tokens that the last row of a sequence reads: `count` for an integer."""
         if not isinstance(self.dense_below, int):
             raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
-        return _count_row(visible, *self.of_row)
-
-    @property
-    def of_row(self) -> tuple[int, float, int, int | None, int]:
-        """What `count_row` needs of a budget whose `dense_below` is a number."""
-        below = cast(int, self.dense_below)
-        return below, self.fraction, self.min_tokens, self.max_tokens, self.sink + self.recent
+        if visible < self.dense_below:
+            return visible
+        count = max(self.min_tokens, math.floor(visible * self.fraction + 1e-9))  # as hashtrain.top_count
+        count = count if self.max_tokens is None else min(count, self.max_tokens)
+        return min(visible, max(count, self.sink + self.recent))
 
     def most(self, n: int) -> int:
         """Return the maximal number of tokens that a row with at most `n` visible tokens reads."""
@@ -163,39 +147,39 @@ class Budget:
 class Tally:
     """Tokens selected and visible so far in one layer, summed over sparse rows and query heads.
 
-    Counts known to the host are integers; those on a device are added up there, and only `totals` waits for them.
+    Counts known to the host are Python integers. Counts on a device are added up there; the host waits for them only
+    in `totals`.
 
     Attributes:
         tensor: the counts on the device, int64 [2]: selected and visible.
-        lock: taken to change the counts below. selected, visible: those known to the host; plain steps add to them.
     """
 
     def __init__(self, device: torch.device | None):
         self.tensor: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        self.lock: Lock = Lock()
-        self.selected: int = 0
-        self.visible: int = 0
+        self._lock = Lock()
         self._later: list[Tensor] = []  # counts of steps for each query head, not yet in `tensor`
         self._heads = 0
+        self._selected = self._visible = 0
 
     def totals(self) -> tuple[int, int]:
         """Return tokens selected and visible so far."""
-        with self.lock:
+        with self._lock:
             self._add_up()
         selected, visible = cast(list[int], self.tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
-        return selected + self.selected, visible + self.visible
+        return selected + self._selected, visible + self._visible
 
     def reset(self) -> None:
         """Reset the counts to zero."""
-        with self.lock:
+        with self._lock:
             self._later.clear()
             self.tensor.zero_()
-            self.selected = self.visible = 0
+            self._selected = self._visible = 0
 
     def add(self, selected: int, visible: int) -> None:
         """Add counts known to the host."""
-        with self.lock:
-            self.selected, self.visible = self.selected + selected, self.visible + visible
+        with self._lock:
+            self._selected += selected
+            self._visible += visible
 
     def add_rows(self, selected: Tensor, visible: Tensor, sparse: Tensor | None) -> None:
         """Add the selected and visible tokens of sparse rows (None: all), int64 [B, Q], summed over query heads."""
@@ -210,7 +194,7 @@ class Tally:
         if in_graph(counts.device):
             self.tensor.add_(counts, alpha=heads)
             return
-        with self.lock:
+        with self._lock:
             self._later.append(counts)
             self._heads = heads
             if len(self._later) == _STEPS:

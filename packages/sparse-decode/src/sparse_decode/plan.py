@@ -16,7 +16,7 @@ from sparse_decode.attend import attend
 from sparse_decode.attend_inputs import Inputs, LeftOut
 from sparse_decode.attend_torch import attention_weights
 from sparse_decode.blocks import AttentionArgs, Block, Moments, RowRule, rows_at_once
-from sparse_decode.budget import Budget, Tally, count_row
+from sparse_decode.budget import Budget, Tally
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.cache_encoder import Encoder
 from sparse_decode.dense_step import attend_visible, with_means
@@ -71,7 +71,7 @@ class LayerPlan:
         self.tally: Tally = Tally(device)
         self.number: int = register(self)
         self.unused: Tensor = torch.zeros(1, device=device)
-        self._start, self._of_row = 1 if rule.start is None else rule.start, budget.of_row
+        self._start = 1 if rule.start is None else rule.start
         hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
         self.plain: dict[str, PlainStep] = {}
         if isinstance(selector, HashSelector):
@@ -90,8 +90,7 @@ class LayerPlan:
     def count_short(self, rows: int, n: int) -> None:
         """Count a dense decode step over `n` tokens; rows: sequences times query heads."""
         if n > self._start:
-            with (tally := self.tally).lock:
-                tally.selected, tally.visible = tally.selected + rows * n, tally.visible + rows * n
+            self.tally.add(rows * n, rows * n)
 
     def count_dense(self, x: AttentionArgs) -> None:
         """Count a call that was dense because of `dense_below`."""
@@ -115,11 +114,10 @@ class LayerPlan:
             return None
         here, rest = (x.q.device, x.scaling), self.remainder
         left_out = None if rest is None else rest.placed.get(here) or rest.on(*here)
-        heads, reads = x.q.shape[0] * x.q.shape[1], count_row(n, *self._of_row)
+        heads, reads = x.q.shape[0] * x.q.shape[1], self.budget.count_row(n)
         out = plain(held, x, left_out, reads)
         if out is not None:
-            with (tally := self.tally).lock:  # without a call of Python
-                tally.selected, tally.visible = tally.selected + heads * reads, tally.visible + heads * n
+            self.tally.add(heads * reads, heads * n)
         return out
 
     def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
