@@ -53,11 +53,14 @@ def _draw_ppl(result: Result, figure: Figure) -> None:
     """Draw KL from dense over budget, both logarithmic, one panel per rule."""
     rules, budgets = result.config["rules"], sorted(result.config["budgets"])
     for axes, rule in zip(figure.subplots(1, len(rules), sharey=True, squeeze=False)[0], rules, strict=True):
+        axes.set_xscale("log")
+        axes.set_xlabel(f"budget, {RULES[rule]}")
         for method in _methods(result):
             at = {"method": method, "rule": rule, "metric": "kl", "against": None}
-            _line(axes, method, budgets, [result.one(budget=budget, **at) for budget in budgets])
-        axes.set(xscale="log", xlabel=f"budget, {RULES[rule]}")
-        axes.set_yscale("log", nonpositive="mask")  # at a budget of 100 % the KL is 0
+            rows = [result.one(budget=budget, **at) for budget in budgets]
+            _line(axes, method, budgets, rows)
+            if any(row.value > 0 for row in rows):  # otherwise matplotlib warns that there is nothing to scale
+                axes.set_yscale("log", nonpositive="mask")  # at a budget of 100 % the KL is 0
         axes.xaxis.set_major_locator(FixedLocator(budgets))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: percent(value)))
         axes.xaxis.set_minor_locator(NullLocator())
