@@ -8,24 +8,29 @@ from evals.grid import Grid, to_markdown
 from readme_tables.stored import stored
 
 
-def serving(results: pathlib.Path, name: str = "serving") -> str:
-    """Return the table of decode step times by context, from benchmarks/throughput.py, on one processor."""
-    found = stored(results / f"{name}.json")
-    shape, threads = found["shape"], found["threads"]
-    lines = [
-        [f"{row['context']:,}", f"{row['stock']:.1f}", f"{row['ours']:.1f}", f"{row['ratio']:.2f} x"]
+def serving(results: pathlib.Path) -> str:
+    """Return the table of decode step times by processor and context, from benchmarks/throughput.py."""
+    runs = [stored(results / f"{name}.json") for name in ("serving_without_amx", "serving")]
+    first = runs[0]
+    shape, what = first["shape"], "Processor milliseconds" if first["processor_time"] else "Milliseconds"
+    title = (
+        f"{what} of a decode step of {first['requests']} requests: {shape['num_hidden_layers']} layers of "
+        f"{shape['num_attention_heads']} query and {shape['num_key_value_heads']} KV heads of {shape['head_dim']} in "
+        f"bfloat16, random weights, {first['bits']}-bit codes of an untrained `{first['hasher']}`, "
+        f"{first['fraction']:.0%} selected from {first['dense_below']:,} tokens on"
+    )
+    header = ["processor", "tokens each", "vLLM", "sparse", "vLLM / sparse"]
+    return to_markdown(Grid(title, header, [_steps(found) for found in runs]))
+
+
+def _steps(found: dict[str, Any]) -> list[list[str]]:
+    threads = found["threads"]
+    where = f"{found['processor']}, {threads} thread{'s' * (threads != 1)}, {found['engine']}, {found['date']}"
+    where += ", taken beside other work" * found["busy"]
+    return [
+        [where, f"{row['context']:,}", f"{row['stock']:.1f}", f"{row['ours']:.1f}", f"{row['ratio']:.2f} x"]
         for row in sorted(found["rows"], key=lambda row: row["context"])
     ]
-    what = "Processor milliseconds" if found["processor_time"] else "Milliseconds"
-    title = (
-        f"{what} of a decode step of {found['requests']} requests in {found['engine']}, {found['processor']}, "
-        f"{threads} thread{'s' * (threads != 1)}, {found['date']}{', taken beside other work' * found['busy']}: "
-        f"{shape['num_hidden_layers']} layers of {shape['num_attention_heads']} query and "
-        f"{shape['num_key_value_heads']} KV heads of {shape['head_dim']} in bfloat16, random "
-        f"weights, {found['bits']}-bit codes of an untrained `{found['hasher']}`, "
-        f"{found['fraction']:.0%} selected from {found['dense_below']:,} tokens on"
-    )
-    return to_markdown(Grid(title, ["tokens each", "vLLM", "sparse", "vLLM / sparse"], [lines]))
 
 
 _PARTS = ("exact", "budgets", "crossing", "arrivals", "ranks", "preemption", "poison", "others", "clients", "start")

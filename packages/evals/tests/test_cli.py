@@ -79,24 +79,6 @@ def test_method_and_budget_may_be_singular(typed, tmp_path, capsys):
     assert last_line(capsys)["results"][-1]["budget"] == 0.1
 
 
-USUAL = {"ppl": ["planes", "planes+remainder"], "fidelity": ["planes", "planes+remainder"], "iou": ["planes"]}
-USUAL |= {"cones": ["planes"], "codelength": ["planes"], "longbench": ["planes"], "codes": [], "tune": []}
-
-
-@pytest.mark.parametrize("name", USUAL)
-def test_planes_is_measured_by_default_only_where_its_hasher_is(name, made, tmp_path):
-    def methods(folder, *more):
-        return list(cli._parse([name, "--hashers", str(folder), "--out", str(tmp_path / "run"), *more]).methods)
-
-    few, many = methods(tmp_path), methods(made.hashers)
-    assert not [method for method in few if "planes" in method]
-    assert [method for method in many if method not in few] == USUAL[name]
-    assert [method for method in many if method in few] == few
-    named = ["quest"] if name == "tune" else ["lsh"]
-    assert methods(made.hashers, "--methods", *named) == methods(made.hashers, "--method", *named) == named
-    assert methods(made.hashers, "--methods", *few) == few
-
-
 def test_a_default_table_needs_what_a_plain_training_makes(typed, made, tmp_path, capsys):
     for name in ("lsh", "paper", "transform"):
         shutil.copytree(made.hashers / name, tmp_path / "plain" / name)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from evals.base_commands import Always, PplCommand
-from evals.methods import DEFAULT_NAMES, FORMER, NAMES, REMAINDER, SPARSE_NAMES, load_methods
+from evals.methods import DEFAULT_NAMES, NAMES, PLANES, REMAINDER, SPARSE_NAMES, load_methods
 from evals.rivals import MagicPigSelector, QuestSelector
 from evals.tasks.ppl import Cell, measure, prompt_of, scored_rows, sparse_rows
 from hashtrain import Hasher
@@ -65,14 +65,14 @@ def test_whole_budget_equals_dense(loaded, name, rule):
     assert cell["nll"] == pytest.approx(found["dense"]["nll"], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [*DEFAULT_NAMES, *FORMER])  # the rivals leave rows of so short a context dense
+@pytest.mark.parametrize("name", [*DEFAULT_NAMES, *PLANES])  # the rivals leave rows of so short a context dense
 def test_small_budget_differs_from_dense(loaded, name):
     (cell,) = score(loaded, Cell(name, "visible", 0.02))["cells"]
     assert cell["kl"] > 1e-3
 
 
 def test_methods_differ_from_each_other(loaded):
-    names = (*DEFAULT_NAMES, *FORMER)
+    names = (*DEFAULT_NAMES, *PLANES)
     cells = score(loaded, *(Cell(name, "visible", 0.1) for name in names))["cells"]
     assert len({round(cell["kl"], 7) for cell in cells}) == len(names)
 

@@ -17,7 +17,7 @@ from hashtrain.machine.workers import default_workers, run_jobs
 from hashtrain.run import sources
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
-from worker_jobs import break_stubbornly, die, fail, knows_its_work, private_bytes, square
+from worker_jobs import break_stubbornly, die, fail, private_bytes, square
 
 
 @pytest.mark.parametrize("workers", [1, 2])

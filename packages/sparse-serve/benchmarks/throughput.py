@@ -5,8 +5,9 @@
 4 requests, 4 layers of 16 query and 4 KV heads of 128 in bfloat16, random weights, an untrained `transform` hash, 2 %.
 Prompts are skipped: caches are filled with random numbers, which does not affect the time of a step. Each engine runs
 in its own process. Engines are timed in turn, `--rounds` times, and the smallest median counts, because other load can
-only add time. On a busy machine, `--processor-time` with OMP_NUM_THREADS=1 is more reliable than the clock.
-The last line is JSON; --busy records in the result that the machine had other work.
+only add time. On a busy machine, `--processor-time` with OMP_NUM_THREADS=1 is more reliable than the clock. A result of
+the same day, machine and settings keeps its rows of other contexts. The last line is JSON; --busy records in the result
+that the machine had other work.
 """
 
 # vLLM is installed only where this is run.
@@ -130,12 +131,23 @@ def main() -> None:
                 for _ in range(given.rounds)
             ]
             stock, ours = (min(column) for column in zip(*pairs, strict=True))
-            rows.append({"context": context, "stock": stock, "ours": ours, "ratio": stock / ours})
+            rows.append(
+                {"context": context, "rounds": given.rounds, "stock": stock, "ours": ours, "ratio": stock / ours}
+            )
             print(f"{context} tokens: {stock:.1f} ms, ours {ours:.1f} ms, {stock / ours:.2f} times", flush=True)
-    found = facts(given.busy, given.dense_below) | {"processor_time": given.processor_time} | {"rows": rows}
+    found = facts(given.busy, given.dense_below) | {"processor_time": given.processor_time}
+    found["rows"] = kept(given.out, found, given.contexts) + rows
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))
+
+
+def kept(path: pathlib.Path | None, settings: dict[str, Any], again: list[int]) -> list[dict[str, Any]]:
+    """Return the rows of other contexts that a file has from the same day, machine and settings."""
+    if path is None or not path.exists():
+        return []
+    rows = (before := json.loads(path.read_text())).pop("rows")
+    return [row for row in rows if row["context"] not in again] if before == settings else []
 
 
 def facts(busy: bool, dense_below: int) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from evals.checks import each_a_share, each_among, each_once
 from evals.methods import (
     DEFAULT_NAMES,
     DENSE,
-    FORMER,
     NAMES,
     OURS,
     RIVAL_NAMES,
@@ -70,8 +69,8 @@ class MethodsCommand:
     hashers: Path = Path("runs/demo")
     """Folder that `hashtrain` wrote, with one folder per hasher."""
     methods: Methods = DEFAULT_NAMES
-    """Methods to measure; see `evals list`. Dense attention is always measured, rivals only if named. Without this
-    option, `planes` is measured, too, if --hashers has it."""
+    """Methods to measure; see `evals list`. Dense attention is always measured, rivals and ablations only if
+    named."""
     budgets: Budgets = (0.02,)
     """Shares of the tokens that a row may select."""
     documents: int = 20
@@ -106,8 +105,6 @@ class MethodsCommand:
     """Whether the task chooses between the two forms of a method itself."""
     always_prompted: ClassVar[bool] = False
     """Whether the task has a dense prompt whatever its settings."""
-    former: ClassVar[tuple[str, ...]] = FORMER
-    """What the command line adds to the default methods, as far as the folder has the hasher."""
 
     def __post_init__(self) -> None:
         require_counts(self, documents=1, dense_layers=0, dense_at=0, sink=0, recent=0, shortlist=1)
@@ -251,8 +248,7 @@ class IouCommand(TaskCommand):
     last three quarters of each context, or for its last row."""
 
     methods: Methods = SELECTION_DEFAULTS
-    """Methods to measure; see `evals list`. Methods with the remainder are rejected, because it selects nothing.
-    Without this option, `planes` is measured, too, if --hashers has it."""
+    """Methods to measure; see `evals list`. Methods with the remainder are rejected, because it selects nothing."""
     rows: int = 64
     """Rows measured per context."""
     rows_from: RowsFrom = "drawn"
@@ -261,7 +257,6 @@ class IouCommand(TaskCommand):
     out: Path = Path("runs/iou")
 
     both_heads: ClassVar[bool] = True  # both kinds are measured, or the one that --heads names
-    former: ClassVar[tuple[str, ...]] = ("planes",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

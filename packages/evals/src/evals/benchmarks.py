@@ -21,8 +21,7 @@ class BenchmarkCommand(MethodsCommand):
     """Options shared by the benchmarks."""
 
     methods: Methods = ("oracle", "transform")
-    """Methods to measure; see `evals list`. Dense attention is always measured. Without this option, `planes` is
-    measured, too, if --hashers has it."""
+    """Methods to measure; see `evals list`. Dense attention is always measured."""
     tokens: tuple[int, ...] = ()
     """Numbers of tokens to select in every row; they replace --budgets."""
     tasks: tuple[str, ...] = ()
@@ -46,7 +45,6 @@ class BenchmarkCommand(MethodsCommand):
 
     folders: ClassVar[tuple[str, ...]] = ()
     """Folders of lm-evaluation-harness with the default tasks; reading all of its folders takes half a minute."""
-    former: ClassVar[tuple[str, ...]] = ("planes",)
     truncation: ClassVar[Truncation] = "left"
     """Which part of a prompt that is too long for the model is dropped."""
 

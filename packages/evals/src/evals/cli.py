@@ -14,7 +14,7 @@ import tyro
 from hashtrain.usage import guarded, require_folder
 from rich.console import Console
 
-from evals.base_commands import IouCommand, ListCommand, MethodsCommand, PplCommand
+from evals.base_commands import IouCommand, ListCommand, PplCommand
 from evals.benchmarks import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from evals.commands import (
     CodelengthCommand,
@@ -27,7 +27,7 @@ from evals.commands import (
     OutputErrorCommand,
     RulerCommand,
 )
-from evals.methods import METHODS, with_former
+from evals.methods import METHODS
 from evals.speed import KernelsCommand, ThroughputCommand
 from evals.study import CompareCommand, FrontierCommand, PaperCommand, ReportCommand, SuggestCommand, TuneCommand
 
@@ -81,11 +81,6 @@ def _main(arguments: list[str] | None) -> int:
 def _parse(arguments: list[str] | None) -> Any:
     words = sys.argv[1:] if arguments is None else arguments
     command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals")
-    if isinstance(command, MethodsCommand) and command.former:
-        kind = type(command)
-        usual = kind().methods
-        if (wanted := with_former(usual, command.former, command.hashers)) != usual:
-            command = tyro.cli(kind, args=words[1:], prog=f"evals {words[0]}", default=kind(methods=wanted))
     if hasattr(command, "out"):
         require_folder(command.out)
     return command

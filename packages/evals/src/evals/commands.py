@@ -133,13 +133,12 @@ class ConesCommand(TaskCommand):
     codes are used."""
 
     methods: Methods = ("lsh", "paper", "transform")
-    """Hashers whose codes to examine; without this option, `planes`, too, if --hashers has it."""
+    """Hashers whose codes to examine."""
     documents: int = 4
     """Contexts to examine; a run can be continued with more."""
     out: Path = Path("runs/cones")
 
     both_heads: ClassVar[bool] = True  # only codes are examined, not selections
-    former: ClassVar[tuple[str, ...]] = ("planes",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,7 +152,7 @@ class CodelengthCommand(TaskCommand):
     """IoU of untrained LSH at many code lengths and of learned hashes, and the LSH length that equals each."""
 
     methods: Methods = ("paper", "transform")
-    """Learned hashers to compare with; without this option, `planes`, too, if --hashers has it."""
+    """Learned hashers to compare with."""
     more_hashers: tuple[Path, ...] = ()
     """Folders of hashers with other code lengths, as `hashtrain --bits 64 --out FOLDER` makes them. Every hasher of
     --methods found there is measured too."""
@@ -166,7 +165,6 @@ class CodelengthCommand(TaskCommand):
     out: Path = Path("runs/codelength")
 
     both_heads: ClassVar[bool] = True  # both kinds are measured, or the one that --heads names
-    former: ClassVar[tuple[str, ...]] = ("planes",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,7 +199,6 @@ class CodesCommand(TaskCommand):
     out: Path = Path("runs/codes")
 
     both_heads: ClassVar[bool] = True  # both ways to combine a group's heads are measured
-    former: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -226,9 +226,8 @@ _ONE_FORM = tuple(rival.name for rival in RIVALS.values() if rival.query_heads i
 SELECTION_NAMES = tuple(n for n in SPARSE_NAMES if not n.endswith((REMAINDER, RANK_ONE)) and n not in _ONE_FORM)
 """Methods that differ in what they select, for either kind of head; the others differ in what they do with it."""
 SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)
-FORMER = ("planes", "planes" + REMAINDER)
-"""Measured by default where their hasher is: `hashtrain` once made it by default."""
-OURS = (*FORMER, "transform", "transform" + REMAINDER)
+PLANES = ("planes", "planes" + REMAINDER)
+OURS = (*PLANES, "transform", "transform" + REMAINDER)
 
 
 def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
@@ -236,13 +235,6 @@ def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
     hashed = {recipe.name for recipe in RECIPES + ABLATIONS + EXACT}
     needed = dict.fromkeys(name.removesuffix(REMAINDER).removesuffix(RANK_ONE) for name in names)
     return [name for name in needed if name in hashed and not (folder / name / "config.json").is_file()]
-
-
-def with_former(usual: Sequence[str], former: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """Return default methods, with those of `former` whose hasher is in the folder, in the table's order."""
-    absent = without_hasher(former, folder)
-    more = [name for name in former if name.removesuffix(REMAINDER) not in absent]
-    return tuple(sorted((*usual, *more), key=NAMES.index)) if more else tuple(usual)
 
 
 def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[LoadedMethod]:

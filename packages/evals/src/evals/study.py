@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import tyro
 from hashtrain.demo import DEMO
@@ -105,8 +105,6 @@ class SuggestCommand(TaskCommand):
     out: Path = Path("runs/suggest")
     """Folder for the measurements; rerun the command to resume."""
 
-    former: ClassVar[tuple[str, ...]] = ()
-
     def __post_init__(self) -> None:
         if not self.methods:
             object.__setattr__(self, "methods", ("transform" + (REMAINDER if self.mass is None else ""),))
@@ -162,8 +160,6 @@ class TuneCommand(TaskCommand):
     """Sparse rows, as for `ppl`."""
     out: Path = Path("runs/tune")
     """Folder for samples, grid and tuned.json; rerun the command to resume."""
-
-    former: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

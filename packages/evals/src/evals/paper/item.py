@@ -8,7 +8,7 @@ from typing import Any
 
 from evals.compare import compare
 from evals.grid import Grid
-from evals.methods import FORMER, RIVAL_NAMES, TUNED, without_hasher
+from evals.methods import PLANES, RIVAL_NAMES, TUNED, without_hasher
 from evals.result import read_json
 from evals.study import PaperCommand
 
@@ -131,8 +131,8 @@ class Item:
         lacking = {name for folder in (settings.hashers, *other) for name in without_hasher(methods, folder)}
         if lacking != {"planes"}:
             return self
-        words = [word for word in self.command.split() if word not in FORMER]
-        against = tuple(pair for pair in self.against if not {pair[0], pair[2]} & set(FORMER))
+        words = [word for word in self.command.split() if word not in PLANES]
+        against = tuple(pair for pair in self.against if not {pair[0], pair[2]} & set(PLANES))
         return replace(self, command=" ".join(words), against=against)
 
     @property
