@@ -1,6 +1,6 @@
-"""Find the files that a call crosses, for tools/count_house.py.
+"""Find the files that a call crosses, for tools/code_size.py.
 
-    python tools/house_ways.py path/to/checkout
+    python tools/code_paths.py path/to/checkout
 
 The last line printed is JSON: by call, the files of the packages, or an error. A call runs a few times before it is
 traced, as what it imports, compiles and plans once is not on its way. Then a file counts if a Python function of it is

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-TOOL = "draw_house"
+TOOL = "draw_modules"
 
 
 def test_no_package_imports_one_that_depends_on_it(tool):
@@ -43,10 +43,10 @@ def test_imports_for_types_alone_do_not_count(tool):
 
 def test_the_figure_shows_these_imports(tool, load, monkeypatch):
     found, stored = tool.graph(), load("tools", "stored_figure")
-    assert stored.drawn_from(tool.OUT) == tool.digest(found), "run `uv run tools/draw_house.py`"
+    assert stored.drawn_from(tool.OUT) == tool.digest(found), "run `uv run tools/draw_modules.py`"
     found["hashcore"]["ops"].add("hashtrain.artefact.hasher")
     assert tool.digest(found) != tool.digest(tool.graph())
-    monkeypatch.setattr("sys.argv", ["tools/draw_house.py", "--check"])
+    monkeypatch.setattr("sys.argv", ["tools/draw_modules.py", "--check"])
     stored.run("", tool.OUT, lambda: tool.digest(tool.graph()), lambda: pytest.fail("drawn"))
-    with pytest.raises(SystemExit, match=r"house.png is stale.*run `uv run tools/draw_house.py`"):
+    with pytest.raises(SystemExit, match=r"modules.png is stale.*run `uv run tools/draw_modules.py`"):
         stored.run("", tool.OUT, lambda: tool.digest(found), lambda: pytest.fail("drawn"))

@@ -1,8 +1,8 @@
-"""The counts of tools/count_house.py: lines of code, long functions, and the files that a call crosses."""
+"""The counts of tools/code_size.py: lines of code, long functions, and the files that a call crosses."""
 
 import pytest
 
-TOOL = "count_house"
+TOOL = "code_size"
 PYTHON = '''"""A module,
 of two lines."""
 

@@ -1,7 +1,7 @@
 """Draw the map of the packages for CONTRIBUTING.md from what their modules import.
 
-    uv run tools/draw_house.py           # write docs/figures/house.png
-    uv run tools/draw_house.py --check   # change nothing; exit 1 if modules or imports have changed since it was drawn
+    uv run tools/draw_modules.py           # write docs/figures/modules.png
+    uv run tools/draw_modules.py --check   # change nothing; exit 1 if modules or imports have changed since
 
 A box is a package, with its modules and subpackages by level: those of level 0 import nothing else of their package,
 and all others only from levels above or their own. An arrow is an import of another package, with the number of modules
@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from stored_figure import run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-OUT = ROOT / "docs" / "figures" / "house.png"
+OUT = ROOT / "docs" / "figures" / "modules.png"
 ORDER = ("hashcore", "hashtrain", "sparse_decode", "sparse_serve", "evals")
 COLOURS: dict[str, str] = dict(zip(ORDER, ("#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00"), strict=True))
 MOST = 34  # lines of a column

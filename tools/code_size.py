@@ -1,12 +1,12 @@
 """Count how large the code is, and how many files a call crosses.
 
-    uv run tools/count_house.py                   # of this checkout
-    uv run tools/count_house.py --against main    # and of another commit, beside it
-    uv run tools/count_house.py --files           # also list the files that are counted in the last two groups
+    uv run tools/code_size.py                   # of this checkout
+    uv run tools/code_size.py --against main    # and of another commit, beside it
+    uv run tools/code_size.py --files           # also list the files that are counted in the last two groups
 
 Lines are those of .py, .cu, .cuh and .hpp files: in `packages/*/src`, without their tests and benchmarks, and in
 `tools`. Lines of code are those that are not blank, only a comment or part of a docstring. The length of a function
-is its lines without its docstring. The files that a call crosses are found by `tools/house_ways.py`, which says what
+is its lines without its docstring. The files that a call crosses are found by `tools/code_paths.py`, which says what
 counts.
 """
 
@@ -32,7 +32,7 @@ BETWEEN = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 C_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|//[^\n]*|/\*.*?\*/', re.S)
 
 
-class House(NamedTuple):
+class CodeSize(NamedTuple):
     """The counts of one checkout.
 
     Attributes:
@@ -88,7 +88,7 @@ def folders(root: Path) -> dict[str, Path]:
     return {path.parent.name: path for path in sorted(root.glob("packages/*/src"))} | {"tools": root / "tools"}
 
 
-def count(root: Path) -> House:
+def count(root: Path) -> CodeSize:
     """Count a checkout."""
     lines: dict[str, tuple[int, int]] = {}
     files: dict[str, int] = {}
@@ -103,15 +103,15 @@ def count(root: Path) -> House:
             if path.suffix == ".py":
                 functions |= {f"{shown}:{function}": n for function, n in long_functions(text).items()}
         lines[name] = physical, code
-    return House(lines, files, functions, ways(root))
+    return CodeSize(lines, files, functions, ways(root))
 
 
 def ways(root: Path) -> dict[str, list[str] | str]:
     """Return the files that calls cross, traced in a process whose packages are those of this checkout."""
-    script = [sys.executable, str(Path(__file__).with_name("house_ways.py")), str(root)]
+    script = [sys.executable, str(Path(__file__).with_name("code_paths.py")), str(root)]
     done = subprocess.run(script, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"house_ways.py failed:\n{done.stderr}")
+        raise RuntimeError(f"code_paths.py failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -125,22 +125,22 @@ def extracted(revision: str, folder: Path) -> Path:
     return folder
 
 
-def rows(house: House) -> dict[str, str]:
+def rows(size: CodeSize) -> dict[str, str]:
     """Return the counts as a table's rows, by name."""
-    packages = [pair for name, pair in house.lines.items() if name != "tools"]
-    lines = house.lines | {"packages together": tuple(map(sum, zip(*packages, strict=True)))}
+    packages = [pair for name, pair in size.lines.items() if name != "tools"]
+    lines = size.lines | {"packages together": tuple(map(sum, zip(*packages, strict=True)))}
     shown = {f"lines of {name} (of code)": f"{pair[0]:,} ({pair[1]:,})" for name, pair in lines.items()}
-    shown[f"files over {MOST_LINES} lines"] = str(len(house.files))
-    shown[f"functions over {MOST_OF_A_FUNCTION} lines"] = str(len(house.functions))
-    for name, files in house.ways.items():
+    shown[f"files over {MOST_LINES} lines"] = str(len(size.files))
+    shown[f"functions over {MOST_OF_A_FUNCTION} lines"] = str(len(size.functions))
+    for name, files in size.ways.items():
         shown[f"files crossed by {name}"] = files if isinstance(files, str) else str(len(files))
     return shown
 
 
-def details(house: House) -> Iterator[str]:
+def details(size: CodeSize) -> Iterator[str]:
     """Yield the names behind the counts."""
-    yield from (f"{lines} lines: {name}" for part in (house.files, house.functions) for name, lines in part.items())
-    for name, files in house.ways.items():
+    yield from (f"{lines} lines: {name}" for part in (size.files, size.functions) for name, lines in part.items())
+    for name, files in size.ways.items():
         yield f"{name}: {files if isinstance(files, str) else ', '.join(files)}"
 
 
@@ -154,14 +154,14 @@ def main(arguments: list[str] | None = None) -> int:
             earlier = given.against and rows(count(extracted(given.against, Path(folder))))
     except ValueError as error:
         parser.error(str(error))
-    house = count(ROOT)
-    now = rows(house)
+    size = count(ROOT)
+    now = rows(size)
     for name in (earlier or {}) | now:
         columns = ([earlier.get(name, "-")] if earlier else []) + [now.get(name, "-")]
         print(f"{name:44}" + "".join(f"{column:>20}" for column in columns))
     if given.files:
-        print(*details(house), sep="\n")
-    return int(any(isinstance(files, str) for files in house.ways.values()))
+        print(*details(size), sep="\n")
+    return int(any(isinstance(files, str) for files in size.ways.values()))
 
 
 if __name__ == "__main__":
