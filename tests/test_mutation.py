@@ -61,7 +61,9 @@ def test_a_seed_draws_the_same_mutants_each_time(tool):
 
 def test_survivors_are_counted_and_those_that_are_equivalent_are_not(tool, monkeypatch):
     target, possible = tool.TARGETS["buffer"], tool.mutants(SOURCE)[:4]
-    monkeypatch.setitem(tool.EQUIVALENT, ("sparse_decode/buffer.py", possible[0].text, possible[0].change), "a reason")
+    monkeypatch.setitem(
+        tool.EQUIVALENT, ("sparse_decode/caches/buffer.py", possible[0].text, possible[0].change), "a reason"
+    )
     ends = ["passed", "passed", "failed", "timed out"]
     found = tool.summary(target, SOURCE, 0, possible, ends, None)
     assert found["possible"] == len(EXPECTED)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.files.atomic import write_text
-from sparse_decode.encode import CpuEncoder
+from sparse_decode.hashing.encode import CpuEncoder
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs" / "results" / "bench_smoke.json"

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from hashcore.cuda.kernels import score_macros
 from hashcore.cuda.program import Program
-from sparse_decode import gather, moments
+from sparse_decode.attention import gather
+from sparse_decode.unselected import moments
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "results" / "kernels.json"

@@ -27,8 +27,10 @@ from hashtrain.artefact.hasher import make_layer
 from hashtrain.files.atomic import write_text
 from hashtrain.layers.transform import Transform
 from idle_driver import idle_driver
-from sparse_decode import encode_cuda, encode_weights, gather, remainder
-from sparse_decode.sums import Rounded
+from sparse_decode.attention import gather
+from sparse_decode.hashing import encode_cuda, encode_weights
+from sparse_decode.unselected import remainder
+from sparse_decode.unselected.sums import Rounded
 
 KV_HEADS, GROUP, DIM, TOKENS, KEPT, BITS = 8, 4, 128, 4096, 82, 128
 ROUNDS, CALLS = 30, 100

@@ -91,13 +91,13 @@ TARGETS = {
         SLOW,
         count=30,
     ),
-    "buffer": Target("sparse_decode.buffer", (BUFFER, *CACHE), warm=MODELS),
-    "cache": Target("sparse_decode.cache", CACHE, warm=MODELS),
-    "cache types": Target("sparse_decode.cache_types", CACHE, warm=MODELS, count=20),
+    "buffer": Target("sparse_decode.caches.buffer", (BUFFER, *CACHE), warm=MODELS),
+    "cache": Target("sparse_decode.caches.cache", CACHE, warm=MODELS),
+    "cache types": Target("sparse_decode.caches.cache_types", CACHE, warm=MODELS, count=20),
 }
 _SEARCH, _COLLECT, _SELECT = (f"hashcore/cpu/{name}_kernels.py" for name in ("search", "collect", "select"))
 _CPU = "hashcore/cpu/__init__.py"
-_BUFFER, _CACHE, _TYPES = (f"sparse_decode/{name}.py" for name in ("buffer", "cache", "cache_types"))
+_BUFFER, _CACHE, _TYPES = (f"sparse_decode/caches/{name}.py" for name in ("buffer", "cache", "cache_types"))
 _SEEN = "seen |= state[r + same, FROM] < high and state[r + same, TO] > low"
 _SORT = "_sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)"
 EQUIVALENT: dict[tuple[str, str, str], str] = {

@@ -6,7 +6,7 @@ from evals.grid import Grid, to_markdown
 from evals.methods import REMAINDER
 from evals.result import Result, Row
 from sparse_decode import Budget
-from sparse_decode.traffic import step_bytes
+from sparse_decode.costs.traffic import step_bytes
 
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import load

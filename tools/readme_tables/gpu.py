@@ -3,7 +3,7 @@
 import pathlib
 
 from evals.grid import Grid, to_markdown
-from sparse_decode.gpu_model import CARDS, Layer, predicted_us
+from sparse_decode.costs.gpu_model import CARDS, Layer, predicted_us
 
 from readme_tables.stored import stored
 

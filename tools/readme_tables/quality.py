@@ -127,7 +127,7 @@ def bytes_read(names: dict[str, tuple[str, ...]], rows: str, results: pathlib.Pa
         sections.append([[subject, *_bytes_line(point)] for point in reversed(own)])
     title = (
         f"`{OURS}` {rows}, 16-bit keys and values: bytes that a layer's step requests, as a share "
-        "of all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
+        "of all keys and values, at the middle of the scored rows (`sparse_decode.costs.traffic.step_bytes`)"
     )
     header = ["model, text", "tokens read", "search and values", "bytes", "perplexity", "KL, nats"]
     return to_markdown(Grid(title, header, sections))

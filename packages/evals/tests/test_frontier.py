@@ -11,7 +11,7 @@ from evals.result import Result, read_result, rows_from_json
 from evals.tasks import ppl
 from rich.console import Console
 from sparse_decode import Budget
-from sparse_decode.traffic import step_bytes
+from sparse_decode.costs.traffic import step_bytes
 
 QUIET = Console(quiet=True)
 HEAD_DIM = 32  # of the tiny model

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
 from sparse_decode import Budget, HashSelector
-from sparse_decode.attend_inputs import Inputs
-from sparse_decode.cache import CodedDynamicLayer
-from sparse_decode.cache_types import carry_codes
-from sparse_decode.plan import AttentionArgs, LayerPlan, RowRule
-from sparse_decode.traffic import step_bytes
+from sparse_decode.attention.attend_inputs import Inputs
+from sparse_decode.caches.cache import CodedDynamicLayer
+from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.costs.traffic import step_bytes
+from sparse_decode.layer.plan import AttentionArgs, LayerPlan, RowRule
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 

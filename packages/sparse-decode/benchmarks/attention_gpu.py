@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import hashcore
 import torch
-from sparse_decode import flash
-from sparse_decode.attend import attend
-from sparse_decode.gpu_model import Layer, card_of, predicted_us
+from sparse_decode.attention import flash
+from sparse_decode.attention.attend import attend
+from sparse_decode.costs.gpu_model import Layer, card_of, predicted_us
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -21,7 +21,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.models import from_config
 from sparse_decode import Budget, attach
-from sparse_decode.gpu_model import Layer, card_of, predicted_us
+from sparse_decode.costs.gpu_model import Layer, card_of, predicted_us
 from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 
 LAYER, LAYERS = Layer(), 4

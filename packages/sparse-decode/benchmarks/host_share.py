@@ -33,7 +33,7 @@ from never_slower import step_of
 from results import machine, store
 from shapes import SHAPES, make_hasher, make_model
 from sparse_decode import Budget, attach
-from sparse_decode.plan import LayerPlan
+from sparse_decode.layer.plan import LayerPlan
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 

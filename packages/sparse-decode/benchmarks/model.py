@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from results import machine, store
 from shapes import make_hasher, qwen
 from sparse_decode import Attachment, Budget, attach
-from sparse_decode.buffer import GrowingBuffer
+from sparse_decode.caches.buffer import GrowingBuffer
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer

@@ -19,10 +19,10 @@ from hashcore.cuda import operands, tensor_search, tensors
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from sparse_decode import Budget, attach
-from sparse_decode.hashers import QueryHeadHasher
-from sparse_decode.remainder import RunningMoments
+from sparse_decode.hashing.hashers import QueryHeadHasher
 from sparse_decode.select import HashSelector
-from sparse_decode.static_moments import StaticMoments
+from sparse_decode.unselected.remainder import RunningMoments
+from sparse_decode.unselected.static_moments import StaticMoments
 from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

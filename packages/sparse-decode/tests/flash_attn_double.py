@@ -101,5 +101,5 @@ def install(monkeypatch):
     module.__spec__ = ModuleSpec("flash_attn", None)
     module.flash_attn_func, module.flash_attn_with_kvcache = flash_attn_func, flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr("sparse_decode.flash.DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr("sparse_decode.attention.flash.DEVICES", ("cuda", "cpu"))
     return module

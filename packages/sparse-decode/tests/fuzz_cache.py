@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from sparse_decode.cache_encoder import Encoder
-from sparse_decode.cache_types import carry_codes
-from sparse_decode.remainder import RunningMoments
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.unselected.remainder import RunningMoments
 from sparse_decode_layers import KINDS, ROOM, encode, stored
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer

@@ -6,10 +6,10 @@ import hashcore
 import pytest
 import torch
 import transformers
-from sparse_decode import calls
-from sparse_decode import plan as plan_module
-from sparse_decode.attend import attend
-from sparse_decode.attend_torch import attend_reference
+from sparse_decode.attention.attend import attend
+from sparse_decode.attention.attend_torch import attend_reference
+from sparse_decode.layer import calls
+from sparse_decode.layer import plan as plan_module
 from sparse_decode.positions import include
 from sparse_decode.select import Rows
 from transformers.cache_utils import QuantizedLayer

@@ -2,11 +2,11 @@
 
 import hashcore
 import torch
-from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
-from sparse_decode.cache_encoder import Encoder
-from sparse_decode.cache_types import QUANTISED, CodedQuantisedLayer, carry_codes, coded_type
-from sparse_decode.offload import HostLayer
-from sparse_decode.remainder import RunningMoments
+from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.cache_types import QUANTISED, CodedQuantisedLayer, carry_codes, coded_type
+from sparse_decode.caches.offload import HostLayer
+from sparse_decode.unselected.remainder import RunningMoments
 from sparse_decode_doubles import WholeNumberLayer
 from transformers.cache_utils import DynamicLayer, StaticLayer
 

@@ -11,12 +11,13 @@ from hashcore.cpu import threads
 from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, attend, attend_reference, intrinsics
-from sparse_decode.attend_inputs import LeftOut
-from sparse_decode.attend_kernels import TILE, _drop
-from sparse_decode.attend_torch import attention_weights
-from sparse_decode.lanes import LANES
-from sparse_decode.softmax import exponentials, greatest
+from sparse_decode import Budget, attend, attend_reference
+from sparse_decode.attention import intrinsics
+from sparse_decode.attention.attend_inputs import LeftOut
+from sparse_decode.attention.attend_kernels import TILE, _drop
+from sparse_decode.attention.attend_torch import attention_weights
+from sparse_decode.attention.lanes import LANES
+from sparse_decode.attention.softmax import exponentials, greatest
 from sparse_decode_doubles import as_sets, masked_attention
 
 # batch, query heads, KV heads, rows, N, D, Dv, most selected
@@ -388,7 +389,7 @@ def test_wrong_arguments_are_named():
         attend(q, k, v, indices, 0.3, sinks=torch.zeros(2))
 
 
-@pytest.mark.parametrize("module", ["encode", "page_kernels"])
+@pytest.mark.parametrize("module", ["hashing.encode", "pages.page_kernels"])
 def test_a_change_of_the_intrinsics_changes_the_files_that_the_compiler_cache_looks_at(module):
     text = pathlib.Path(intrinsics.__file__).read_text(encoding="utf-8")
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]

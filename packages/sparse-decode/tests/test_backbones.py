@@ -62,7 +62,7 @@ def test_changed_backbones_are_dense_at_a_full_budget_and_keep_the_laws(change, 
 
 @pytest.mark.slow
 def test_the_break_even_is_measured_on_quantised_weights(monkeypatch):
-    monkeypatch.setattr("sparse_decode.break_even.LENGTHS", (256,))
+    monkeypatch.setattr("sparse_decode.costs.break_even.LENGTHS", (256,))
     with attach(quantised(tiny_model()), SignHasher(), Budget(dense_below="measured")) as attachment:
         assert attachment.break_even in (256, 512)
 

@@ -12,8 +12,8 @@ import torch
 import transformers
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, OracleSelector, QueryHeadHasher, attach
+from sparse_decode.generation.packed import MARK, CodedBlocks
 from sparse_decode.model import NAMES, PAGED_NAMES
-from sparse_decode.packed import MARK, CodedBlocks
 from sparse_decode_doubles import FAMILIES, VOCABULARY, Calibrated, SignHasher, generate, slow_but, tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api, offloading_manager

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from sparse_decode import Budget, OracleSelector, attach
-from sparse_decode import break_even as module
+from sparse_decode.costs import break_even as module
 from sparse_decode_doubles import Auditor, SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget
 from sparse_decode.budget import Tally
-from sparse_decode.traffic import step_bytes
+from sparse_decode.costs.traffic import step_bytes
 
 FRACTIONS = st.sampled_from(["0.005", "0.01", "0.02", "0.07", "0.1", "0.29", "0.57", "1"])
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparse_decode.buffer import GrowingBuffer
+from sparse_decode.caches.buffer import GrowingBuffer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 

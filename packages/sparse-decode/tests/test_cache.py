@@ -8,11 +8,11 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sparse_decode.cache import Coded
-from sparse_decode.cache_encoder import Encoder
-from sparse_decode.cache_types import carry_codes
-from sparse_decode.remainder import RunningMoments
-from sparse_decode.static_moments import StaticMoments
+from sparse_decode.caches.cache import Coded
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.unselected.remainder import RunningMoments
+from sparse_decode.unselected.static_moments import StaticMoments
 from sparse_decode_layers import (
     ACTS,
     KINDS,

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import transformers
-from sparse_decode import cache_encoder, cache_types
-from sparse_decode.cache_encoder import Encoder, drop_codes
-from sparse_decode.cache_types import carry_codes, coded_type
-from sparse_decode.offload import HostLayer
+from sparse_decode.caches import cache_encoder, cache_types
+from sparse_decode.caches.cache_encoder import Encoder, drop_codes
+from sparse_decode.caches.cache_types import carry_codes, coded_type
+from sparse_decode.caches.offload import HostLayer
 from sparse_decode_doubles import NO_QUANTISED, WholeNumberLayer
 from sparse_decode_layers import ACTS, KINDS, ROOM, cached_keys, check, encode, make, update
 from torch._subclasses.fake_tensor import FakeTensorMode

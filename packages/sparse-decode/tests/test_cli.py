@@ -8,8 +8,9 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.demo import demo_model_path
-from sparse_decode import pace, streaming
+from sparse_decode import streaming
 from sparse_decode.cli import main
+from sparse_decode.costs import pace
 from sparse_decode.streaming import _last_tokens, load_selector
 from sparse_decode_doubles import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, ModernBertDecoderConfig

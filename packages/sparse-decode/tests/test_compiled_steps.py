@@ -4,16 +4,16 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
-from sparse_decode.blocks import RowRule
-from sparse_decode.opaque import attend_step
-from sparse_decode.plan import LayerPlan
+from sparse_decode.caches.opaque import attend_step
+from sparse_decode.layer.blocks import RowRule
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.select import HashSelector, RecentSelector
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 OURS = {
     "hashcore.score",
     "hashcore.topk",
-    "sparse_decode.gather",
+    "sparse_decode.attention.gather",
     "sparse_decode.hash_keys",
     "sparse_decode.hash_queries",
 }

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from sparse_decode import Budget, OracleSelector, RecentSelector, attach, offload, sums
-from sparse_decode.cache_types import QUANTISED
-from sparse_decode.offload import HostLayer
-from sparse_decode.plan import LayerPlan
+from sparse_decode import Budget, OracleSelector, RecentSelector, attach
+from sparse_decode.caches import offload
+from sparse_decode.caches.cache_types import QUANTISED
+from sparse_decode.caches.offload import HostLayer
+from sparse_decode.layer.plan import LayerPlan
+from sparse_decode.unselected import sums
 from sparse_decode_doubles import (
     NO_QUANTISED,
     Auditor,

@@ -9,8 +9,9 @@ import torch
 from hashcore.cpu import threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, attach, dense_step, interface
-from sparse_decode.dense import attend_all
+from sparse_decode import Budget, attach, interface
+from sparse_decode.attention.dense import attend_all
+from sparse_decode.layer import dense_step
 from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -220,9 +221,9 @@ def test_a_static_cache_is_read_up_to_its_length():
     [("dense_kernels", ("attend_kernels", "lanes", "softmax")), ("attend_kernels", ("intrinsics", "lanes", "softmax"))],
 )
 def test_a_change_of_what_is_compiled_in_changes_the_file_that_the_compiler_cache_looks_at(name, others):
-    files = [pathlib.Path(importlib.import_module(f"sparse_decode.{other}").__file__) for other in others]
+    files = [pathlib.Path(importlib.import_module(f"sparse_decode.attention.{other}").__file__) for other in others]
     digest = hashlib.sha256("".join(file.read_text(encoding="utf-8") for file in files).encode()).hexdigest()[:16]
-    kernels = importlib.import_module(f"sparse_decode.{name}")
+    kernels = importlib.import_module(f"sparse_decode.attention.{name}")
     assert digest == kernels.FROM_OTHERS, f"{others} have changed: FROM_OTHERS of {name}.py is now {digest}"
 
 

@@ -4,8 +4,9 @@ import threading
 
 import pytest
 import torch
-from sparse_decode import Budget, exact, exact_refusals
-from sparse_decode.sums import Moments
+from sparse_decode import Budget
+from sparse_decode.generation import exact, exact_refusals
+from sparse_decode.unselected.sums import Moments
 from sparse_decode_doubles import FAMILIES, QUICK, Calibrated, SignHasher, generate, prompts, slow_but, tiny_model
 from sparse_decode_exact import POOR, attached, prompt
 from transformers import DynamicCache, TextStreamer

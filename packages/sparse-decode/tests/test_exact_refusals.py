@@ -1,7 +1,8 @@
 """What exact mode has not: refused in a sentence, before anything runs or is changed."""
 
 import pytest
-from sparse_decode import attach, exact_refusals
+from sparse_decode import attach
+from sparse_decode.generation import exact_refusals
 from sparse_decode_doubles import SignHasher, generate, tiny_model
 from sparse_decode_exact import attached, prompt
 from transformers import AutoModelForCausalLM, Qwen3NextConfig, StaticCache

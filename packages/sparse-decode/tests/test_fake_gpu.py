@@ -29,13 +29,14 @@ from fake_gpu import (
 )
 from hashcore.cuda.program import require_compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, attach, moments
-from sparse_decode.blocks import AttentionArgs, RowRule
-from sparse_decode.hashers import QueryHeadHasher
-from sparse_decode.plan import LayerPlan
+from sparse_decode import Budget, attach
+from sparse_decode.hashing.hashers import QueryHeadHasher
+from sparse_decode.layer.blocks import AttentionArgs, RowRule
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.positions import Sights
-from sparse_decode.remainder import RunningMoments
 from sparse_decode.select import HashSelector, NoCodes, RecentSelector
+from sparse_decode.unselected import moments
+from sparse_decode.unselected.remainder import RunningMoments
 from sparse_decode_doubles import slow_but
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from transformers import StaticCache
@@ -45,7 +46,7 @@ SHAPE = ModelShape.of(config_of("llama"))
 OURS = {
     "hashcore.score",
     "hashcore.topk",
-    "sparse_decode.gather",
+    "sparse_decode.attention.gather",
     "sparse_decode.hash_keys",
     "sparse_decode.hash_queries",
 }

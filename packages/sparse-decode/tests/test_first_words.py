@@ -8,12 +8,14 @@ import torch
 from fake_gpu import TENTH, beyond_dense, config_of, fake_gpu, told
 from hashcore import torch_ops
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, HashSelector, attach, buffer, encode_cuda, encode_weights
-from sparse_decode.blocks import RowRule
-from sparse_decode.buffer import CodeBuffer, keeps_first_words
-from sparse_decode.cache_encoder import Encoder
-from sparse_decode.cache_types import carry_codes
-from sparse_decode.plan import LayerPlan
+from sparse_decode import Budget, HashSelector, attach
+from sparse_decode.caches import buffer
+from sparse_decode.caches.buffer import CodeBuffer, keeps_first_words
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.hashing import encode_cuda, encode_weights
+from sparse_decode.layer.blocks import RowRule
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from sparse_decode_layers import ACTS, KINDS, RESIZABLE, ROOM, encode, make, update
 from sparse_decode_simulated import device, inside
@@ -26,7 +28,7 @@ LISTED = Budget(0.1, shortlist=4)
 @pytest.fixture
 def kept(monkeypatch):
     """Caches in host memory keep first words, too."""
-    for module in (buffer, "sparse_decode.cache", "sparse_decode.forecast"):
+    for module in (buffer, "sparse_decode.caches.cache", "sparse_decode.costs.forecast"):
         place = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{place}.keeps_first_words", lambda wanted, device: wanted)
 

@@ -5,7 +5,8 @@ import sys
 import flash_attn_double
 import pytest
 import torch
-from sparse_decode import AttendingSelector, Budget, attach, attend, attend_reference, flash
+from sparse_decode import AttendingSelector, Budget, attach, attend, attend_reference
+from sparse_decode.attention import flash
 from sparse_decode_doubles import Calibrated, OwnAttention, PaperLikeHasher, SignHasher, generate, prompts, tiny_model
 from transformers import StaticCache
 

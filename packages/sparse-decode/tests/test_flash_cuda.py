@@ -3,7 +3,8 @@
 import flash_attn_double
 import pytest
 import torch
-from sparse_decode import Budget, attach, attend, flash
+from sparse_decode import Budget, attach, attend
+from sparse_decode.attention import flash
 from sparse_decode_doubles import SignHasher, prompts, tiny_model
 
 pytest.importorskip("flash_attn", reason="flash-attn is the extra sparse-decode[flash]; test_flash.py has a double")

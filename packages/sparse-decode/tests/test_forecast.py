@@ -5,7 +5,10 @@ import tracemalloc
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, LshSelector, OracleSelector, attach, blocks, cache_encoder, sums
+from sparse_decode import Budget, LshSelector, OracleSelector, attach
+from sparse_decode.caches import cache_encoder
+from sparse_decode.layer import blocks
+from sparse_decode.unselected import sums
 from sparse_decode_doubles import VOCABULARY, tiny_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache

@@ -12,15 +12,16 @@ import pytest
 import torch
 from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, QueryHeadHasher, attach, fused, fused_kernels
-from sparse_decode.attend_inputs import Inputs
-from sparse_decode.blocks import AttentionArgs, RowRule
-from sparse_decode.cache_encoder import Encoder
-from sparse_decode.cache_types import carry_codes
-from sparse_decode.fused import FusedStep
-from sparse_decode.plan import LayerPlan
+from sparse_decode import Budget, QueryHeadHasher, attach
+from sparse_decode.attention.attend_inputs import Inputs
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.layer import fused, fused_kernels
+from sparse_decode.layer.blocks import AttentionArgs, RowRule
+from sparse_decode.layer.fused import FusedStep
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.select import HashSelector
-from sparse_decode.sums import FOLD, Moments
+from sparse_decode.unselected.sums import FOLD, Moments
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer

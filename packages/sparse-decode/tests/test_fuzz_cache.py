@@ -2,7 +2,7 @@
 
 import pytest
 from fuzz_cache import ALL_KINDS, run, run_round
-from sparse_decode.cache import Coded
+from sparse_decode.caches.cache import Coded
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attach, interface
-from sparse_decode.growing import GrowingLayer, grow, stop_growing
+from sparse_decode.caches.growing import GrowingLayer, grow, stop_growing
 from sparse_decode_doubles import SignHasher, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_decode import Budget, attach, blocks
-from sparse_decode.blocks import RowRule
-from sparse_decode.cache_encoder import Encoder
+from sparse_decode import Budget, attach
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.layer import blocks
+from sparse_decode.layer.blocks import RowRule
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.model import NAMES
-from sparse_decode.plan import LayerPlan
-from sparse_decode.remainder import RunningMoments
+from sparse_decode.unselected.remainder import RunningMoments
 from sparse_decode_doubles import VOCABULARY, Auditor, Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AttentionMaskInterface, DynamicCache, StaticCache
 

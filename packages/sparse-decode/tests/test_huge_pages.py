@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from sparse_decode import huge_pages
-from sparse_decode.buffer import GrowingBuffer
-from sparse_decode.huge_pages import in_huge_pages
+from sparse_decode.caches import huge_pages
+from sparse_decode.caches.buffer import GrowingBuffer
+from sparse_decode.caches.huge_pages import in_huge_pages
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from sparse_decode import moments, remainder, static_moments
-from sparse_decode.remainder import RunningMoments
-from sparse_decode.sums import FOLD, Moments, Rounded
+from sparse_decode.unselected import moments, remainder, static_moments
+from sparse_decode.unselected.remainder import RunningMoments
+from sparse_decode.unselected.sums import FOLD, Moments, Rounded
 from sparse_decode_simulated import device, inside
 
 LAST = 2  # mean keys and the values of eq. 16 come first, then the sums

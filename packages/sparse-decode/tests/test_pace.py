@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_decode import Budget, attach
-from sparse_decode.pace import PROBE, Costs, LayerCost, Pace
+from sparse_decode.costs.pace import PROBE, Costs, LayerCost, Pace
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 
 LAYERS = [LayerCost(512.0, 40.0, 2, 0)] * 4 + [LayerCost(512.0, 512.0, 2, 1 << 60, 1024)] * 2

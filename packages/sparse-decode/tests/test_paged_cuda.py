@@ -13,9 +13,11 @@ from hashcore import torch_library
 from hashcore.cuda.source import read_source
 from hashtrain import Hasher, HasherConfig
 from hostsim import SimulationError, Simulator
-from sparse_decode import Budget, gather, paged_cuda, place_cuda
-from sparse_decode.paged import PagedLayer, Pages
-from sparse_decode.paged_cuda import DeviceStep
+from sparse_decode import Budget
+from sparse_decode.attention import gather
+from sparse_decode.pages import paged_cuda, place_cuda
+from sparse_decode.pages.paged import PagedLayer, Pages
+from sparse_decode.pages.paged_cuda import DeviceStep
 from sparse_decode.select import HashSelector
 from sparse_decode_simulated import device, inside, steps
 from test_paged import DIM, HKV, HQ, SHAPE, Batch, selector

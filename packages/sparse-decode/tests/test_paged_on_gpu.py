@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from sparse_decode import Budget, paged_cuda
-from sparse_decode.paged import PagedLayer, Pages
-from sparse_decode.paged_cuda import DeviceStep
+from sparse_decode import Budget
+from sparse_decode.pages import paged_cuda
+from sparse_decode.pages.paged import PagedLayer, Pages
+from sparse_decode.pages.paged_cuda import DeviceStep
 from test_paged import DIM, Batch, selector
 
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")

@@ -12,7 +12,7 @@ import tensor_parallel
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, QueryHeadHasher, RecentSelector, attach
-from sparse_decode.encode_cuda import PlacedHasher
+from sparse_decode.hashing.encode_cuda import PlacedHasher
 from sparse_decode.parallel import head_shard, shard, shard_hasher
 from sparse_decode_doubles import Auditor, SignHasher, generate, prompts, tiny_model
 from torch.distributed.tensor import DTensor

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from hashtrain import ModelShape
-from sparse_decode import Budget, QueryHeadHasher, attach, encode_cuda
-from sparse_decode.attend_inputs import Inputs
-from sparse_decode.blocks import AttentionArgs, RowRule
-from sparse_decode.cache_types import carry_codes
-from sparse_decode.plan import LayerPlan
+from sparse_decode import Budget, QueryHeadHasher, attach
+from sparse_decode.attention.attend_inputs import Inputs
+from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.hashing import encode_cuda
+from sparse_decode.layer.blocks import AttentionArgs, RowRule
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.select import HashSelector
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from test_fused import make_hasher, tensors

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, attach, encode_cuda, hashers
-from sparse_decode.attend_torch import attend_reference
-from sparse_decode.blocks import AttentionArgs, RowRule
-from sparse_decode.hashers import QueryHeadHasher
-from sparse_decode.plan import LayerPlan
+from sparse_decode import Budget, attach
+from sparse_decode.attention.attend_torch import attend_reference
+from sparse_decode.hashing import encode_cuda, hashers
+from sparse_decode.hashing.hashers import QueryHeadHasher
+from sparse_decode.layer.blocks import AttentionArgs, RowRule
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.select import HashSelector, NoCodes, RecentSelector
 from transformers import (
     AutoModelForCausalLM,
@@ -64,7 +65,7 @@ def test_what_one_mode_left_another_can_use():
 
 def test_two_steps_with_gradients_on():
     plan = LayerPlan(0, RecentSelector(), Budget(0.1), RowRule(None, 1), torch.rand(4, 6))
-    from sparse_decode.remainder import RunningMoments
+    from sparse_decode.unselected.remainder import RunningMoments
 
     moments, x = RunningMoments(), inputs(101)
     q, k, v = (y.requires_grad_() for y in (x.q, x.k, x.v))
@@ -105,7 +106,7 @@ def test_a_step_that_hashes_keys_and_queries_at_once_is_one_that_hashes_them_apa
     for at_once in (False, True):
         cache = DynamicCache(config=config)
         if at_once:
-            monkeypatch.setattr("sparse_decode.calls.readable", lambda x: False)
+            monkeypatch.setattr("sparse_decode.layer.calls.readable", lambda x: False)
             monkeypatch.setattr(encode_cuda, "supports", lambda layer, x: x.shape[2] == 1)
             monkeypatch.setattr(hashers, "encode_cuda", SimpleNamespace(**vars(encode_cuda) | {"step": step}))
         with torch.no_grad(), attach(model, of(hasher), Budget(0.2)):

@@ -5,10 +5,12 @@ import tracemalloc
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import HashSelector, cache_encoder, sums
-from sparse_decode.cache_encoder import Encoder
-from sparse_decode.cache_types import carry_codes
-from sparse_decode.remainder import RunningMoments
+from sparse_decode import HashSelector
+from sparse_decode.caches import cache_encoder
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.unselected import sums
+from sparse_decode.unselected.remainder import RunningMoments
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer, StaticLayer
 

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from hashtrain.evaluation.remainder import Evidence, add_remainder, linear_values, log_weight
-from sparse_decode import Budget, attach, attend, plan
-from sparse_decode.remainder import RunningMoments
-from sparse_decode.sums import FOLD
+from sparse_decode import Budget, attach, attend
+from sparse_decode.layer import plan
+from sparse_decode.unselected.remainder import RunningMoments
+from sparse_decode.unselected.sums import FOLD
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 
 ROUNDED = 1e-2

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference, blocks
+from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference
+from sparse_decode.layer import blocks
 from sparse_decode_doubles import (
     FAMILIES,
     TOLERANCE,

@@ -8,7 +8,7 @@ import torch
 from hashcore import reference
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, Rows, attach
-from sparse_decode.traffic import step_bytes
+from sparse_decode.costs.traffic import step_bytes
 from sparse_decode_doubles import SignHasher, tiny_model
 
 N = 2300

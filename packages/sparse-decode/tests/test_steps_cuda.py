@@ -7,8 +7,9 @@ import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode import encode_cuda, encode_weights, remainder
-from sparse_decode.sums import FOLD, Moments, Rounded
+from sparse_decode.hashing import encode_cuda, encode_weights
+from sparse_decode.unselected import remainder
+from sparse_decode.unselected.sums import FOLD, Moments, Rounded
 
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
 pytestmark = [

@@ -10,8 +10,9 @@ import torch
 import transformers
 from fake_gpu import fake_gpu
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, QueryHeadHasher, attach, calls, dense_step, plan
+from sparse_decode import Budget, QueryHeadHasher, attach
 from sparse_decode.interface import register
+from sparse_decode.layer import calls, dense_step, plan
 from sparse_decode.model import FLASH_NAME, NAMES
 from sparse_decode.select import HashSelector
 from sparse_decode_doubles import Calibrated, OwnAttention, SignHasher, generate, prompts, slow_but, tiny_model

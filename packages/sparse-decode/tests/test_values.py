@@ -4,12 +4,12 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
-from sparse_decode.attend_inputs import require_values
-from sparse_decode.attend_torch import attend_reference
-from sparse_decode.blocks import AttentionArgs, RowRule
-from sparse_decode.plan import LayerPlan
+from sparse_decode.attention.attend_inputs import require_values
+from sparse_decode.attention.attend_torch import attend_reference
+from sparse_decode.costs.traffic import step_bytes
+from sparse_decode.layer.blocks import AttentionArgs, RowRule
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.select import HashSelector, RecentSelector
-from sparse_decode.traffic import step_bytes
 from sparse_decode_doubles import tiny_model
 from transformers import StaticCache
 

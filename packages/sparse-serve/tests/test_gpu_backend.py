@@ -33,8 +33,9 @@ from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hostsim import Simulator, compiler
 from serve_engine import built, impls
-from sparse_decode import gather, paged_cuda, place_cuda
-from sparse_decode.paged import Step
+from sparse_decode.attention import gather
+from sparse_decode.pages import paged_cuda, place_cuda
+from sparse_decode.pages.paged import Step
 from sparse_decode.select import HashSelector
 from sparse_serve.device_batch import device_pages, rounded
 from sparse_serve.served import Served

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from serve_engine import DIM, HEADS, SIZE, FullAttentionSpec, built, engine, halves, impls, reshape_and_cache
-from sparse_decode import huge_pages
+from sparse_decode.caches import huge_pages
 
 PAGES = 24
 

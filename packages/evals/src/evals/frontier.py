@@ -2,8 +2,8 @@
 
     share = (codes, or what a rival stores per token + keys and values read + state of the remainder) / dense bytes
 
-for one layer's decode step at the middle of the rows that a run scored (`sparse_decode.traffic.step_bytes`). The oracle
-must read all keys to find its tokens. These bytes are left out, so that its line shows the limit of a perfect search;
+for one layer's decode step at the middle of the rows that a run scored
+(`sparse_decode.costs.traffic.step_bytes`). The oracle must read all keys to find its tokens. These bytes are left out, so that its line shows the limit of a perfect search;
 it is never marked as the best.
 """
 
@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from sparse_decode.budget import Budget
-from sparse_decode.traffic import step_bytes
+from sparse_decode.costs.traffic import step_bytes
 
 from evals.figures import COLOURS, MARKERS
 from evals.grid import Grid, cell_of, percent

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from hashtrain.config import RECENT, SINK
 from sparse_decode import HashSelector, Rows, attend
-from sparse_decode.attend_inputs import LeftOut
+from sparse_decode.attention.attend_inputs import LeftOut
 from sparse_decode.positions import visible_span, with_ends
 from torch import Tensor
 

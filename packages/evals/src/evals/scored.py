@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hashtrain import Hasher
 from sparse_decode import Rows
-from sparse_decode.encode_cuda import PlacedHasher
+from sparse_decode.hashing.encode_cuda import PlacedHasher
 from sparse_decode.oracle import best_floats
 from sparse_decode.select import NoCodes
 from torch import Tensor

@@ -6,10 +6,10 @@ from hashtrain.lazy import export
 
 if TYPE_CHECKING:
     from sparse_decode.attach import Attachment, attach
-    from sparse_decode.attend import attend
-    from sparse_decode.attend_torch import attend_reference
+    from sparse_decode.attention.attend import attend
+    from sparse_decode.attention.attend_torch import attend_reference
     from sparse_decode.budget import Budget
-    from sparse_decode.hashers import KeyQueryHasher, QueryHeadHasher
+    from sparse_decode.hashing.hashers import KeyQueryHasher, QueryHeadHasher
     from sparse_decode.oracle import OracleSelector
     from sparse_decode.select import (
         AttendingSelector,
@@ -24,10 +24,10 @@ export(
     __name__,
     {
         "attach": ("Attachment", "attach"),
-        "attend": ("attend",),
-        "attend_torch": ("attend_reference",),
+        "attention.attend": ("attend",),
+        "attention.attend_torch": ("attend_reference",),
         "budget": ("Budget",),
-        "hashers": ("KeyQueryHasher", "QueryHeadHasher"),
+        "hashing.hashers": ("KeyQueryHasher", "QueryHeadHasher"),
         "oracle": ("OracleSelector",),
         "select": (
             "AttendingSelector",

@@ -20,17 +20,19 @@ from sparse_decode.attach_checks import (
     require_flash,
     require_rows,
 )
-from sparse_decode.batching import Batching
-from sparse_decode.blocks import RowRule
 from sparse_decode.budget import Budget
-from sparse_decode.cache import CodedDynamicLayer
-from sparse_decode.cache_types import CODED, cache_layer, carry_codes, is_quantised
-from sparse_decode.exact import Drafts, ExactHook, retype
-from sparse_decode.exact_refusals import require_exact, require_forgets
-from sparse_decode.forecast import Forecast, forecast
-from sparse_decode.growing import GrowingLayer, grow, stop_growing
-from sparse_decode.hashers import KeyQueryHasher
+from sparse_decode.caches.cache import CodedDynamicLayer
+from sparse_decode.caches.cache_types import CODED, cache_layer, carry_codes, is_quantised
+from sparse_decode.caches.growing import GrowingLayer, grow, stop_growing
+from sparse_decode.caches.offload import HostLayer
+from sparse_decode.costs.forecast import Forecast, forecast
+from sparse_decode.generation.batching import Batching
+from sparse_decode.generation.exact import Drafts, ExactHook, retype
+from sparse_decode.generation.exact_refusals import require_exact, require_forgets
+from sparse_decode.hashing.hashers import KeyQueryHasher
 from sparse_decode.interface import NO_COPY, Hook, register
+from sparse_decode.layer.blocks import RowRule
+from sparse_decode.layer.plan import Backend, LayerPlan
 from sparse_decode.model import (
     FLASH_NAME,
     NAMES,
@@ -41,9 +43,7 @@ from sparse_decode.model import (
     require_attachable,
     set_attention,
 )
-from sparse_decode.offload import HostLayer
 from sparse_decode.parallel import shard_shape
-from sparse_decode.plan import Backend, LayerPlan
 from sparse_decode.planning import Options, plan_layers
 from sparse_decode.select import Selector
 

@@ -11,12 +11,12 @@ from hashtrain import ModelShape
 from hashtrain.models import text_decoder
 from transformers import PreTrainedModel
 
-from sparse_decode import flash
-from sparse_decode.attend_inputs import require_values
+from sparse_decode.attention import flash
+from sparse_decode.attention.attend_inputs import require_values
 from sparse_decode.budget import Budget
-from sparse_decode.hashers import KeyQueryHasher
+from sparse_decode.hashing.hashers import KeyQueryHasher
+from sparse_decode.layer.plan import Backend
 from sparse_decode.model import Attention, require_all_full, require_kernels, require_own_keys
-from sparse_decode.plan import Backend
 from sparse_decode.select import AttendingSelector, HashSelector, Selector
 
 

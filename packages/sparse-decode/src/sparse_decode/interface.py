@@ -5,7 +5,7 @@ an argument because threads share module state and context variables break compi
 
 Most calls are alike: one token and no options. For those, the hook and the function do as little as possible. A small
 layer at a short context takes a millisecond, and the hook's overhead must stay below 2 % of that; a longer one takes a
-step in one go (`LayerPlan.step`). `sparse_decode.calls` runs all other calls.
+step in one go (`LayerPlan.step`). `sparse_decode.layer.calls` runs all other calls.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 from transformers.utils.output_capturing import _active_collector
 
-from sparse_decode import calls
-from sparse_decode.attend_inputs import Inputs
-from sparse_decode.cache import CodedDynamicLayer
-from sparse_decode.dense_step import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
-from sparse_decode.growing import FROM, GrowingLayer, grow
+from sparse_decode.attention.attend_inputs import Inputs
+from sparse_decode.caches.cache import CodedDynamicLayer
+from sparse_decode.caches.growing import FROM, GrowingLayer, grow
+from sparse_decode.layer import calls
+from sparse_decode.layer.dense_step import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.model import CACHE_NAMES, FLASH_NAME, NAMES, OTHER_STATES, PAGED_NAMES
-from sparse_decode.plan import LayerPlan
 
 KEYWORD = "sparse_decode"
 NO_COPY = (

@@ -20,7 +20,7 @@ from hashtrain.models import text_decoder
 from torch import nn
 from transformers import PreTrainedModel
 
-from sparse_decode.attend_inputs import require
+from sparse_decode.attention.attend_inputs import require
 from sparse_decode.modes import autocasts
 
 # Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.

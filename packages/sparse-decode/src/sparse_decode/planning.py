@@ -24,14 +24,14 @@ from sparse_decode.attach_checks import (
     require_remainder,
     require_selector,
 )
-from sparse_decode.blocks import RowRule
-from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
-from sparse_decode.hashers import KeyQueryHasher
+from sparse_decode.costs.break_even import break_even, predicted
+from sparse_decode.costs.pace import Costs, Pace
+from sparse_decode.hashing.hashers import KeyQueryHasher
+from sparse_decode.layer.blocks import RowRule
+from sparse_decode.layer.plan import Backend, LayerPlan
 from sparse_decode.model import Attention, sparse_modules
-from sparse_decode.pace import Costs, Pace
 from sparse_decode.parallel import head_shard, shard, shard_shape
-from sparse_decode.plan import Backend, LayerPlan
 from sparse_decode.positions import Sights
 from sparse_decode.select import Selector
 

@@ -13,8 +13,8 @@ from hashcore.torch_ops import OPERATORS
 from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
-from sparse_decode.encode_cuda import PlacedHasher
-from sparse_decode.hashers import KeyQueryHasher, PerHead, QueryHeadHasher
+from sparse_decode.hashing.encode_cuda import PlacedHasher
+from sparse_decode.hashing.hashers import KeyQueryHasher, PerHead, QueryHeadHasher
 from sparse_decode.modes import readable
 from sparse_decode.parallel import shard
 from sparse_decode.positions import between, last_visible, visible_span

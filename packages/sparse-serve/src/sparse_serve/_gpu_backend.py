@@ -3,9 +3,9 @@
 Only vLLM imports this module, by its path. The builder of a group of layers decides which are sparse: those of ordinary
 full attention, except the dense ones. All others use vLLM's implementation unchanged. A sparse layer
 
-1. writes keys and values as vLLM does, and codes to the tail of each page (`sparse_decode.paged_cuda`);
+1. writes keys and values as vLLM does, and codes to the tail of each page (`sparse_decode.pages.paged_cuda`);
 2. attends in prompts, whole or chunked, with FlashAttention;
-3. attends in rows of one token with `sparse_decode.paged_cuda`, in place.
+3. attends in rows of one token with `sparse_decode.pages.paged_cuda`, in place.
 
 A batch of such rows alone can be a CUDA graph: everything that depends on lengths and tables is computed on the device,
 by the first sparse layer of the step. A graph cannot tell a prompt's last token, alone in its chunk, from a decode
@@ -22,8 +22,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
-from sparse_decode import gather, paged_cuda
+from sparse_decode.attention import gather
 from sparse_decode.budget import Budget
+from sparse_decode.pages import paged_cuda
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index

@@ -32,12 +32,12 @@ class DeviceBatch:
         self._steps: dict[Any, Any] = {}
 
     def step(self) -> Any:
-        """Return the `sparse_decode.paged_cuda.DeviceStep` of the rows that decode, made once for all layers.
+        """Return the `sparse_decode.pages.paged_cuda.DeviceStep` of the rows that decode, made once for all layers.
 
         A capture makes its own: it must contain the computation from lengths and tables, and its memory.
         """
         from hashcore.cuda import launch
-        from sparse_decode.paged_cuda import DeviceStep
+        from sparse_decode.pages.paged_cuda import DeviceStep
 
         blocks, lengths, longest, size, budget = self._given
         lane = launch.lane(blocks.device)
@@ -57,14 +57,14 @@ def rounded(longest: int, size: int, most: int) -> int:
 
 
 def device_pages(cache: Tensor, words: int) -> Any:
-    """View a layer's cache [M, Hkv, S, 2 D] as `sparse_decode.paged.Pages`: keys, values, and codes in the page's tail.
+    """View a layer's cache [M, Hkv, S, 2 D] as `paged.Pages`: keys, values, and codes in the page's tail.
 
     A token's key is followed by its value; heads and tokens may be in either order.
 
     Raises: ValueError if keys and values do not fill the beginning of a page, or codes of `words` words do not fit
         behind them.
     """
-    from sparse_decode.paged import Pages
+    from sparse_decode.pages.paged import Pages
 
     count, heads, size, width = cache.shape
     others, item = heads * size * width, cache.element_size()

@@ -104,11 +104,11 @@ class Served:
         return cls._known[id(engine)]
 
     def layer(self, index: int, impl: Any) -> Any:
-        """Create the `sparse_decode.paged.PagedLayer` of one of vLLM's attention layers.
+        """Create the `sparse_decode.pages.paged.PagedLayer` of one of vLLM's attention layers.
 
         Raises: ValueError if the layer does what sparse layers do not support.
         """
-        from sparse_decode.paged import PagedLayer
+        from sparse_decode.pages.paged import PagedLayer
 
         if impl.alibi_slopes is not None:
             raise ValueError("spotlight does not support attention biases, got a model with ALiBi; serve without it")
@@ -125,7 +125,7 @@ class Served:
 
     def tail_bytes(self, block_size: int, heads: int, others: int) -> int:
         """Return the bytes that codes add to a page."""
-        from sparse_decode.paged import tail_bytes
+        from sparse_decode.pages.paged import tail_bytes
 
         return tail_bytes(block_size, heads, self._words, others)
 
@@ -142,14 +142,14 @@ class Served:
     @staticmethod
     def move_to_huge_pages(cache: Tensor) -> int:
         """Put the memory of a layer's cache in huge pages, because tokens are read far apart; return its address."""
-        from sparse_decode.huge_pages import in_huge_pages
+        from sparse_decode.caches.huge_pages import in_huge_pages
 
         in_huge_pages(torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()), written=True)
         return cache.data_ptr()
 
     def pages(self, cache: Tensor) -> Any:
-        """View a layer's cache [M, Hkv, S, 2 D] as `sparse_decode.paged.Pages`: keys, values, and codes after them."""
-        from sparse_decode.paged import Pages
+        """View a layer's cache [M, Hkv, S, 2 D] as `paged.Pages`: keys, values, and codes after them."""
+        from sparse_decode.pages.paged import Pages
 
         pages, heads, size, width = cache.shape
         both = cache.view(pages, heads, 2 * size, width // 2)

@@ -15,7 +15,7 @@ import math
 import numpy as np
 import torch
 from sparse_decode import Rows
-from sparse_decode.compiled import run
+from sparse_decode.attention.compiled import run
 from sparse_decode.select import NoCodes
 from torch import Tensor
 

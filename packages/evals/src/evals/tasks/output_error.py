@@ -12,7 +12,7 @@ from hashtrain.evaluation.remainder import linear_values
 from hashtrain.training.target import top_count
 from rich.console import Console
 from sparse_decode import AttendingSelector, Budget, Rows, attach, attend
-from sparse_decode.attend_inputs import LeftOut
+from sparse_decode.attention.attend_inputs import LeftOut
 from sparse_decode.positions import with_ends
 from sparse_decode.select import NoCodes
 from torch import Tensor

@@ -1,0 +1,76 @@
+"""Dense softmax attention of decode steps on the CPU: each key and value is read once, for all heads that share it.
+
+    out_h = sum_{j visible} exp(l_j) v_j / (exp(s_h) + sum_{j visible} exp(l_j)),  l_j = scaling q_h . k_j, soft-capped
+
+    q [B, Hq, R, D]   k, v [B, Hkv, N, D]   mask [B or 1, 1, R, N] or None for causal   out [B, R, Hq, Dv]
+
+The equation is that of `sparse_decode.attend` with all visible tokens selected, without a list of indices. torch's own
+attention repeats the keys for each query head, or uses too few threads for so few rows.
+"""
+
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hashcore.cpu.threads import compiled
+from torch import Tensor
+
+from sparse_decode.attention import dense_kernels
+from sparse_decode.attention.attend import place
+from sparse_decode.attention.attend_inputs import KINDS, LIKE
+from sparse_decode.attention.compiled import run
+from sparse_decode.attention.lanes import LANES, WIDTH
+
+_NO_MASK = np.empty((0, 0, 0), np.uint8)
+
+
+def attend_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    mask: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | None:
+    """Attend to all visible tokens.
+
+    Args:
+        q: [B, Hq, R, D], few rows; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; float32, bfloat16 or float16 of one type, on
+            the CPU; components must be contiguous (stride 1), all other strides are free.
+        scaling: factor on the logits, usually D^-0.5.
+        mask: the visible tokens of each row, bool [B or 1, 1, R, N]; None: the last of the R rows sees all N tokens,
+            and each row before it one fewer.
+        softcap: soft cap of the logits, above 0; None for none.
+        sinks: one learned sink logit per query head [Hq]: part of the softmax, without a value.
+    Returns: [B, R, Hq, Dv] in q's type; sums are float32, bit for bit the same for any number of threads. None if a row
+        sees no token.
+    Source: docs/algorithm.md, eq. 8, with all visible tokens selected.
+    """
+    (batch, hq, n_rows, dim), (hkv, n), dim_v = q.shape, k.shape[1:3], v.shape[3]
+    group, chunks = hq // hkv, -(-n // dense_kernels.CHUNK)
+    wide, wide_v, kind = -(-dim // WIDTH) * WIDTH, -(-dim_v // WIDTH) * WIDTH, KINDS[k.dtype]
+    queries = np.zeros((batch, hkv, n_rows, group, wide), np.float32)
+    rows = (q.detach() if q.requires_grad else q).float().numpy()
+    queries[..., :dim] = rows.reshape(batch, hkv, group, n_rows, dim).swapaxes(2, 3)
+    if kind == 1:  # the order of `lanes.place`
+        queries = np.ascontiguousarray(queries.reshape(*queries.shape[:4], -1, LANES, 2).swapaxes(-1, -2))
+    shown = _NO_MASK if mask is None else mask[:, 0].contiguous().view(torch.uint8).numpy()
+    lines = batch, hkv, chunks, n_rows * group
+    sums, stats = np.empty((*lines, wide_v), np.float32), np.empty((*lines, 2), np.float32)
+    out = np.empty((batch, n_rows, hkv, group, dim_v), np.float32)
+    limit = np.full((hkv, group), -np.inf, np.float32)
+    if sinks is not None:
+        limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
+    (k_address, k_reach, k_at), (v_address, v_reach, v_at) = place(k), place(v)
+    where = k_address, k_reach, (*k_at, dim), v_address, v_reach, (*v_at, dim_v), LIKE[k.element_size()]
+    factors = np.float32(scaling), np.float32(softcap or 0), kind
+    given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, stats
+    run(dense_kernels.tasks, batch * hkv * chunks, batch * hq * n_rows * n * (dim + dim_v), *given)
+    if not compiled(dense_kernels.combine)(0, batch, sums, stats, limit, out, kind):
+        return None
+    return torch.from_numpy(out.reshape(batch, n_rows, hq, dim_v)).to(q.dtype)

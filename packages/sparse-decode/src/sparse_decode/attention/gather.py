@@ -1,0 +1,379 @@
+"""Attention over selected tokens on CUDA: prepares the two launches of kernels/gather.cu."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hashcore.cuda import launch
+from hashcore.cuda.kept import Table, scratch
+from hashcore.cuda.kernels import Kept, Launch, make_launch
+from hashcore.cuda.layout import SAMPLES, Pages
+from hashcore.cuda.operands import Tables, page_tables
+from torch import Tensor
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+THREADS = 128
+MAX_GROUP = 16
+SLOTS = 16
+LEAST_SLOTS = 128  # per split; with fewer, its partial sums would take as many bytes as its keys and values
+BLOCKS_PER_SM = 3
+SIMULATED_SMS = 2
+_TYPES = {torch.bfloat16: 1, torch.float16: 0}
+
+
+Run = Callable[[Iterable[Launch], torch.device, Path], None]
+"""Executes launches on a device, from a folder of kernels: `hashcore.cuda.launch.run`, or the simulator in tests."""
+
+
+class Rows(ctypes.Structure):
+    """Strides of batch row, head and token in elements: Rows of kernels/gather.cu."""
+
+    _fields_ = (("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("token", ctypes.c_int64))
+
+
+class Shape(ctypes.Structure):
+    """Shape of kernels/gather.cu, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("sets", "queries", "width", "group", "heads_per_kv", "tokens", "slots")),
+        *((name, ctypes.c_int32) for name in ("sink", "recent")),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+    )
+
+
+class LeftOut(ctypes.Structure):
+    """LeftOut of kernels/gather.cu: addresses."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("coefficients", "mean_keys", "values", "visible"))
+
+
+def macros(dim: int, value_dim: int, dtype: torch.dtype, paged: bool = False) -> tuple[tuple[str, str], ...]:
+    """Return the macros that gather.cu is compiled with."""
+    named = {"SPARSE_DIM": dim, "SPARSE_VALUE_DIM": value_dim, "SPARSE_BF16": _TYPES[dtype]}
+    named |= {"HASHCORE_PAGES": 1} if paged else {}
+    return tuple((name, str(value)) for name, value in named.items())
+
+
+def require(dtype: torch.dtype, dims: Collection[int], group: int) -> None:
+    """Raise ValueError if the kernel does not support a dtype, head size, or number of query heads per index set."""
+    if dtype not in _TYPES:
+        raise ValueError(f"sparse attention on CUDA needs bfloat16 or float16, got {dtype}; convert the model")
+    if group > MAX_GROUP:
+        raise ValueError(f"sparse attention on CUDA supports up to {MAX_GROUP} query heads per index set, got {group}")
+    if odd := [dim for dim in dims if dim % 16 or not 16 <= dim <= 256]:
+        raise ValueError(f"keys and values on CUDA must have a multiple of 16 components, at most 256, got {odd[0]}")
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
+    """Raise ValueError if the kernel does not support these tensors."""
+    _check_form(q, k, v, indices)
+    for name, x in (("keys", k), ("values", v)):
+        if q.is_cuda and not (x.is_cuda or x.is_pinned()):
+            raise ValueError(f"{name} in host memory must be pinned for CUDA to read them; call .pin_memory()")
+        if x.data_ptr() % 16:
+            raise _misplaced(name, x)
+
+
+def _check_form(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
+    """Run the part of `check` that depends on shapes, strides and dtypes only."""
+    require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
+    for name, x in (("keys", k), ("values", v)):
+        if any(step % 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1):
+            raise _misplaced(name, x)
+
+
+def _misplaced(name: str, x: Tensor) -> ValueError:
+    return ValueError(
+        f"rows of {name} on CUDA must be aligned to 16 bytes, got strides {x.stride()} and an address that is "
+        f"{x.data_ptr() % 16} modulo 16; call .clone()"
+    )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    left_out: Sequence[Tensor | None] = (None,) * 4,
+    ends: Sequence[int] = (0, 0),
+    always: Tensor | None = None,
+    run: Run | None = None,
+    lse: bool = True,
+    blocks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `sparse_decode.attend.attend` for arguments that were checked; the second result is None without lse.
+
+    Args: as there; left_out: the fields of its `LeftOut`, or four times None; always: its `ends`, if that is a tensor.
+        blocks: page tables, int32 or int64 [B, T]. Then k and v are pages [M, Hkv, S, D] and [M, Hkv, S, Dv], S a power
+            of two and M above 0; token j of a row is token j % S of page blocks[j // S], and N = T S. Page numbers out
+            of range count as M - 1.
+
+    Weights are rounded to q's dtype before they multiply values; sums are float32. Indices outside [0, N) are unused.
+    """
+    device = q.device
+    more = sinks is None, left_out[0] is None, None if always is None else always.shape, lse
+    tables = None if blocks is None else page_tables(blocks, (q.shape[0],))
+    how = scaling, softcap, ends[0], ends[1], more, None if tables is None else (tables.blocks.shape[-1], tables.width)
+    form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
+    call = _calls.found.get(form)
+    if call is None:
+        given = q, k, v, indices, ends, always, scaling, softcap, sinks is None and left_out[0] is None
+        call = _renewed(form, *given) if tables is None else _calls.keep(form, _prepare(*given, tables))
+    out, known = torch.empty_like(call.like), q.new_empty(*call.lse, dtype=torch.float32) if lse else None
+    if call.launches is None:
+        if known is not None:
+            known[0], known[1] = 0, -torch.inf
+        return out.zero_(), known
+    held = _place(call, q, k, v, indices, out, known, (sinks, left_out, always))
+    if tables is not None:
+        call.pages.table = tables.blocks.data_ptr()
+    (launch.run if run is None else run)(call.launches, device, KERNELS)
+    del held  # kept until the launches are in the stream; from here on the allocator may reuse them
+    return out, known
+
+
+class _Arguments(NamedTuple):
+    """The arguments that change from call to call: addresses."""
+
+    q: ctypes.c_void_p
+    k: ctypes.c_void_p
+    v: ctypes.c_void_p
+    indices: ctypes.c_void_p
+    sums: ctypes.c_void_p
+    stats: ctypes.c_void_p
+    counts: ctypes.c_void_p
+    always: ctypes.c_void_p
+    sinks: ctypes.c_void_p
+    out: ctypes.c_void_p
+    lse: ctypes.c_void_p
+    left_out: LeftOut
+
+
+class _Call(NamedTuple):
+    """Prepared launches for one set of shapes, strides and options."""
+
+    at: _Arguments
+    like: Tensor
+    """A tensor like the result; `empty_like` takes less time than `new_empty`."""
+    lse: tuple[int, ...]
+    stats: int
+    """Bytes from the sums in scratch memory to the statistics."""
+    counts: int
+    unused: int
+    """Bytes from the sums to scratch memory for the lse if the caller does not want it."""
+    words: int
+    """Words of scratch memory, including that of searches."""
+    alone: bool
+    """Whether there are no sinks, no remainder, and no list of tokens that are always read."""
+    launches: Kept | None
+    """None: there is nothing to read."""
+    shape: Shape
+    strides: tuple[Rows, Rows]
+    pages: Pages
+
+    def resize(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, ends: Sequence[int], always: Tensor | None
+    ) -> bool:
+        """Adapt the launches to a new number of tokens; False if their grids would have to change."""
+        _check_form(q, k, v, indices)
+        n, width, shape = v.shape[2], indices.shape[3], self.shape
+        sink, recent = _ends(ends, always, n)
+        if self.launches is None or not sink + width + recent:
+            return False
+        tasks, splits = self.launches[0].grid
+        slots, wanted = split(tasks, sink + width + recent, _sm_count(q.device))
+        if wanted != splits:
+            return False
+        shape.tokens, shape.width, shape.slots, shape.sink, shape.recent = n, width, slots, sink, recent
+        for rows, x in zip(self.strides, (k, v), strict=True):
+            rows.batch, rows.head, rows.token = x.stride()[:3]
+        return True
+
+    def place(self, address: int) -> None:
+        """Set the address of scratch memory, if it has changed."""
+        at = self.at
+        if at.sums.value != address:
+            at.sums.value, at.stats.value, at.counts.value = address, address + self.stats, address + self.counts
+            at.lse.value = address + self.unused
+
+
+_calls: Table[_Call] = Table()
+
+
+def _renewed(form: tuple[Any, ...], *given: Any) -> _Call:
+    """Return the launches for a form: those of the previous length, updated, or new ones; given: of `_prepare`."""
+    q, k, v, indices, *_ = given
+    (*lead, n, dim), value_dim = k.shape, v.shape[3]
+    kind = q.shape, *lead, dim, value_dim, indices.shape[:3], *form[6:]
+    return _calls.renew(form, kind, n, lambda made: made.resize(*given[:6]), lambda: _prepare(*given))
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    ends: Sequence[int],
+    always: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    plain: bool,
+    tables: Tables | None = None,
+) -> _Call:
+    """Create the launches for a form; plain: without sinks and remainder."""
+    _check_form(q, k, v, indices)
+    (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
+    pages = Pages()
+    if tables is not None:
+        pages, n = _pages(k, tables), n * tables.blocks.shape[1]
+    sets, width = indices.shape[1], indices.shape[3]
+    at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
+    results = q.new_empty(batch, queries, hq, value_dim), (2, batch, queries, hq)
+    (sink, recent), rows, shape = _ends(ends, always, n), (Rows(*k.stride()[:3]), Rows(*v.stride()[:3])), Shape()
+    if not sink + width + recent or not q.shape.numel() or not n:
+        return _Call(at, *results, 0, 0, 0, 0, True, None, shape, rows, pages)
+    group, tasks = hq // sets, batch * sets * queries
+    slots, splits = split(tasks, sink + width + recent, _sm_count(q.device))
+    shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
+    first = (*at[:7], *rows, shape, at.always, *(() if tables is None else (pages,)))
+    counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
+    second = (*at[4:7], at.sinks, at.out, at.lse, *counts, shape, at.q, at.left_out)
+    defined = macros(dim, value_dim, q.dtype, paged=tables is not None)
+    launches = [
+        make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined),
+        make_launch("gather.cu", "combine", (tasks, group), THREADS, second, defined, programmatic=True),
+    ]
+    scratch = _scratch_at(tasks, splits, group, value_dim)
+    return _Call(at, *results, *scratch, plain and always is None, Kept(launches), shape, rows, pages)
+
+
+def _scratch_at(tasks: int, splits: int, group: int, value_dim: int) -> tuple[int, int, int, int]:
+    """Return where statistics, counts and an unused lse lie behind the sums, in bytes, and the words of all memory."""
+    parts = tasks * splits
+    stats, counts, lse, end = itertools.accumulate(
+        (parts * group * value_dim, 3 * parts * group, parts, 2 * tasks * group)
+    )
+    return 4 * stats, 4 * counts, 4 * lse, SAMPLES + end
+
+
+def _pages(k: Tensor, tables: Tables) -> Pages:
+    """Return the kernel's argument for keys in pages. Raises: ValueError if it does not support them."""
+    count, _, size, _ = k.shape
+    if size & (size - 1) or not size or not 0 < count * size < 1 << 31:
+        raise ValueError(
+            f"pages on CUDA must have a power of two of tokens, below 2^31 in all, got {count} pages of {size}; use "
+            "pages of 16 or 32"
+        )
+    return Pages(None, 0, tables.width, 1, size.bit_length() - 1, count - 1)
+
+
+def _ends(ends: Sequence[int], always: Tensor | None, n: int) -> tuple[int, int]:
+    """Return the numbers of slots of sink (or listed) tokens and of recent tokens."""
+    sink = min(ends[0], n)
+    return (sink, min(ends[1], n - sink)) if always is None else (always.shape[1], 0)
+
+
+def _place(
+    call: _Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    known: Tensor | None,
+    more: tuple[Tensor | None, Sequence[Tensor | None], Tensor | None],
+) -> list[Tensor | None]:
+    """Set all addresses; return the tensors that were made, which must stay alive until the launch.
+
+    Args: more: sinks, left_out and always of `attend`; known: the second result of it; the others as there.
+    """
+    q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
+    if (keys | values) % 16:
+        check(q, k, v, indices)
+    at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
+    at.out.value = out.data_ptr()
+    call.place(scratch(call.words, q.device).address + 4 * SAMPLES)
+    if known is not None:
+        at.lse.value = known.data_ptr()
+    return [q, indices] if call.alone else [q, indices, *_place_more(at, *more)]
+
+
+def _place_more(
+    at: _Arguments, sinks: Tensor | None, left_out: Sequence[Tensor | None], always: Tensor | None
+) -> list[Tensor | None]:
+    """Set the addresses of the optional tensors; return the tensors, which must stay alive until the launch."""
+    sinks = None if sinks is None else sinks.float().contiguous()
+    found = [None if x is None else x.contiguous() for x in (always, *left_out)]
+    at.sinks.value, given = None if sinks is None else sinks.data_ptr(), at.left_out
+    at.always.value, given.coefficients, given.mean_keys, given.values, given.visible = (
+        None if x is None else x.data_ptr() for x in found
+    )
+    return [sinks, *found]
+
+
+def split(tasks: int, width: int, sms: int) -> tuple[int, int]:
+    """Return the slots per split and the number of splits: enough blocks to fill the device, none too small."""
+    wanted = max(1, min(BLOCKS_PER_SM * sms // tasks, -(-width // LEAST_SLOTS)))
+    slots = -(-width // (wanted * SLOTS)) * SLOTS
+    return slots, -(-width // slots)
+
+
+def _sm_count(device: torch.device) -> int:
+    return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS
+
+
+def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    """Return a tensor of the operator's result shape: its fake implementation."""
+    batch, hq, queries, _ = q.shape
+    return q.new_empty(batch, queries, hq, v.shape[3])
+
+
+def _empty_with_lse(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    batch, hq, queries, _ = q.shape
+    return _empty(q, k, v), q.new_empty(2, batch, queries, hq, dtype=torch.float32)
+
+
+def _checked(lse: bool, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> Any:
+    if not (k.is_cuda and v.is_cuda):
+        check(q, k, v, indices)  # shapes do not tell whether host memory is pinned
+    scaling, softcap, sinks, *rest = how
+    found = attend(q, k, v, indices, scaling, softcap, sinks, rest[:4], rest[4:6], rest[6], lse=lse)
+    return found if lse else found[0]
+
+
+def _paged(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
+    always: Tensor, blocks: Tensor,
+) -> Tensor:  # fmt: skip
+    return attend(q, k, v, indices, scaling, softcap, sinks, always=always, lse=False, blocks=blocks)[0]
+
+
+LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
+for _name, _returns, _cuda, _fake in (
+    ("gather", "Tensor", functools.partial(_checked, False), _empty),
+    ("gather_with_lse", "(Tensor, Tensor)", functools.partial(_checked, True), _empty_with_lse),
+):
+    LIBRARY.define(
+        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
+        "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent, "
+        f"Tensor? always) -> {_returns}"
+    )
+    LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
+LIBRARY.define(
+    "gather_paged(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
+    "Tensor always, Tensor blocks) -> Tensor"
+)
+LIBRARY.impl("gather_paged", _paged, "CUDA")
+torch.library.register_fake("sparse_decode::gather_paged", _empty, lib=LIBRARY)
+OPERATORS: Any = torch.ops.sparse_decode
+"""`attend` as torch operators, which can be traced, counted and captured."""

@@ -1,0 +1,216 @@
+"""A tensor that grows along its token dimension without copying earlier tokens at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparse_decode.caches.huge_pages import in_huge_pages
+from sparse_decode.modes import ordinary_tensors
+
+_SLACK = 64  # rows, or an eighth of the tokens: growing then copies each row eight times on average
+
+
+def spare_rows(end: int) -> int:
+    """Return the number of spare rows of a buffer that grows to hold `end` rows."""
+    return max(_SLACK, end // 8)
+
+
+class GrowingBuffer:
+    """Rows of the tokens so far, [B, H, T, X].
+
+    Args:
+        host: store the rows in host memory, pinned if they come from a GPU. The GPU writes asynchronously; call `wait`
+            before reading on the CPU. The rows of one token are contiguous, so that they are written in one copy.
+    """
+
+    def __init__(self, host: bool = False) -> None:
+        self._data: Tensor | None = None
+        self._own = True
+        self.length: int = 0
+        """Tokens so far."""
+        self._host = host
+        self._writer: torch.device | None = None  # a GPU that may still be writing
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the filled part."""
+        return self.view().nbytes if self.length else 0
+
+    def view(self) -> Tensor:
+        """Return the filled part, [B, H, T, X], without a copy."""
+        if self._data is None:
+            raise ValueError("the buffer is empty; append rows first")
+        return self._data.narrow(2, 0, self.length)
+
+    def adopt(self, rows: Tensor) -> None:
+        """Replace the content by rows [B, H, T, X]; on the same device, they are not copied until the next append.
+
+        They are never written to, even if a crop has left room in them, because they may be shared. Rows made in
+        inference mode are copied: torch does not count writes to them, so that changes by others would go unnoticed.
+        """
+        self._data, self.length = None, 0
+        if (self._host and rows.device.type != "cpu") or rows.is_inference():
+            self.append(rows)
+        else:
+            self._data, self.length, self._own = rows, rows.shape[2], False
+
+    def append(self, rows: Tensor) -> Tensor:
+        """Append the rows of the next tokens, [B, H, t, X], and return the filled part, as `view`.
+
+        The dtype is promoted to hold old and new rows.
+
+        Raises: ValueError if they are on another device.
+        """
+        to = self.extend(rows)
+        if self._host and rows.device.type == "cuda":
+            self._writer = rows.device
+            to.permute(2, 0, 1, 3).copy_(rows.permute(2, 0, 1, 3), non_blocking=True)
+        else:
+            to.copy_(rows)
+        assert self._data is not None
+        return self._data.narrow(2, 0, self.length)
+
+    def extend(self, rows: Tensor) -> Tensor:
+        """Extend the buffer by rows like these, [B, H, t, X], and return the new part, for the caller to write."""
+        first, data, tokens = self.length, self._data, rows.shape[2]
+        end = first + tokens
+        fits = data is not None and self._own and end <= data.shape[2] and rows.dtype == data.dtype
+        if data is None or not fits or rows.device != data.device:
+            data = self._grown(rows, end)
+        self.length = end
+        return data.narrow(2, first, tokens)
+
+    def _grown(self, rows: Tensor, end: int) -> Tensor:
+        """Return the buffer with room for `end` tokens, and of a dtype that also holds rows like these."""
+        data = self._data
+        if data is not None and not self._host and rows.device != data.device:
+            raise ValueError(
+                f"a cache filled on {data.device} needs rows there, got some on {rows.device}; start with a new cache"
+            )
+        kind = rows.dtype if data is None else torch.promote_types(data.dtype, rows.dtype)
+        if data is None or not self._own or end > data.shape[2] or kind != data.dtype:
+            grown = self._room(rows, end + spare_rows(end), kind)
+            if data is not None:
+                self.wait()
+                grown[:, :, : self.length] = self.view()
+            data = self._data = grown
+            self._own = True
+        return data
+
+    def room(self, tokens: int) -> Tensor | None:
+        """Return the whole buffer, [B, H, T or more, X], if it has room for `tokens` more; else None.
+
+        The caller adds what it writes there to `length`.
+        """
+        data = self._data
+        return data if data is not None and self._own and self.length + tokens <= data.shape[2] else None
+
+    def wait(self) -> None:
+        """Wait for the GPU's writes; needed before the CPU reads the rows."""
+        if self._writer is not None:
+            torch.cuda.current_stream(self._writer).synchronize()
+            self._writer = None
+
+    def truncate(self, length: int) -> None:
+        """Drop the rows of tokens from `length` on."""
+        self.length = min(self.length, length)
+        if not self.length:
+            self._data = None  # the next sequence may have another batch size
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change`, a function on the batch dimension, to the buffer."""
+        if self._data is not None:
+            pinned = self._data.is_pinned() if self._host else False
+            self.wait()
+            with ordinary_tensors():
+                self._data = change(self._data)
+            if pinned:  # `change` returns unpinned memory
+                self._data = self._data.permute(2, 0, 1, 3).contiguous().pin_memory().permute(1, 2, 0, 3)
+            self._own = not self._data.is_inference()
+
+    def _room(self, like: Tensor, tokens: int, kind: torch.dtype) -> Tensor:
+        (batch, heads, _, width), pinned = like.shape, like.device.type == "cuda"
+        with ordinary_tensors():
+            if self._host:
+                shape = tokens, batch, heads, width
+                return torch.empty(shape, dtype=kind, device="cpu", pin_memory=pinned).permute(1, 2, 0, 3)
+            rows = torch.empty(batch, heads, tokens, width, dtype=kind, device=like.device, pin_memory=False)
+            return in_huge_pages(rows)
+
+
+def append_both(
+    first: GrowingBuffer, second: GrowingBuffer, rows: Tensor, more: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Append the rows of the same tokens to two buffers that are not on the host, as two calls of `append`.
+
+    Returns: their filled parts; None if there is no room for rows like these: nothing was done.
+    """
+    a, b, n, tokens = first._data, second._data, first.length, rows.shape[2]
+    if a is None or b is None or not first._own or not second._own or second.length != n or more.shape[2] != tokens:
+        return None
+    end = n + tokens
+    if end > a.shape[2] or end > b.shape[2] or rows.dtype != a.dtype or more.dtype != b.dtype:
+        return None
+    if rows.device != a.device or more.device != b.device:
+        return None
+    a.narrow(2, n, tokens).copy_(rows)
+    b.narrow(2, n, tokens).copy_(more)
+    first.length = second.length = end
+    return a.narrow(2, 0, end), b.narrow(2, 0, end)
+
+
+def keeps_first_words(wanted: bool, device: torch.device) -> bool:
+    """Whether codes on a device have a copy of their first words: a CPU reads whole cache lines of four codes anyway.
+
+    Args: wanted: whether searches use a shortlist.
+    """
+    return wanted and device.type == "cuda"
+
+
+class CodeBuffer(GrowingBuffer):
+    """Codes of the tokens so far, int32 [B, H, T, W].
+
+    Args:
+        lists: whether searches use a shortlist (`Budget.shortlist`).
+    """
+
+    def __init__(self, lists: bool = False) -> None:
+        super().__init__()
+        self._lists = lists
+        self.words: GrowingBuffer = GrowingBuffer()
+        """The copy of the first words; empty where there is none."""
+
+    @property
+    def first(self) -> Tensor | None:
+        """The copy of the first words, int32 [B, H, T] with contiguous tokens; None where there is none."""
+        return self.words.view()[..., 0] if self.words.length else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the filled part, with the copy."""
+        return super().nbytes + self.words.nbytes
+
+    def append(self, rows: Tensor) -> Tensor:
+        """Append the codes of the next tokens, [B, H, t, W]; return all of them."""
+        found = super().append(rows)
+        if keeps_first_words(self._lists, rows.device):
+            self.words.append(rows[..., :1])
+        return found
+
+    def extend_both(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Extend by codes like these; return the new part, and that of the first words [B, H, t], to be written."""
+        words = keeps_first_words(self._lists, rows.device)
+        return self.extend(rows), self.words.extend(rows[..., :1])[..., 0] if words else None
+
+    def truncate(self, length: int) -> None:
+        """Drop the codes of tokens from `length` on."""
+        super().truncate(length)
+        self.words.truncate(length)
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change`, a function on the batch dimension, to the codes and the copy."""
+        super().map_batch(change)
+        self.words.map_batch(change)

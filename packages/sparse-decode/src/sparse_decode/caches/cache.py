@@ -1,0 +1,360 @@
+"""Cache layers that carry codes besides keys and values, through all operations of Hugging Face's caches.
+
+`cache_types.carry_codes` re-types a layer in place, so that the cache and all references to it stay valid; `drop_codes`
+restores its type. The codes are those of the keys when they arrived: quantising a layer changes its keys, but not its
+codes.
+
+Others may change keys and values: a press prunes them, a caller crops them. Each layer therefore remembers its tensors
+and their versions, which torch increments with every write. If they differ from what it left, it rebuilds its codes.
+Two kinds of writes are not noticed, because torch does not count them: writes in compiled graphs and writes through
+`tensor.data`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+
+from sparse_decode.caches.buffer import CodeBuffer, GrowingBuffer, append_both, keeps_first_words
+from sparse_decode.caches.cache_encoder import Encoder, drop_codes
+from sparse_decode.caches.opaque import write_codes
+from sparse_decode.modes import ordinary_tensors, readable
+from sparse_decode.unselected.remainder import RunningMoments
+from sparse_decode.unselected.static_moments import StaticMoments
+
+_LATER = 16  # an update of at most this many tokens is hashed only when its codes are needed
+
+
+class Coded(CacheLayerMixin):
+    """Base class of the layers below. Never constructed: `carry_codes` re-types a layer."""
+
+    _layer_type = None  # keeps Hugging Face from registering a re-typed class in place of the plain one
+    encoder: Encoder
+    plain: type[CacheLayerMixin]
+    """The original class of the layer."""
+    _watched = ("keys", "values")
+    """Attributes that others may change."""
+
+    def begin(self) -> None:
+        """Create the codes of the keys in the layer."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Restore the attributes that the plain class expects."""
+        raise NotImplementedError
+
+    def mark(self) -> None:
+        """Record the layer's tensors and versions, after its own changes."""
+        if not torch.compiler.is_compiling():
+            self._mark()
+
+    def settle(self) -> None:
+        """Rebuild the codes if the layer's tensors were changed from outside since `mark`."""
+        if not torch.compiler.is_compiling():
+            self._settle()
+
+    def _mark(self) -> None:
+        self._marks: list[tuple[str, Any, int | None]] = []
+        for name in self._watched:
+            x = getattr(self, name)
+            counted = isinstance(x, Tensor) and not x.is_inference()  # torch counts no writes in inference mode
+            self._marks.append((name, x, x._version if counted else None))
+
+    def _settle(self) -> None:
+        for name, was, version in self._marks:
+            if getattr(self, name) is not was or (version is not None and was._version != version):
+                self.begin()
+                return self._mark()
+
+    def plainly(self) -> CacheLayerMixin:
+        """Return a plain layer with the same keys and values, without codes."""
+        self.settle()
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        drop_codes(twin)
+        for name in self._watched:  # without spare room
+            if isinstance(held := getattr(twin, name), Tensor):
+                setattr(twin, name, held.clone())
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self.plainly(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Coded:
+        self.settle()
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        twin.mark()
+        self.encoder.adopt(twin)
+        return twin
+
+
+def _itself(layer: CacheLayerMixin) -> CacheLayerMixin:
+    return layer
+
+
+class CodedDynamicLayer(Coded, DynamicLayer):
+    """A `DynamicLayer` with codes, which also appends keys and values in place; the plain one copies all at each step.
+
+    Keys of decode steps are hashed when their codes are first needed, so that dense steps do not hash.
+    """
+
+    plain: type[CacheLayerMixin] = DynamicLayer
+    keys: Tensor | None
+    values: Tensor | None
+    moments: RunningMoments
+    on_host = False
+    """Whether keys and values are in host memory, even if the model is on a GPU."""
+
+    def begin(self) -> None:
+        self.moments = RunningMoments()
+        self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
+        self._codes = CodeBuffer(self.encoder.lists)
+        if self.get_seq_length():
+            keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+            if keys.shape[:3] != values.shape[:3]:
+                raise ValueError(
+                    f"a cache layer needs as many keys as values, got {tuple(keys.shape)} and {tuple(values.shape)}; "
+                    "change both together"
+                )
+            self._codes.append(self.encoder(keys, self.device))
+            if self.on_host and self.device.type == "cuda" and keys.device.type == "cpu" and not keys.is_pinned():
+                keys, values = keys.pin_memory(), values.pin_memory()
+            self._keys.adopt(keys)
+            self._values.adopt(values)
+            self.keys, self.values = self._keys.view(), self._values.view()
+
+    def end(self) -> None:
+        if self.get_seq_length():
+            self.keys, self.values = (cast(Tensor, x).to(self.device) for x in (self.keys, self.values))
+        del self._keys, self._values, self._codes, self.moments
+
+    @property
+    def codes(self) -> Tensor:
+        """Codes of the cached keys, int32 [B, H, T, W]."""
+        self.settle()
+        if self._codes.length < self._keys.length:
+            self._hash(self._keys.view()[:, :, self._codes.length :])
+        return self._codes.view()
+
+    @property
+    def first_words(self) -> Tensor | None:
+        """The copy of the codes' first words, int32 [B, H, T], after `codes` has been read; None if there is none."""
+        return self._codes.first
+
+    def room_for_code(self) -> tuple[Tensor, GrowingBuffer | None]:
+        """Return the codes, int32 [B, H, T or more, W], and their buffer if the code of the last key is missing.
+
+        If it is, the buffer has room for it: write it there and add 1 to its `length`. Not for compiled graphs.
+        """
+        (_, keys, at), (_, values, then) = self._marks  # `_settle`, without the call where nothing has changed
+        same = keys is self.keys and values is self.values and at is not None and then is not None
+        if not same or keys._version != at or values._version != then:
+            self._settle()
+        codes = self._codes
+        if self._keys.length - codes.length == 1 and not codes.words.length and (room := codes.room(1)) is not None:
+            return room, codes
+        return self.codes, None
+
+    def _hash(self, keys: Tensor) -> None:
+        """Append the codes of keys [B, Hkv, t, D]; on a GPU, few keys are hashed directly into the buffer."""
+        if keys.shape[2] > _LATER or not self.encoder.has_hashed or readable(keys):
+            self._codes.append(self.encoder(keys))
+            return
+        heads, words = self.encoder.code_shape(keys)
+        like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
+        codes, first = self._codes.extend_both(like)
+        self.encoder.write(codes, keys, None, first)
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes of keys and values, and of codes and sums."""
+        self.settle()
+        _ = self.codes if self.get_seq_length() else None  # hash what is not hashed yet
+        return self._keys.nbytes + self._values.nbytes, self._codes.nbytes + self.moments.nbytes
+
+    def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
+        return self._keys, self._values, self._codes
+
+    def _show(self) -> None:
+        """Point `keys` and `values`, which Hugging Face reads, at the buffers."""
+        self.keys, self.values = self._keys.view(), self._values.view()
+        self.mark()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, Hkv, t, D] and hash the new keys; few keys on the device are hashed later."""
+        found = None
+        if type(key_states) is Tensor and key_states.is_cpu and not torch.compiler.is_dynamo_compiling():
+            (_, keys, at), (_, values, then) = self._marks  # a step as below, in few calls
+            same = keys is self.keys and values is self.values and at is not None and then is not None
+            same = same and keys._version == at and values._version == then
+            if same and not self.on_host and key_states.shape[2] <= _LATER:
+                found = append_both(self._keys, self._values, key_states, value_states)
+        if found is None:
+            return self._update(key_states, value_states)
+        self.keys, self.values = keys, values = found
+        # Views of the buffers' own tensors, whose writes torch counts.
+        self._marks = [("keys", keys, keys._version), ("values", values, values._version)]
+        return found
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self._settle()
+        if self.on_host or key_states.shape[2] > _LATER:
+            if self._codes.length < self._keys.length:
+                _ = self.codes  # hash earlier keys first
+            self._hash(key_states)
+        keys, values = self._keys.append(key_states), self._values.append(value_states)
+        self.keys, self.values = keys, values
+        if not compiling:
+            self._mark()
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop tokens from the end, with their codes."""
+        self.settle()
+        keys, values = self.keys, self.values
+        super().crop(tokens_to_remove)
+        if keys is not None and values is not None:
+            self.moments.drop(keys, values, self.get_seq_length())
+        for buffer in self._buffers():
+            buffer.truncate(self.get_seq_length())
+        self.mark()
+
+    def reset(self) -> None:
+        """Empty the layer."""
+        self.keys = self.values = None  # transformers before 5.21 would keep zeros of full length
+        self.is_initialized = False
+        super().reset()
+        self.moments = RunningMoments()
+        for buffer in self._buffers():
+            buffer.truncate(0)
+        self.mark()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take the batch rows `beam_idx`, as beam search asks."""
+        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row `repeats` times."""
+        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the batch rows `indices`."""
+        self._map_batch(lambda x: x[indices.to(x.device), ...])
+
+    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.settle()
+        if self.get_seq_length():
+            for buffer in self._buffers():
+                buffer.map_batch(change)
+            self.moments.map_batch(change)
+            self._show()
+
+
+class CodedStaticLayer(Coded, StaticLayer):
+    """A `StaticLayer` with a static buffer of codes, so that a compiled step appends to it in place."""
+
+    plain: type[CacheLayerMixin] = StaticLayer
+    _watched = ("keys", "values", "cumulative_length")
+    _codes: Tensor | None = None
+    first_words: Tensor | None = None
+    """A copy of the codes' first words, int32 [B, H, N], for searches with a shortlist on a GPU."""
+    moments: StaticMoments | None = None
+
+    def begin(self) -> None:
+        if not self.is_initialized:
+            return self.end()
+        keys, codes = cast(Tensor, self.keys), self._codes
+        if codes is None or self.moments is None or len(codes) != len(keys) or codes.device != keys.device:
+            codes = self._allocate()
+        else:
+            self.moments.reset()
+        n = int(self.cumulative_length)
+        codes[:, :, :n] = self.encoder(keys[:, :, :n])
+        if self.first_words is not None:
+            self.first_words.copy_(codes[..., 0])
+
+    def end(self) -> None:
+        for name in ("_codes", "first_words", "moments"):
+            vars(self).pop(name, None)
+
+    @property
+    def codes(self) -> Tensor | None:
+        """Codes of the whole key buffer, int32 [B, H, N, W]; None before it is allocated."""
+        self.settle()
+        return self._codes
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes of the static buffers: of keys and values, and of codes and sums."""
+        if not self.is_initialized:
+            return 0, 0
+        words = 0 if self.first_words is None else self.first_words.nbytes
+        ours = cast(Tensor, self._codes).nbytes + words + cast(StaticMoments, self.moments).nbytes
+        return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, ours
+
+    def _allocate(self) -> Tensor:
+        """Allocate codes and sums."""
+        if torch.compiler.is_compiling():
+            raise ValueError("a static cache must be allocated before it is compiled; call its early_initialization()")
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        heads, width = self.encoder.code_shape(keys)
+        with ordinary_tensors():
+            codes = torch.zeros(len(keys), heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
+            self._codes, self.moments = codes, StaticMoments.empty(keys, values)
+            if keeps_first_words(self.encoder.lists, keys.device):
+                self.first_words = codes.new_zeros(codes.shape[:3])
+        words = () if self.first_words is None else (self.first_words,)
+        for x in (codes, *words, *self.moments.tensors):
+            torch._dynamo.mark_static_address(x)
+        return codes
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate keys, values, codes and sums."""
+        super().lazy_initialization(*args, **kwargs)
+        if self.is_initialized and self._codes is None:  # a hybrid layer initialises its two parts one by one
+            self._allocate()
+        self.mark()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values [B, Hkv, t, D] at the current length, and the codes of the new keys."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        codes = cast(Tensor, self.codes)  # settled
+        if torch.compiler.is_compiling() and (key_states.shape[2] > 1 or not self.encoder.traceable(key_states)):
+            write_codes(codes, key_states, self.cumulative_length, self.encoder.number, self.first_words)
+        else:
+            self.encoder.write(codes, key_states, self.cumulative_length, self.first_words)
+        found = super().update(key_states, value_states, *args, **kwargs)
+        self.mark()
+        return found
+
+    def reset(self) -> None:
+        """Empty the layer."""
+        super().reset()
+        if self._codes is not None and self.moments is not None:
+            self._codes.zero_()
+            if self.first_words is not None:
+                self.first_words.zero_()
+            self.moments.reset()
+        self.mark()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take the batch rows `beam_idx`, as beam search asks."""
+        self.settle()
+        super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
+        if self._codes is not None and self.moments is not None and self.get_seq_length() > 0:
+            self._codes = self._codes.index_select(0, beam_idx.to(self._codes.device))
+            if self.first_words is not None:
+                self.first_words = self.first_words.index_select(0, beam_idx.to(self._codes.device))
+            self.moments.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.mark()

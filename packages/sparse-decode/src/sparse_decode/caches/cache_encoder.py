@@ -1,0 +1,136 @@
+"""Hashes the keys of one layer, and tracks the cache layers that carry its codes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from sparse_decode.caches.opaque import register
+from sparse_decode.modes import no_autocast, readable
+
+Encode = Callable[[Tensor], Tensor]
+"""Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
+
+Into = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], bool]
+"""Keys, codes, token, first words -> whether one operator has written the codes, as `Encoder.write` does."""
+
+_CHUNK = 1 << 26  # bytes of float32 temporaries when hashing a chunk of tokens, at any batch size and context length
+_WIDTHS = 8  # temporary numbers per number or bit of a key, whichever are more: itself, hidden layer, bits, their sums
+_MOST_BITS = 8  # assumed bits of a code per number of its key, until the first code is known
+
+
+class Encoder:
+    """Hashes the keys of one layer of one attachment, and tracks the cache layers that carry its codes.
+
+    Deep copies of a cache layer share its encoder.
+    """
+
+    def __init__(
+        self,
+        encode: Encode,
+        into: Into | None = None,
+        traceable: Callable[[Tensor], bool] = lambda keys: False,
+        lists: bool = False,
+    ):
+        self._encode = encode
+        self.lists: bool = lists
+        """Whether searches use a shortlist, so that caches on a GPU also keep the first words of codes."""
+        self._into = into
+        self.traceable: Callable[[Tensor], bool] = traceable
+        """Whether keys [B, Hkv, 1, D] are hashed by operators that a compiled graph can contain."""
+        self._shape: tuple[int, int] | None = None
+        self._layers = WeakSet[CacheLayerMixin]()
+        self.number: int = register(self)
+
+    def __call__(self, keys: Tensor, device: torch.device | None = None) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W], on `device` if given."""
+        device, n = keys.device if device is None else device, keys.shape[2]
+        with no_autocast(device):
+            first = self._learn(self._encode(keys[:, :, : self._tokens_at_once(keys)].to(device)))
+            if (done := first.shape[2]) == n:
+                return first
+            # Allocated once: pieces between temporaries would fragment the memory, which could then not be freed.
+            codes = first.new_empty(*first.shape[:2], n, first.shape[3])
+            codes[:, :, :done] = first
+            while done < n:
+                end = min(n, done + self._tokens_at_once(keys))
+                codes[:, :, done:end] = self._encode(keys[:, :, done:end].to(device))
+                done = end
+        return codes
+
+    def code_shape(self, keys: Tensor, device: torch.device | None = None) -> tuple[int, int]:
+        """Return the heads and int32 words of codes of keys [B, Hkv, T, D]; the first call hashes a key of zeros."""
+        if self._shape is None:
+            device = keys.device if device is None else device
+            with no_autocast(device):
+                self._learn(self._encode(keys.new_zeros(1, keys.shape[1], 1, keys.shape[3], device=device)))
+        assert self._shape is not None
+        return self._shape
+
+    @property
+    def has_hashed(self) -> bool:
+        """Whether the size of a code is known."""
+        return self._shape is not None
+
+    def temporaries(self, keys: Tensor) -> int:
+        """Return the peak bytes of temporaries when hashing keys [B, Hkv, T, D], which may be meta tensors.
+
+        The size of a code must be known: hash keys or call `code_shape` first.
+        """
+        return min(keys.shape[2], self._tokens_at_once(keys)) * self._bytes_per_token(keys)
+
+    def _learn(self, codes: Tensor) -> Tensor:
+        self._shape = codes.shape[1], codes.shape[3]
+        return codes
+
+    def _tokens_at_once(self, keys: Tensor) -> int:
+        return max(1, _CHUNK // (self._bytes_per_token(keys) + 1))
+
+    def _bytes_per_token(self, keys: Tensor) -> int:
+        """Return the bytes of temporaries per token; until the size of a code is known, an upper bound."""
+        batch, heads, _, dim = keys.shape
+        bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
+        return batch * max(heads * dim, bits) * 4 * _WIDTHS
+
+    def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None, first: Tensor | None = None) -> None:
+        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on; None: into all of them.
+
+        Args: first: for a copy of the codes' first words, [B, H, N], or None.
+        """
+        if self._into is not None and self._into(keys, codes, at, first):
+            return
+        found = self(keys)
+        for room, new in ((codes, found), *(() if first is None else ((first, found[..., 0]),))):
+            if at is None:
+                room.copy_(new)
+            elif readable(at):
+                room[:, :, int(at) : int(at) + keys.shape[2]] = new
+            else:
+                room.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), new)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
+        return self
+
+    def adopt(self, layer: CacheLayerMixin) -> None:
+        """Track a layer that now carries these codes."""
+        self._layers.add(layer)
+
+    def release(self) -> None:
+        """Turn the layers that carry these codes back into plain ones."""
+        for layer in list(self._layers):
+            if getattr(layer, "encoder", None) is self:  # another attachment may have taken it over
+                drop_codes(layer)
+        self._layers.clear()
+
+
+def drop_codes(layer: Any) -> None:
+    """Restore a layer's class and attributes from before `carry_codes`."""
+    layer.end()
+    del layer.encoder, layer._marks
+    layer.__class__ = layer.plain

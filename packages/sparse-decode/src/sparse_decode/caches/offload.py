@@ -1,0 +1,64 @@
+"""Keys and values in host memory, codes on the model's device: a step copies only the rows that it selected."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sparse_decode.caches.cache import CodedDynamicLayer
+from sparse_decode.modes import readable
+from sparse_decode.positions import include
+
+
+class HostLayer(CodedDynamicLayer):
+    """A dynamic layer whose keys and values are in host memory, pinned if the model is on a GPU.
+
+    `update` returns host tensors. The GPU's attention kernel reads selected rows from host memory, without a copy and
+    without making the host wait. `crossed` counts these bytes, also for a model on the CPU, where nothing is copied.
+    """
+
+    on_host = True
+    crossed: int
+    """Bytes of keys and values that the model's device has read so far, if each selection fills its budget."""
+
+    def begin(self) -> None:
+        self.crossed = getattr(self, "crossed", 0)  # kept when the layer is rebuilt
+        super().begin()
+
+    def end(self) -> None:
+        super().end()
+        del self.crossed
+
+    def plainly(self) -> Any:
+        """Return a plain layer with the same keys and values, without codes."""
+        self._wait()
+        return super().plainly()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._wait()
+        return super().__deepcopy__(memo)
+
+    def _wait(self) -> None:
+        for buffer in (self._keys, self._values):
+            buffer.wait()
+
+    def all_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Copy all keys and values [B, Hkv, T, D] to a device, for a dense call."""
+        k, v = cast(Tensor, self.keys), cast(Tensor, self.values)
+        self.crossed += k.nbytes + v.nbytes
+        return k.to(device, non_blocking=True), v.to(device, non_blocking=True)
+
+    def cross(self, indices: Tensor, ends: tuple[int, int] | Tensor) -> None:
+        """Add the bytes of selected keys and values to `crossed`; indices and ends as in `sparse_decode.attend`.
+
+        On a GPU, whose indices the host does not read, every slot counts: an upper bound.
+        """
+        k, v = cast(Tensor, self.keys), cast(Tensor, self.values)
+        if readable(indices):
+            rows = int((include(indices, k.shape[2], ends) >= 0).sum())
+        else:
+            slots = sum(ends) if isinstance(ends, tuple) else ends.shape[-1]
+            rows = indices[..., 0].numel() * (indices.shape[-1] + slots)
+        self.crossed += rows * (k.shape[3] + v.shape[3]) * k.element_size()

@@ -1,0 +1,1 @@
+"""What a step or a run costs, predicted: bytes, memory, time."""

@@ -1,0 +1,58 @@
+"""Bytes that a decode step moves per sequence and KV head: a common measure for different methods."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from sparse_decode.budget import Budget
+from sparse_decode.unselected.sums import FOLD
+
+
+class StepBytes(NamedTuple):
+    """Bytes moved by a decode step."""
+
+    codes: float
+    keys_and_values: float
+    state: float
+    """Sums of the remainder, read and written: `state_bytes`."""
+    dense: float
+    """Bytes that dense attention reads: all keys and values."""
+
+    @property
+    def share(self) -> float:
+        """All bytes moved, relative to dense attention."""
+        return (self.codes + self.keys_and_values + self.state) / self.dense
+
+
+def state_bytes(head_dim: int, element: int = 2) -> float:
+    """Count the bytes of the remainder's sums that a step reads and writes, on average over `FOLD` steps.
+
+    Each step reads two vectors in float64, a matrix in 8 bits with a factor a row, and the keys and values of the
+    tokens that are not in the sums yet. Every `FOLD` steps these tokens are read once more, the vectors and a matrix in
+    float32 are read and written, and the matrix in 8 bits is written.
+    """
+    vectors, rounded = 2 * 8 * head_dim, head_dim**2 + 4 * head_dim
+    tokens = 2 * head_dim * element
+    added = 2 * (vectors + 4 * head_dim**2) + rounded + FOLD * tokens
+    return vectors + rounded + (FOLD + 1) / 2 * tokens + added / FOLD
+
+
+def step_bytes(
+    n: int, budget: Budget, head_dim: int, bits: int = 128, remainder: bool = True, element: int = 2
+) -> StepBytes:
+    """Count the bytes that a decode step at context length n requests, and those of the remainder that it writes.
+
+    Args:
+        n: visible tokens; budget: of the layer; remainder: whether the sums of the remainder are used.
+        head_dim: of keys and values; bits: of a code, 0 without codes; element: bytes per number of keys and values.
+    With a shortlist: 32 bits of every code, and all bits of the codes on the list. Unused parts of cache lines or
+    sectors are not counted, nor are the new token's own key, value and code.
+    """
+    count, word = budget.count_row(n), 4
+    codes = n * bits / 8
+    if budget.shortlist is not None and bits:
+        codes = n * word + min(n, budget.shortlist * count) * bits / 8
+    state = state_bytes(head_dim, element) if remainder else 0
+    values = math.ceil(count * budget.values)
+    return StepBytes(codes, (count + values) * head_dim * element, state, 2 * n * head_dim * element)

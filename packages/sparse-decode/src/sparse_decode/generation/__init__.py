@@ -1,0 +1,1 @@
+"""Ways to generate besides plain decoding: exact mode, continuous batching."""

@@ -1,0 +1,230 @@
+"""Dense calls of an attached model: decode steps on the CPU with our own kernel.
+
+All other calls use the model's own attention: other devices, prompts, training, dropout, returned weights, biases. So
+do rows without visible tokens, for which implementations differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
+
+from sparse_decode.attention import flash
+from sparse_decode.attention.attend_inputs import KINDS
+from sparse_decode.attention.dense import attend_all
+from sparse_decode.model import FLASH_NAME, NAMES, PAGED_NAMES
+from sparse_decode.modes import readable
+
+Output = tuple[Tensor, Tensor | None]
+"""Of an attention function: [B, Q, Hq, D], and the attention weights [B, Hq, Q, N] or None."""
+
+QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
+"""Keyword arguments that attention functions get and ignore."""
+MASKED = "masked_key_indices"
+"""Attribute by which AdaKV presses mask keys per head. Read from the module's `__dict__`: torch's own lookup of what a
+module does not have takes as long as an operator."""
+EAGER = "eager", NAMES["eager"], PAGED_NAMES["eager"]
+"""Names of attention that replace the model's eager attention, and its own name."""
+MOST_ROWS = 16
+"""A call with a non-empty cache and at most this many query rows is a decode step; more are part of a prompt."""
+
+
+def own_from() -> dict[torch.dtype, int]:
+    """Return the number of tokens from which our kernel attends, by type; below it, torch's own takes less time.
+
+    Where the CPU multiplies matrices of 16-bit numbers itself (AMX, or AVX-512 for float16), torch is faster for
+    longer. Measured on an Intel Xeon with AMX and an AMD EPYC without (docs/log.md).
+    """
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return {
+        torch.float32: 256,
+        torch.bfloat16: 8192 if able.get("amx_bf16") else 256,
+        torch.float16: 32768 if able.get("avx512_fp16") else 256,
+    }
+
+
+OWN_FROM = own_from()
+"""The same, of this machine: a table, because compiled graphs cannot contain a cached function."""
+
+
+def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
+    """Attend with one row per sequence that sees all tokens, with torch's attention: [B, 1, Hq, Dv].
+
+    Does the same as transformers' function in this case, without its checks.
+    """
+    shared = query.shape[1] != key.shape[1]
+    if shared and not key.shape[3] == value.shape[3] <= 256:
+        query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+        shared = False
+    out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=shared)
+    return out.reshape(out.shape[0], 1, -1, value.shape[3])
+
+
+def attend_visible(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
+    """Attend to the tokens that are `seen`, bool [B or 1, 1, R, N], with torch's attention: [B, R, Hq, Dv].
+
+    Args: as in `attend_step`; seen: None if every row sees every token.
+    """
+    out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
+
+
+def with_means(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
+    """Set rows of out [B, R, Hq, Dv] without visible tokens to the mean of all values, as eager attention does.
+
+    Its mask adds the most negative number of the dtype to each logit, so that all logits become equal.
+
+    Args: value: all values [B, Hkv, N, Dv]; sees: whether a row sees any token, bool [B or 1, R].
+    """
+    if out.device.type == "cpu" and torch.compiler.is_compiling():
+        return _with_means(out, value, sees)
+    if readable(sees) and sees.all():
+        return out
+    return _replaced(out, value, sees)
+
+
+@torch.library.custom_op("sparse_decode::with_means", mutates_args=())
+def _with_means(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
+    """`with_means` in a graph of the CPU, where the values need not be read for nothing."""
+    return out.clone() if sees.all() else _replaced(out, value, sees)
+
+
+@_with_means.register_fake
+def _(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
+    return torch.empty_like(out)
+
+
+def _replaced(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
+    mean = value.mean(2, dtype=torch.float32).repeat_interleave(out.shape[2] // value.shape[1], 1)
+    return torch.where(sees[..., None, None], out, mean[:, None].to(out.dtype))
+
+
+def attend_step(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
+    eager: bool,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """Attend to all visible tokens in a decode step: [B, R, Hq, Dv]; None if our kernel does not support the call.
+
+    Args:
+        module: the attention module; eager: whether it would use its own eager function, which supports soft-capping
+            and learned sinks, or torch's attention.
+        query [B, Hq, R, D], key and value [B, Hkv, N, D], mask [B or 1, 1, R, N]; kwargs: as Hugging Face gives them.
+    """
+    if torch.compiler.is_compiling() or not _fits(query, key, value) or _asks_for_more(module, dropout, kwargs):
+        return None
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if not eager and (softcap is not None or sinks is not None):
+        return None
+    rows, n = query.shape[2], key.shape[2]
+    if mask is None:
+        if rows > 1:
+            return None
+        return attend_all(query, key, value, scaling, softcap=softcap, sinks=sinks)
+    if mask.shape[1] != 1 or mask.shape[-2:] != (rows, n):
+        return None
+    shown = _shown(mask)
+    return None if shown is None else attend_all(query, key, value, scaling, shown, softcap=softcap, sinks=sinks)
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether these are the tensors of a decode step, with dtypes and strides that the kernel supports."""
+    rows, n = query.shape[2], key.shape[2]
+    if not 0 < rows <= MOST_ROWS or (rows > 1 and rows >= n) or not query.shape[0]:
+        return False
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+        return False
+    if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
+        return False
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return False
+    alike = query.dtype in KINDS and query.dtype == key.dtype == value.dtype and query.shape[1] % key.shape[1] == 0
+    return alike and key.stride(3) == 1 and value.stride(3) == 1
+
+
+def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
+    """Whether a call needs a feature that the kernel lacks: dropout, biases, keys masked per head, returned weights."""
+    if dropout or module.training or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+        return True
+    if module.__dict__.get(MASKED) is not None or kwargs.get("output_attentions"):
+        return True
+    recorded = _active_collector.get()
+    return bool(recorded) and any("attentions" in name for name in recorded)
+
+
+def _shown(mask: Tensor) -> Tensor | None:
+    """Convert a mask to bool, True for visible tokens; None if it has biases."""
+    if mask.dtype == torch.bool:
+        return mask
+    shown = mask == 0
+    return shown if bool((shown | (mask <= torch.finfo(mask.dtype).min / 2)).all()) else None
+
+
+def dense_attention(module: Any) -> Callable[..., Output]:
+    """Return the attention function that the model uses when not attached."""
+    if module.config._attn_implementation == FLASH_NAME:
+        return flash_attention
+    if module.config._attn_implementation in EAGER:
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def attend_densely(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    set_to: str | None = None,
+    **kwargs: Any,
+) -> Output:
+    """Attend to all visible tokens: long decode steps on the CPU with our kernel, all other calls as the model does.
+
+    Args: those of `interface.attention`; set_to: the attention that the module's config names, if known: reading it
+        there takes six calls.
+    """
+    name = set_to or module.config._attn_implementation
+    alone = mask is None and query.shape[2] == 1
+    if key.shape[2] < OWN_FROM.get(key.dtype, 256):
+        if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
+            return attend_by_torch(query, key, value, dropout, scaling), None
+    elif name != FLASH_NAME:
+        factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
+        eager = name in EAGER
+        out = attend_step(module, query, key, value, mask, factor, dropout, eager, kwargs)
+        if out is not None:
+            return out, None
+    if alone and name in EAGER:
+        mask = query.new_zeros(1, 1, 1, key.shape[2])  # some eager attention functions add a mask unconditionally
+    return dense_attention(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def flash_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Output:
+    """Attend densely through flash-attn, with the signature of Hugging Face's attention functions."""
+    flash.refuse(attention_mask, kwargs.get("s_aux"), dropout)
+    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
+    return flash.dense(query, key, value, factor, kwargs.get("softcap")), None

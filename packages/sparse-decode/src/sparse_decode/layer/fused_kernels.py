@@ -1,0 +1,235 @@
+"""A whole decode step of one layer on the CPU in one call: hash, search, sum, attend, for each (sequence, KV head).
+
+It calls the same kernels as the separate steps, in the same order, and adds no arithmetic. This saves Python calls,
+which take microseconds each once the other layers of the model have evicted the CPU's caches.
+
+numba's cache checks this file only, so `kernel` includes a digest of all files whose functions are called here.
+"""
+
+# numba is untyped.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from hashcore.cpu import launch_plan, search_kernels
+from hashcore.cpu.intrinsics import observe, publish, stay_a_function
+from hashcore.cpu.threads import compiled, digest
+
+from sparse_decode.attention import attend_kernels, lanes
+from sparse_decode.attention.attend_kernels import _attend_task, _widen
+from sparse_decode.attention.intrinsics import pointer
+from sparse_decode.hashing import encode
+from sparse_decode.hashing.encode import _hash_head
+from sparse_decode.unselected import moment_kernels
+from sparse_decode.unselected.moment_kernels import _lean_head
+
+FORM = (
+    *("HKV", "GROUP", "DIM", "DIM_V", "KIND", "BITS", "PLANES", "COORDINATES", "SPREAD", "QUERY_HIDDEN", "KEY_HIDDEN"),
+    *("SINK", "RECENT", "SHORTLIST", "REMAINDER"),
+    *(f"{name}_{step}" for name in ("Q", "K", "V", "CODE") for step in ("BATCH", "HEAD", "TOKEN")),
+    *(f"QUERY_{name.upper()}" for name in encode.NAMES),
+    *(f"KEY_{name.upper()}" for name in encode.NAMES),
+    *("COORDINATE", "POWER", "LIMIT", "COEFFICIENTS", "SLOPES"),
+)
+"""Names of the int64 arguments that are constant over steps, in order: sizes, strides in elements, addresses."""
+(
+    HKV, GROUP, DIM, DIM_V, KIND, BITS, PLANES, COORDINATES, SPREAD, QUERY_HIDDEN, KEY_HIDDEN, SINK, RECENT, SHORTLIST,
+    REMAINDER, Q_BATCH, Q_HEAD, _Q_TOKEN, K_BATCH, K_HEAD, K_TOKEN, V_BATCH, V_HEAD, V_TOKEN, CODE_BATCH, CODE_HEAD,
+    CODE_TOKEN, QUERY_R, _QUERY_W1, _QUERY_B1, _QUERY_W2, _QUERY_B2, KEY_R, _KEY_W1, _KEY_B1, _KEY_W2, _KEY_B2,
+    COORDINATE, POWER, LIMIT, COEFFICIENTS, SLOPES,
+) = range(len(FORM))  # fmt: skip
+NOT_FINITE = 1
+"""Returned by a task if a query's weights are not finite."""
+_COLUMNS = len(launch_plan.COLUMNS)
+_ROOM = launch_plan.CHUNK + launch_plan.STASH + launch_plan.MORE
+
+search_tasks: Any = None  # the compiled function, set by `kernel`
+
+
+@functools.cache
+def kernel() -> Callable[..., int]:
+    """Return the kernel, to be run by `hashcore.cpu.threads.run`."""
+    global search_tasks
+    search_tasks = compiled(search_kernels.search_tasks)
+    others = (
+        encode,
+        attend_kernels,
+        moment_kernels,
+        lanes,
+        importlib.import_module("sparse_decode.attention.intrinsics"),
+    )
+    files = (*search_kernels.SOURCES, *(Path(str(module.__file__)) for module in others))
+    return _tasks_of(digest(files))
+
+
+@numba.njit
+def _line(x, address, size, kind, like):  # pragma: no cover - compiled
+    """Read `size` numbers of like's dtype at an address into x, as float32."""
+    bits = np.empty(size, np.uint32)
+    _widen(numba.carray(pointer(address), (size,), like.dtype), kind, bits, bits.view(np.float32))
+    x[:] = bits.view(np.float32)
+
+
+@numba.njit
+def _floats(address, shape):  # pragma: no cover - compiled
+    return numba.carray(pointer(address), shape, np.float32)
+
+
+@numba.njit
+def _doubles(address, shape):  # pragma: no cover - compiled
+    return numba.carray(pointer(address), shape, np.float64)
+
+
+@numba.njit
+def _bytes(address, shape):  # pragma: no cover - compiled
+    return numba.carray(pointer(address), shape, np.int8)
+
+
+@numba.njit
+def _hash(form, first, hidden, head, heads, group, x, planes, words):  # pragma: no cover - compiled
+    """Hash x [1, group, 1, D] with the functions of heads from `head` on; form[first] is their first address."""
+    dim, coordinates, bits = form[DIM], form[COORDINATES], form[BITS]
+    one = np.int64(4)
+    r = _floats(form[first] + one * head * dim * coordinates, (heads, dim, coordinates))
+    w1 = _floats(form[first + 1] + one * head * dim * hidden, (heads, dim, hidden))
+    b1 = _floats(form[first + 2] + one * head * hidden, (heads, 1, hidden))
+    w2 = _floats(form[first + 3] + one * head * hidden * coordinates, (heads, hidden, coordinates))
+    b2 = _floats(form[first + 4] + one * head * coordinates, (heads, 1, coordinates))
+    kv = head // group
+    digits = bits if form[SPREAD] else 0
+    coordinate = numba.carray(pointer(form[COORDINATE] + one * kv * digits), (1, digits), np.int32)
+    power = _floats(form[POWER] + one * kv * digits, (1, digits))
+    limit = _floats(form[LIMIT] + one * kv * coordinates * form[SPREAD], (1, coordinates * form[SPREAD]))
+    numbers = np.empty((1, 1, 1, bits), np.float32)
+    return _hash_head(0, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words)
+
+
+@numba.njit
+def _search(form, planes, codes, n, count, scores, indices):  # pragma: no cover - compiled
+    """Write the `count` best of n codes, without sink and recent tokens, to scores and indices, by ascending index.
+
+    The caller owns both arrays: numba may free an array of which only the address is used before the search runs.
+    """
+    stay_a_function()
+    words, levels = form[BITS] // 32, form[PLANES]
+    header = np.zeros(launch_plan.FIRST_WEIGHT + levels, np.int64)
+    header[launch_plan.N], header[launch_plan.WORDS], header[launch_plan.PLANES] = n, words, levels
+    header[launch_plan.PLANE_STEP], header[launch_plan.WORD_STEP] = 4 * words, 4
+    header[launch_plan.STEP] = 4 * form[CODE_TOKEN]
+    header[launch_plan.WIDTH], header[launch_plan.ROWS], header[launch_plan.PARTS] = count, 1, 1
+    header[launch_plan.ROOMY], header[launch_plan.SHORTLIST] = min(2 * count, n) + _ROOM, form[SHORTLIST]
+    for p in range(levels):
+        header[launch_plan.FIRST_WEIGHT + p] = 1 << p
+        header[launch_plan.TOP] += (1 << p) * 32 * words
+    rows = np.zeros((1, _COLUMNS), np.int64)
+    rows[0, launch_plan.K], rows[0, launch_plan.LOW] = count, min(form[SINK], n)
+    rows[0, launch_plan.HIGH] = max(n - form[RECENT], rows[0, launch_plan.LOW])
+    search_tasks(
+        0, 1, header, rows, np.empty(0, np.int64), planes.ctypes.data, codes, scores.ctypes.data, indices.ctypes.data
+    )
+
+
+def _tasks_of(digest: str) -> Callable[..., int]:
+    def tasks(
+        first: int, last: int, form: Any, like: Any, scaling: Any, softcap: Any, share: float, q_at: int, k_at: int,
+        v_at: int, code_at: int, n: int, count: int, pending: int, sinks_at: int, out_at: int, sums: Any, summed: int,
+        selected: Any, ready: Any,
+    ) -> int:  # pragma: no cover - compiled  # fmt: skip
+        """Run tasks [first, last) of 2 T, for T sequences and KV heads; return NOT_FINITE or 0.
+
+        The first T tasks select and the others attend, so that threads which share an odd number of heads are busy for
+        the same time. No task waits for another: one that attends before its selection is ready selects itself.
+
+        Args:
+            form: int64, in the order of FORM; like: an empty array of the dtype in which keys are read.
+            q_at, k_at, v_at, code_at, out_at: addresses of q [B, Hq, 1, D], k, v, codes, and out, float32
+                [B, 1, Hq, Dv].
+            n: number of tokens including the new one; count: number to select besides sink and recent tokens.
+            pending: 1 if the last key has to be hashed.
+            sinks_at: address of learned sinks, float32 [Hq]; 0 for none.
+            sums: addresses of the sums of keys and values, levels and scales, over `summed` tokens; 0 for none.
+            selected: where indices are written, int64 [T, sink + count + recent]; ready: zeros, int64 [T].
+        """
+        assert digest  # makes it part of the key of numba's cache
+        hkv, group, dim, dim_v, kind = form[HKV], form[GROUP], form[DIM], form[DIM_V], form[KIND]
+        item, words, levels, heads = like.itemsize, form[BITS] // 32, form[PLANES], len(ready)
+        sink, recent = min(form[SINK], n), form[RECENT]
+        end = max(n - recent, sink)
+        q, key = np.empty((1, group, 1, dim), np.float32), np.empty((1, 1, 1, dim), np.float32)
+        new = n - summed if form[REMAINDER] else 0
+        new_k, new_v = np.empty((1, 1, new, dim), np.float32), np.empty((1, 1, new, dim_v), np.float32)
+        code, planes = np.empty((1, 1, 1, 1, words), np.int32), np.empty((1, 1, 1, levels, words), np.int32)
+        scores = np.empty(count, np.int32)
+        stats, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
+        mean_keys, rest = np.zeros((1, 1, dim), np.float32), np.zeros((1, group, dim_v), np.float32)
+        blocks, visible = np.empty((0, 0), np.int64), np.full((1, 1), n, np.int64)
+        counts, joins = np.full(1, float(n)), np.ones((1, new), np.bool_)
+        own_sinks = np.full(group, -np.inf, np.float32)
+        own_indices = np.empty(selected.shape[1], np.int64)
+        status = 0
+        for step in range(first, last):
+            task = step % heads
+            b, h = task // hkv, task % hkv
+            head = h * group
+            own_k = k_at + item * (b * form[K_BATCH] + h * form[K_HEAD])
+            for g in range(group):
+                _line(q[0, g, 0], q_at + item * (b * form[Q_BATCH] + (head + g) * form[Q_HEAD]), dim, kind, like)
+            late = step >= heads and not observe(ready, task)
+            indices = own_indices if late else selected[task]  # the thread that is late still writes to `selected`
+            if step < heads or late:
+                own_code = code_at + 4 * (b * form[CODE_BATCH] + h * form[CODE_HEAD])
+                if pending:  # if two threads write this code, they write the same
+                    _line(key[0, 0, 0], own_k + item * (n - 1) * form[K_TOKEN], dim, kind, like)
+                    _hash(form, KEY_R, form[KEY_HIDDEN], h, 1, 1, key, 0, code)
+                    numba.carray(pointer(own_code + 4 * (n - 1) * form[CODE_TOKEN]), (words,), np.int32)[:] = code[
+                        0, 0, 0, 0
+                    ]
+                if not _hash(form, QUERY_R, form[QUERY_HIDDEN], head, group, group, q, levels, planes):
+                    status = NOT_FINITE
+                    continue
+                for token in range(sink):
+                    indices[token] = token
+                for token in range(end, n):
+                    indices[sink + count + token - end] = token
+                if count:
+                    _search(form, planes, own_code, n, count, scores, indices[sink:])
+            if step < heads:
+                publish(ready, task, 1)
+                continue
+            own_v = v_at + item * (b * form[V_BATCH] + h * form[V_HEAD])
+            if sinks_at:
+                own_sinks[:] = _floats(sinks_at + 4 * head, (group,))
+            coefficients = _floats(form[COEFFICIENTS] + 20 * head, (group * form[REMAINDER], 5))
+            if form[REMAINDER]:
+                for t in range(new):
+                    _line(new_k[0, 0, t], own_k + item * (summed + t) * form[K_TOKEN], dim, kind, like)
+                    _line(new_v[0, 0, t], own_v + item * (summed + t) * form[V_TOKEN], dim_v, kind, like)
+                keys = _doubles(sums[0] + 8 * task * dim, (1, 1, dim))
+                values = _doubles(sums[1] + 8 * task * dim_v, (1, 1, dim_v))
+                spread = _bytes(sums[2] + task * dim * dim_v, (1, 1, dim, dim_v))
+                spread_scales = _floats(sums[3] + 4 * task * dim, (1, 1, dim))
+                slopes = _floats(form[SLOPES] + 4 * head, (group,))
+                _lean_head(
+                    0, 0, counts, joins, new_k, new_v, keys, values, spread, spread_scales, q.reshape(1, group, dim),
+                    slopes, mean_keys, rest,
+                )  # fmt: skip
+            reach = (n - 1) * form[K_TOKEN] + dim, (n - 1) * form[V_TOKEN] + dim_v
+            own = _floats(out_at + 4 * (b * hkv + h) * group * dim_v, (1, 1, group, dim_v))
+            own[:] = 0
+            _attend_task(
+                0, q, numba.carray(pointer(own_k), reach[0], like.dtype), (0, 0, form[K_TOKEN], 1, n),
+                numba.carray(pointer(own_v), reach[1], like.dtype), (0, 0, form[V_TOKEN], 1, n), blocks,
+                indices.reshape(1, 1, 1, -1), own, stats, used, scaling, softcap, own_sinks, kind, coefficients,
+                mean_keys.reshape(1, 1, 1, dim), rest.reshape(1, group, 1, dim_v), visible, share,
+            )  # fmt: skip
+        return status
+
+    return tasks

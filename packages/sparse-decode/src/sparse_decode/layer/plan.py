@@ -1,0 +1,312 @@
+"""One sparse layer of an attachment: a plain step in few operations, and any other call block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from hashcore.torch_ops import OPERATORS as SEARCH
+from hashtrain.layers import LayerHasher
+from torch import Tensor
+
+from sparse_decode.attention import flash, gather
+from sparse_decode.attention.attend import attend
+from sparse_decode.attention.attend_inputs import Inputs, LeftOut
+from sparse_decode.attention.attend_torch import attention_weights
+from sparse_decode.budget import Budget, Tally
+from sparse_decode.caches.cache import CodedDynamicLayer
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.opaque import register
+from sparse_decode.hashing import encode_cuda
+from sparse_decode.layer.blocks import AttentionArgs, Block, Moments, RowRule, rows_at_once
+from sparse_decode.layer.dense_step import attend_visible, with_means
+from sparse_decode.layer.fused import FusedStep
+from sparse_decode.modes import in_graph, ordinary_tensors, readable
+from sparse_decode.positions import Seen, Sights, count_visible, include, last_row, see, visible_rows
+from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
+from sparse_decode.unselected.remainder import Coefficients, RunningMoments
+from sparse_decode.unselected.static_moments import StaticMoments
+
+Backend = Literal["gather", "flash"]
+"""The attention over a selection: our own kernels, or torch's gather and flash-attn."""
+Fitted = tuple[Tensor, Tensor] | None  # what `Coefficients.on` returns; None without a remainder
+PlainStep = Callable[[CodedDynamicLayer, Inputs, Fitted, int], Tensor | None]
+"""Runs a plain step, given the number of tokens to read. Returns None if it does not support the call."""
+
+
+class LayerPlan:
+    """One sparse layer of one attachment.
+
+    Attributes:
+        own: the selector, if it computes attention itself. tally: numbers of tokens selected and visible.
+        sights: what rows see according to masks; shared by all layers.
+        remainder: coefficients of the remainder; None: none is added.
+        plain: what runs plain steps, by the type of their device. encoder: hashes the layer's keys.
+        number: by which compiled graphs refer to this plan. unused: a tensor without meaning for `opaque.attend_step`.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        selector: Selector,
+        budget: Budget,
+        rule: RowRule,
+        remainder: Tensor | None = None,
+        backend: Backend = "gather",
+        sights: Sights | None = None,
+        device: torch.device | None = None,
+    ):
+        self.layer: int = layer
+        self.selector: Selector = selector
+        self.budget: Budget = budget
+        self.rule: RowRule = rule
+        self.backend: Backend = backend
+        self._exact = bool(getattr(selector, "fills_counts", False))
+        self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
+        self._sink, self._recent = (0, 0) if self.own else (budget.sink, budget.recent)
+        self.sights: Sights = sights or Sights()
+        self._numbers: Tensor | None = None  # 0, 1, 2, ... on the device: counts are views of it
+        self.remainder: Coefficients | None = None if remainder is None else Coefficients(remainder)
+        self.tally: Tally = Tally(device)
+        self.number: int = register(self)
+        self.unused: Tensor = torch.zeros(1, device=device)
+        self._start = 1 if rule.start is None else rule.start
+        hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
+        self.plain: dict[str, PlainStep] = {}
+        if isinstance(selector, HashSelector):
+            hashed += partial(selector.write_codes, layer), partial(selector.traceable, layer)
+            self._shortest = max(self._start + 1, cast(int, budget.dense_below))  # context of a sparse step
+            if backend == "gather":
+                self.plain["cpu"] = FusedStep(layer, selector, budget).run
+                if selector.placed is not None and budget.shortlist is None and budget.values == 1:
+                    self.plain["cuda"] = partial(_in_operators, layer, selector.placed, selector.per_query_head, budget)
+        self.encoder: Encoder = Encoder(*hashed, lists=budget.shortlist is not None)
+
+    def all_dense(self, n: int) -> bool:
+        """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
+        return n < cast(int, self.budget.dense_below)
+
+    def count_short(self, rows: int, n: int) -> None:
+        """Count a dense decode step over `n` tokens; rows: sequences times query heads."""
+        if n > self._start:
+            self.tally.add(rows * n, rows * n)
+
+    def count_dense(self, x: AttentionArgs) -> None:
+        """Count a call that was dense because of `dense_below`."""
+        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
+        if x.mask is None and n_queries == 1:
+            return self.count_short(batch * hq, n)
+        visible, sparse = self.seen(x)
+        return self.tally.add_rows(visible * hq, visible * hq, sparse)
+
+    def step(self, held: object, x: Inputs) -> Tensor | None:
+        """Run a plain decode step, [B, 1, Hq, Dv]: one new token per sequence, no mask, a growing cache.
+
+        `attend` gives the same result but for rounding. The caller checks that there is one row and no mask.
+
+        Args: held: the cache layer that stores k and v. Returns: None if the call is not supported here.
+        """
+        plain, n = self.plain.get(x.q.device.type), x.k.shape[2]
+        if plain is None or n < self._shortest or not isinstance(held, CodedDynamicLayer) or held.on_host:
+            return None
+        if held.keys is not x.k or held.values is not x.v:
+            return None
+        here, rest = (x.q.device, x.scaling), self.remainder
+        left_out = None if rest is None else rest.placed.get(here) or rest.on(*here)
+        heads, reads = x.q.shape[0] * x.q.shape[1], self.budget.count_row(n)
+        out = plain(held, x, left_out, reads)
+        if out is not None:
+            self.tally.add(heads * reads, heads * n)
+        return out
+
+    def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
+        """Attend sparsely in the rows that the rule makes sparse.
+
+        Returns: [B, Q, Hq, Dv], with zeros in the other rows unless `x.all_rows`; and which rows were sparse, bool
+            [B, Q]; None if all were, or if the host would have to wait for the device.
+        """
+        if self.tally.tensor.device != x.q.device and not torch.compiler.is_compiling():
+            with ordinary_tensors():
+                self.tally.tensor = self.tally.tensor.to(x.q.device)
+        moments = x.moments or RunningMoments()
+        if self._is_step(x):
+            block = self._one_row(x)
+            return self._attend_block(x, block, moments), block.sparse if readable(x.q) else None
+        visible, sparse = self.seen(x)
+        pieces = [self._attend_block(x, block, moments) for block in self._blocks(x, visible, sparse)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1), sparse
+
+    def _is_step(self, x: AttentionArgs) -> bool:
+        """Whether a call is a decode step: one row per sequence."""
+        return x.q.shape[2] == 1 and self.own is None and self.rule.may_be_sparse(1, x.k.shape[2])
+
+    def traces(self, x: AttentionArgs) -> bool:
+        """Whether a compiled graph can contain a call as operators: a decode step with a static cache and our hash."""
+        if not isinstance(self.selector, HashSelector) or x.mask is None or x.codes is None or x.length is None:
+            return False
+        ready = self.remainder is None or (isinstance(x.moments, StaticMoments) and x.moments.ready)
+        placed = self.remainder is None or self.remainder.are_on(x.q.device, x.scaling)
+        here = self.tally.tensor.device == x.q.device and self.backend == "gather" and self.budget.values == 1
+        return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
+
+    def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments, scaling: float) -> None:
+        """Add a prompt's keys and values to the remainder's sums of a static cache, so that no later step has to."""
+        if self.remainder is not None:
+            self.remainder.on(k.device, scaling)  # a compiled step needs them on the device already
+            moments.learn(k, v, last_row(mask, len(k), k.shape[2]))
+
+    def run(self, *given: Any) -> Tensor:
+        """Run a step of a compiled graph, [B, Q, Hq, Dv]; rows that are not sparse attend to all visible tokens.
+
+        Args: those of `opaque.attend_step`, in its order, without the number of this plan.
+        """
+        q, room_k, room_v, room_codes, mask, length, sinks, sums, scaling, softcap = given
+        k, v, codes = trim(room_k, room_v, room_codes, length)
+        if codes is None and self.selector.needs_codes:
+            codes = self.encoder(k)
+        moments = StaticMoments(sums) if sums else None
+        x = AttentionArgs(q, k, v, mask, codes, None, scaling, softcap, sinks, moments, all_rows=True)
+        if self.all_dense(k.shape[2]) and softcap is None and sinks is None:
+            self.count_dense(x)
+            out = attend_visible(q, k, v, x.seen(0, q.shape[2]), scaling)
+        else:
+            out, _ = self.attend(x)
+        if mask is None or mask.dtype == torch.bool or sinks is not None:  # such a row attends to the sink alone
+            return out
+        return with_means(out, room_v, self.seen(x)[0] > 0)
+
+    def _one_row(self, x: AttentionArgs) -> Block:
+        """Return the one block of a decode step, with few tensor operations and without waiting for the device.
+
+        Each operation counts: after the other layers have filled the CPU's caches, it takes ten times its usual time.
+        """
+        n, ends = x.k.shape[2], self._sink + self._recent
+        if x.mask is None:
+            count = max(0, self.budget.count_row(n) - ends)
+            return Block(self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count))
+        sight = self.see(x, x.mask)
+        most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
+        rows = self._rows(x, 0, 1, sight.chosen, sight.tokens[:, None, None], most=most, among=sight.candidates)
+        return Block(rows, sight.visible, sight.sparse, sight=sight)
+
+    def seen(self, x: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """Return the number of tokens that each row sees, int64 [B, Q], and which rows are sparse, bool [B, Q]."""
+        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
+        visible = count_visible(x.mask, batch, n_queries, n, x.q.device, rows_at_once(batch, hq, n))
+        return visible, self.rule.rows(visible, n_queries, n)
+
+    def _blocks(self, x: AttentionArgs, visible: Tensor, sparse: Tensor) -> Iterator[Block]:
+        """Split the rows of a call that is not a decode step; `visible` and `sparse` come from `seen`."""
+        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
+        reads = self._reads(visible, sparse, x.all_rows)
+        chosen, most = (reads - self._sink - self._recent).clamp(min=0), rows_at_once(batch, hq, n)
+        for first in range(0, n_queries, most):
+            at = slice(first, last := min(first + most, n_queries))
+            rows = self._rows(x, first, last, chosen[:, at], x.seen(first, last))
+            yield Block(rows, visible[:, at], sparse[:, at], reads[:, at], first)
+
+    def _reads(self, visible: Tensor, sparse: Tensor, every: bool) -> Tensor:
+        """Count the tokens that each row reads, [B, Q]; rows that are not sparse read all they see if `every`, or 0."""
+        return torch.where(sparse, self.budget.count(visible, visible[:, -1:]), visible if every else 0)
+
+    def _rows(self, x: AttentionArgs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
+        """Return the input of the selector for query rows first..last-1, which select `chosen` [B, R] tokens."""
+        n_queries, n = x.q.shape[2], x.k.shape[2]
+        end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
+        seen = None if seen is None else seen[..., :end]
+        q, k, codes = x.q[:, :, first:last], x.k[:, :, :end], None if x.codes is None else x.codes[:, :, :end]
+        known |= {"sink": self._sink, "recent": self._recent, "shortlist": self.budget.shortlist}
+        known |= {"first": None if x.first is None else x.first[:, :, :end], "planes": x.planes}
+        return Rows(self.layer, q, k, codes, seen, chosen, x.scaling, x.softcap, x.sinks, **known)
+
+    def _number(self, count: int, q: Tensor) -> Tensor:
+        """Return `count` for each sequence, int64 [B, 1], without a copy to the device."""
+        numbers = self._numbers
+        if numbers is None or len(numbers) <= count or numbers.device != q.device:
+            with ordinary_tensors():
+                numbers = self._numbers = torch.arange(2 * count + 1024, device=q.device)
+        return numbers[count].expand(q.shape[0], 1)
+
+    def see(self, x: AttentionArgs, mask: Tensor) -> Seen:
+        """Return what the rows of a decode step see; computed once for all layers, except in a graph."""
+        batch, n = x.q.shape[0], x.k.shape[2]
+
+        def count(visible: Tensor) -> tuple[Tensor, Tensor]:
+            sparse = self.rule.rows(visible, 1, n)
+            # If the host cannot read `sparse`, rows that are not sparse read all visible tokens here.
+            return self._reads(visible, sparse, x.all_rows or not readable(visible)), sparse
+
+        def find() -> Seen:
+            shown = visible_rows(mask, 0, 1, 1, n, mask.device)
+            return see(cast(Tensor, shown).expand(batch, -1, -1, -1), count, self._sink, self._recent)
+
+        if x.all_rows or in_graph(x.q.device):
+            return find()
+        return self.sights.of(mask, self.layer, (self.budget, self.rule, batch, n), find)
+
+    def _attend_block(self, x: AttentionArgs, block: Block, moments: Moments) -> Tensor:
+        """Select tokens, count them, and attend to them, with the remainder if there is one: [B, R, Hq, Dv]."""
+        rows, n = block.rows, block.rows.k.shape[2]
+        if block.reads is not None and not block.reads.any():
+            return x.q.new_zeros(len(x.q), rows.q.shape[2], x.q.shape[1], x.v.shape[3])
+        indices, ends = block.complete(self.selector.select(rows), self._exact)
+        block.count(self.tally, indices, self._exact)
+        if x.weights is not None:
+            found = attention_weights(rows.q, rows.k, include(indices, n, ends), x.scaling, x.softcap, x.sinks)
+            x.weights[:, :, block.first : block.first + found.shape[2], :n] = found
+        if self.own is not None:
+            return self.own.attend(rows, x.v[:, :, :n], indices)
+        if self.backend == "flash":
+            flash.refuse(x.mask, x.sinks, 0.0)
+            return flash.attend(rows.q, x.k, x.v, include(indices, n, ends), x.scaling, x.softcap)
+        if x.host is not None:
+            x.host.cross(indices, ends)
+        left_out = None
+        if self.remainder is not None:
+            coefficients, slopes = self.remainder.on(x.q.device, x.scaling)
+            left_out = LeftOut(coefficients, *block.stand_in(x, slopes, moments))
+        how = {"softcap": x.softcap, "sinks": x.sinks, "left_out": left_out, "ends": ends}
+        return attend(rows.q, x.k, x.v, indices, x.scaling, values=self.budget.values, **how)
+
+
+def _in_operators(
+    layer: int, placed: encode_cuda.PlacedHasher, per_query_head: bool, budget: Budget,
+    held: CodedDynamicLayer, x: Inputs, left_out: Fitted, reads: int,
+) -> Tensor | None:  # fmt: skip
+    """Run a plain step on a GPU (`PlainStep`), with one operator each to encode, select, add to the sums and attend."""
+    q, k, v, *options = x
+    n, ends = k.shape[2], (budget.sink, budget.recent)
+    own = placed.layer(layer, q.device)
+    if not _fits(own, x) or not (left_out is None or held.moments.cover(q, k)):
+        return None
+    room, missing = held.room_for_code()
+    if missing is None:
+        return None
+    planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, per_query_head)
+    missing.length += 1
+    among = None, None, n, 0, *ends, False, 0, None, None
+    indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sum(ends)), None, of_planes, *among)[1]
+    rest: tuple[Tensor | None, ...] = (None,) * 4
+    if left_out is not None:
+        rest = left_out[0], *held.moments.step_on_device(q, left_out[1], k, v), None
+    return gather.OPERATORS.gather(q, k, v, indices, *options, *rest, *ends, None)
+
+
+def _fits(own: LayerHasher, x: Inputs) -> bool:
+    """Whether operators support the tensors of a plain step and a layer's hash functions."""
+    q, k, v = x[:3]
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    sizes = (q.shape[1], k.shape[1], v.shape[1], k.shape[3]) == (own.hq, own.hkv, own.hkv, own.d)
+    return alike and sizes and not (k.requires_grad or v.requires_grad) and encode_cuda.supports(own, q)
+
+
+def trim(
+    k: Tensor, v: Tensor, codes: Tensor | None, length: Tensor | int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Trim keys, values and codes of a static cache to its first `length` tokens."""
+    if length is None:
+        return k, v, codes
+    n = int(length)
+    return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]

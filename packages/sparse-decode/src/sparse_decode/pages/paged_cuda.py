@@ -1,0 +1,114 @@
+"""Decode steps over pages on CUDA: the steps of `pages.paged`, with lengths and page tables on the device.
+
+The host knows the number of rows, how wide a table is, and `longest`, an upper bound of the lengths; everything else is
+computed on the device, so that nothing waits and a CUDA graph of a step serves any lengths up to that bound. A row's
+selection has as many slots as the longest row would use, with -1 in those that it does not.
+
+Rows that read all visible tokens are no special case: they select all that lie between the first and the last ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_decode.attention import gather
+from sparse_decode.budget import Budget
+from sparse_decode.pages import place_cuda
+from sparse_decode.pages.paged import PagedLayer, Pages
+
+SEARCH: Any = torch.ops.hashcore
+OPERATORS: Any = gather.OPERATORS
+
+
+class DeviceStep(NamedTuple):
+    """The rows of a decode step, for all layers with the same budget. Tensors are on the device of the pages."""
+
+    blocks: Tensor
+    """Page tables, int32 [B, T]."""
+    lengths: Tensor
+    """Visible tokens of each row, including its own, integers [B, 1, 1]; a row of 0 has no result."""
+    wanted: Tensor
+    """Tokens to select besides the first and the last ones, int64 [B, 1, 1]."""
+    always: Tensor
+    """The first and the last tokens, int64 [B, sink + recent], -1 in unused slots."""
+    counts: Tensor
+    """Tokens that the rows read, and see, in one query head, int64 [2]."""
+    width: int
+    """Slots of a row's selection."""
+    budget: Budget
+
+    @classmethod
+    def of(cls, blocks: Tensor, lengths: Tensor, budget: Budget, size: int, longest: int) -> DeviceStep:
+        """Create a step from an engine's page table.
+
+        Args:
+            blocks: int32 [B, T]; entries after a row's last page may be anything. Read again at every use, so that a
+                graph may be replayed on other pages.
+            lengths: int32 or int64 [B], at most `longest`. Greater ones count as T times `size`, and then `width` may
+                be too small for them.
+            size: tokens per page.
+            longest: upper bound of the lengths, at most T times `size`.
+        Raises: ValueError if shapes or dtypes do not match, or the budget is not supported on CUDA.
+        """
+        if blocks.ndim != 2 or lengths.shape != blocks.shape[:1] or blocks.dtype != torch.int32:
+            raise ValueError(
+                f"blocks must be int32 [B, T] and lengths [B], got {blocks.dtype} {tuple(blocks.shape)} and "
+                f"{tuple(lengths.shape)}"
+            )
+        if not 0 < longest <= blocks.shape[1] * size:
+            raise ValueError(
+                f"longest must be in 1..{blocks.shape[1] * size}, the tokens of {blocks.shape[1]} blocks, got {longest}"
+            )
+        if budget.values < 1:
+            raise ValueError(f"pages on CUDA read the values of all selected tokens, got values={budget.values}; use 1")
+        seen = lengths.long()
+        reads = budget.count(seen)
+        ends = budget.ends(seen)
+        most = max(0, budget.most(longest) - budget.sink - budget.recent)
+        counts = torch.stack([reads.sum(), seen.sum()])
+        rows = lengths[:, None, None]
+        return cls(blocks, rows, (reads - ends)[:, None, None], _ends(seen, budget), counts, most, budget)
+
+
+def _ends(lengths: Tensor, budget: Budget) -> Tensor:
+    """List the first and the last tokens of rows, each once: int64 [B, sink + recent], -1 in unused slots."""
+    slots = torch.arange(budget.sink + budget.recent, device=lengths.device)
+    n = lengths[:, None]
+    behind = n + (slots - (budget.sink + budget.recent))  # of the slots for the last tokens
+    tokens = torch.where(slots < budget.sink, slots.expand_as(behind), behind)
+    least = torch.where(slots < budget.sink, 0, n.clamp(max=budget.sink))  # the last tokens are none of the first
+    return tokens.masked_fill((tokens < least) | (tokens >= n), -1)
+
+
+def write_codes(pages: Pages, slots: Tensor, codes: Tensor) -> None:
+    """Write codes int32 [T, Hkv, W] to slots int64 [T]; tokens whose slot is out of range, such as -1, are skipped."""
+    place_cuda.OPERATORS.place_codes(codes, slots, pages.codes)
+
+
+def decode(layer: PagedLayer, q: Tensor, pages: Pages, step: DeviceStep) -> Tensor:
+    """Select tokens for each row and attend to them: `PagedLayer.decode` on CUDA, without counting them.
+
+    Args:
+        q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
+    Returns: [B, Hq, Dv] in q's dtype; zeros for rows of length 0.
+    Raises: ValueError on dtypes, head sizes or page sizes that the kernels do not support.
+    """
+    rows = q[:, :, None]
+    how = layer.scaling, layer.softcap, layer.sinks
+    chosen = choose(layer, rows, pages.codes, step)
+    return OPERATORS.gather_paged(rows, pages.k, pages.v, chosen, *how, step.always, step.blocks)[:, 0]
+
+
+def choose(layer: PagedLayer, rows: Tensor, codes: Tensor, step: DeviceStep) -> Tensor:
+    """Search for the tokens that rows [B, Hq, 1, D] read besides the first and the last: int64 [B, Hkv, 1, width]."""
+    if not step.width:
+        return step.always.new_empty(len(rows), codes.shape[1], 1, 0)
+    planes, weights = layer.selector.encode_queries(layer.layer, rows)
+    pool, tables = codes.transpose(0, 1)[:, None], step.blocks[:, None, None]
+    n, budget = step.blocks.shape[1] * codes.shape[2], step.budget
+    # The operator takes the number of slots as an argument; `hashcore.search` would read the largest count.
+    bounds = step.lengths, None, n, 0, budget.sink, budget.recent
+    return SEARCH.search(planes, pool, step.width, step.wanted, weights, *bounds, False, 0, None, tables)[1]

@@ -1,0 +1,1 @@
+"""The remainder: unselected tokens, added back from running sums."""
