@@ -217,7 +217,11 @@ def test_a_static_cache_is_read_up_to_its_length():
 
 @pytest.mark.parametrize(
     ("name", "others"),
-    [("dense_kernels", ("attend_kernels", "lanes", "softmax")), ("attend_kernels", ("intrinsics", "lanes", "softmax"))],
+    [
+        ("dense_kernels", ("attend_kernels", "lanes", "softmax")),
+        ("attend_kernels", ("intrinsics", "lanes", "softmax")),
+        ("bfloat_kernels", ("bfloat_lanes", "dense_kernels", "lanes", "softmax")),
+    ],
 )
 def test_a_change_of_what_is_compiled_in_changes_the_file_that_the_compiler_cache_looks_at(name, others):
     files = [pathlib.Path(importlib.import_module(f"sparse_decode.{other}").__file__) for other in others]
