@@ -1,6 +1,6 @@
 """SIMD operations on bfloat16 for numba, by the dot product of AVX512_BF16: two products a lane and instruction.
 
-    sums[lane] += a[2 lane + 1] b[2 lane + 1] + a[2 lane] b[2 lane]      products and sums in float32
+    sums[lane] += a[2 lane + 1] b[2 lane + 1] + a[2 lane] b[2 lane]      products and sums in float32, subnormal ones 0
 
 A word is two neighbours of a sum: components 2i and 2i + 1 of a query or key, or one component of the values of tokens
 2j and 2j + 1. So nothing is widened. Words of BLOCK tokens are put in order once, for all lines that use them:
@@ -45,7 +45,7 @@ _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 class _BFloat(ir.HalfType):
-    def __str__(self) -> str:
+    def __str__(self) -> Any:
         return "bfloat"
 
 
@@ -78,7 +78,9 @@ def _words(builder: Any, data: Any, at: Any) -> Any:
 def _prefetch(builder: Any, data: Any, at: Any) -> None:
     pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     line = builder.bitcast(builder.gep(data, [at]), pointer)
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [line, *(ir.Constant(number, n) for n in (0, 2, 1))])  # read, L2, data
+    _call(
+        builder, "llvm.prefetch.p0", ir.VoidType(), [line, *(ir.Constant(number, n) for n in (0, 2, 1))]
+    )  # read, L2, data
 
 
 def _shuffled(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
@@ -139,7 +141,9 @@ def turn(typing_context: Any, x: Any, at: Any, step: Any, count: Any, tile: Any,
                 parts = [builder.load(_vector(builder, x, row, four), align=2) for row in rows]
                 held = []
                 for i in range(4):  # group l of 4 lanes: token 4l + i
-                    halves = [_shuffled(builder, parts[i + 8 * h], parts[i + 8 * h + 4], list(range(8))) for h in (0, 1)]
+                    halves = [
+                        _shuffled(builder, parts[i + 8 * h], parts[i + 8 * h + 4], list(range(8))) for h in (0, 1)
+                    ]
                     held.append(_shuffled(builder, *halves, list(range(16))))
                 mixed = [_shuffled(builder, held[i], held[i + 1], side) for i in (0, 2) for side in _in_four(1)]
                 found = [_shuffled(builder, mixed[i], mixed[i + 2], side) for i in (0, 1) for side in _in_four(2)]
@@ -177,8 +181,8 @@ def pair(typing_context: Any, x: Any, at: Any, step: Any, count: Any, tile: Any,
 def _summing(rows: int, fresh: bool) -> Any:
     """Return an intrinsic: C [rows, BLOCK] = factor A [rows, depth] B [depth, BLOCK] if fresh, else C + A B.
 
-    On the way it prefetches later rows of x to the L2 cache: `quarters` times 16 rows from x_at on, a cache line of each
-    quarter at a step. Spread like this, prefetches do not wait for one another.
+    On the way it prefetches later rows of x to the L2 cache: `quarters` times 16 rows from x_at on, a cache line of
+    each quarter at a step. Spread like this, prefetches do not wait for one another.
     """
 
     @intrinsic
@@ -311,7 +315,7 @@ def _largest(typing_context: Any, x: Any, at: Any, count: Any):
         def join(first: Any, second: Any) -> Any:
             return builder.select(builder.fcmp_ordered(">", second, first), second, first)
 
-        most = [cgutils.alloca_once_value(builder, _all(-math.inf)) for _ in range(4)]
+        most = [cgutils.alloca_once_value(builder, _all(-math.inf)) for _ in range(VECTORS)]
         with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, BLOCK)), intp=at.type) as loop:
             for i, held in enumerate(most):
                 here = by.sum(at, by.times(loop.index, BLOCK), LANES * i)

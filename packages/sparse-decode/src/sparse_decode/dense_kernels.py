@@ -107,7 +107,7 @@ def _soften(logits, at):  # pragma: no cover - compiled
 
 @numba.njit(inline="always")
 def _look(mask, b, first, shown):  # pragma: no cover - compiled
-    """Mark the tokens of a chunk that any row sees; return 0 if there are none, 2 if every row sees every one, else 1."""
+    """Mark the tokens of a chunk that any row sees; return 0 if there are none, 2 if every row sees all, else 1."""
     shown[:] = 1
     anything, everything = np.uint8(1), np.uint8(1)
     if mask.size:
