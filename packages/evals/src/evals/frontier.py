@@ -2,9 +2,9 @@
 
     share = (codes, or what a rival stores per token + keys and values read + state of the remainder) / dense bytes
 
-for one layer's decode step at the middle of the rows that a run scored
-(`sparse_decode.costs.traffic.step_bytes`). The oracle must read all keys to find its tokens. These bytes are left out, so that its line shows the limit of a perfect search;
-it is never marked as the best.
+for one layer's decode step at the middle of the rows that a run scored (`costs.traffic.step_bytes` of sparse_decode).
+The oracle must read all keys to find its tokens. These bytes are left out, so that its line shows the limit of a
+perfect search; it is never marked as the best.
 """
 
 from __future__ import annotations

@@ -13,14 +13,19 @@ attention repeats the keys for each query head, or uses too few threads for so f
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import torch
 from hashcore.cpu.threads import compiled
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_decode.attention import dense_kernels
+from sparse_decode.attention import bfloat_kernels, dense_kernels
 from sparse_decode.attention.attend import place
 from sparse_decode.attention.attend_inputs import KINDS, LIKE
+from sparse_decode.attention.bfloat_lanes import BLOCK, supported
 from sparse_decode.attention.compiled import run
 from sparse_decode.attention.lanes import LANES, WIDTH
 
@@ -52,25 +57,37 @@ def attend_all(
     Source: docs/algorithm.md, eq. 8, with all visible tokens selected.
     """
     (batch, hq, n_rows, dim), (hkv, n), dim_v = q.shape, k.shape[1:3], v.shape[3]
-    group, chunks = hq // hkv, -(-n // dense_kernels.CHUNK)
-    wide, wide_v, kind = -(-dim // WIDTH) * WIDTH, -(-dim_v // WIDTH) * WIDTH, KINDS[k.dtype]
-    queries = np.zeros((batch, hkv, n_rows, group, wide), np.float32)
-    rows = (q.detach() if q.requires_grad else q).float().numpy()
-    queries[..., :dim] = rows.reshape(batch, hkv, group, n_rows, dim).swapaxes(2, 3)
-    if kind == 1:  # the order of `lanes.place`
-        queries = np.ascontiguousarray(queries.reshape(*queries.shape[:4], -1, LANES, 2).swapaxes(-1, -2))
+    group, paired = hq // hkv, k.dtype == torch.bfloat16 and supported()
+    kernels, part = (bfloat_kernels, bfloat_kernels.SPAN) if paired else (dense_kernels, dense_kernels.CHUNK)
+    queries = _queries(q, hkv, paired)
     shown = _NO_MASK if mask is None else mask[:, 0].contiguous().view(torch.uint8).numpy()
-    lines = batch, hkv, chunks, n_rows * group
-    sums, stats = np.empty((*lines, wide_v), np.float32), np.empty((*lines, 2), np.float32)
+    lines, step = (batch, hkv, -(-n // part), n_rows * group), BLOCK if paired else WIDTH
+    sums, stats = np.empty((*lines, -(-dim_v // step) * step), np.float32), np.empty((*lines, 2), np.float32)
     out = np.empty((batch, n_rows, hkv, group, dim_v), np.float32)
     limit = np.full((hkv, group), -np.inf, np.float32)
     if sinks is not None:
         limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
     (k_address, k_reach, k_at), (v_address, v_reach, v_at) = place(k), place(v)
     where = k_address, k_reach, (*k_at, dim), v_address, v_reach, (*v_at, dim_v), LIKE[k.element_size()]
-    factors = np.float32(scaling), np.float32(softcap or 0), kind
-    given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, stats
-    run(dense_kernels.tasks, batch * hkv * chunks, batch * hq * n_rows * n * (dim + dim_v), *given)
+    kind = 0 if paired else KINDS[k.dtype]  # of the order of components in sums
+    factors = np.float32(scaling), np.float32(softcap or 0), *(() if paired else (kind,))
+    work = batch * hq * n_rows * n * (dim + dim_v)
+    run(kernels.tasks, math.prod(lines[:3]), work, n_rows, queries, *where, shown, *factors, sums, stats)
     if not compiled(dense_kernels.combine)(0, batch, sums, stats, limit, out, kind):
         return None
     return torch.from_numpy(out.reshape(batch, n_rows, hq, dim_v)).to(q.dtype)
+
+
+def _queries(q: Tensor, hkv: int, paired: bool) -> NDArray[Any]:
+    """Return q as the kernels read it, [B, Hkv, R G, D rounded up]: float32 or, if paired, words of two components."""
+    batch, hq, n_rows, dim = q.shape
+    group, wide = hq // hkv, -(-dim // WIDTH) * WIDTH
+    plain = q.detach() if q.requires_grad else q
+    rows = (plain.view(torch.int16) if paired else plain.float()).numpy()
+    queries = np.zeros((batch, hkv, n_rows, group, wide), rows.dtype)
+    queries[..., :dim] = rows.reshape(batch, hkv, group, n_rows, dim).swapaxes(2, 3)
+    if paired:
+        queries = queries.view(np.uint32)
+    elif q.dtype == torch.bfloat16:  # the order of `lanes.place`
+        queries = np.ascontiguousarray(queries.reshape(*queries.shape[:4], -1, LANES, 2).swapaxes(-1, -2))
+    return queries.reshape(batch, hkv, n_rows * group, -1)

@@ -107,19 +107,20 @@ def _soften(logits, at):  # pragma: no cover - compiled
 
 @numba.njit(inline="always")
 def _look(mask, b, first, shown):  # pragma: no cover - compiled
-    """Mark the tokens of a chunk that any row sees; return whether there are any."""
+    """Mark the tokens of a chunk that any row sees; return 0 if there are none, 2 if every row sees all, else 1."""
     shown[:] = 1
+    anything, everything = np.uint8(1), np.uint8(1)
     if mask.size:
         rows = mask[min(b, len(mask) - 1)]
-        shown[:] = 0
+        shown[:], anything = 0, 0
         for r in range(len(rows)):
             line = rows[r, first : first + len(shown)]
             for j in range(len(shown)):
                 shown[j] |= line[j]
-    anything = np.uint8(0)
-    for j in range(len(shown)):
-        anything |= shown[j]
-    return anything != 0
+                everything &= line[j]
+        for j in range(len(shown)):
+            anything |= shown[j]
+    return 2 if everything else 1 if anything else 0
 
 
 # The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
@@ -162,12 +163,11 @@ def _task(
     (lines, wide), wide_v, first = q.shape[2:], sums.shape[4], c * CHUNK
     count = min(CHUNK, n - first)
     seen, queries = shown[:count], q[b, h].reshape(lines * wide)
-    every = mask.size == 0
-    if every:
-        seen[:] = 1
-    elif not _look(mask, b, first, seen):
+    looked = _look(mask, b, first, seen)
+    if looked == 0:
         stats[b, h, c, :, 0], stats[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
         return
+    every = looked == 2
 
     base = b * k_at[0] + h * k_at[1] + first * k_at[2]
     _multiply(queries, k, base, k_at, seen, every, kind, wide, lines, logits, tile)
