@@ -23,7 +23,17 @@ from sparse_decode.dense_step import attend_visible, with_means
 from sparse_decode.fused import FusedStep
 from sparse_decode.modes import in_graph, ordinary_tensors, readable
 from sparse_decode.opaque import register
-from sparse_decode.positions import Seen, Sights, count_visible, include, last_row, see, visible_rows
+from sparse_decode.positions import (
+    Numbers,
+    Seen,
+    Sights,
+    count_visible,
+    include,
+    last_row,
+    of_a_head,
+    see,
+    visible_rows,
+)
 from sparse_decode.remainder import Coefficients, RunningMoments
 from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.static_moments import StaticMoments
@@ -31,8 +41,8 @@ from sparse_decode.static_moments import StaticMoments
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
 Fitted = tuple[Tensor, Tensor] | None  # what `Coefficients.on` returns; None without a remainder
-PlainStep = Callable[[CodedDynamicLayer, Inputs, Fitted, int], Tensor | None]
-"""Runs a plain step, given the number of tokens to read. Returns None if it does not support the call."""
+PlainStep = Callable[[CodedDynamicLayer, Inputs, Fitted, list[int]], Tensor | None]
+"""Runs a plain step, given `Budget.count_heads`. Returns None if it does not support the call."""
 
 
 class LayerPlan:
@@ -66,7 +76,7 @@ class LayerPlan:
         self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
         self._sink, self._recent = (0, 0) if self.own else (budget.sink, budget.recent)
         self.sights: Sights = sights or Sights()
-        self._numbers: Tensor | None = None  # 0, 1, 2, ... on the device: counts are views of it
+        self._numbers: Numbers = Numbers()
         self.remainder: Coefficients | None = None if remainder is None else Coefficients(remainder)
         self.tally: Tally = Tally(device)
         self.number: int = register(self)
@@ -80,7 +90,7 @@ class LayerPlan:
             if backend == "gather":
                 self.plain["cpu"] = FusedStep(layer, selector, budget).run
                 if selector.placed is not None and budget.shortlist is None and budget.values == 1:
-                    self.plain["cuda"] = partial(_in_operators, layer, selector.placed, selector.per_query_head, budget)
+                    self.plain["cuda"] = partial(_in_operators, layer, selector, budget, self._numbers)
         self.encoder: Encoder = Encoder(*hashed, lists=budget.shortlist is not None)
 
     def all_dense(self, n: int) -> bool:
@@ -114,10 +124,10 @@ class LayerPlan:
             return None
         here, rest = (x.q.device, x.scaling), self.remainder
         left_out = None if rest is None else rest.placed.get(here) or rest.on(*here)
-        heads, reads = x.q.shape[0] * x.q.shape[1], self.budget.count_row(n)
+        heads, reads = x.q.shape[0] * x.q.shape[1], self.budget.count_heads(n)
         out = plain(held, x, left_out, reads)
         if out is not None:
-            self.tally.add(heads * reads, heads * n)
+            self.tally.add(heads * sum(reads) // len(reads), heads * n)
         return out
 
     def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
@@ -183,8 +193,11 @@ class LayerPlan:
         """
         n, ends = x.k.shape[2], self._sink + self._recent
         if x.mask is None:
-            count = max(0, self.budget.count_row(n) - ends)
-            return Block(self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count))
+            reads, heads = self.budget.count_heads(n), x.q.shape[0] * x.q.shape[1]
+            counts = [max(0, each - ends) for each in reads]
+            known: dict[str, int] = {"most": max(counts)} if len(counts) > 1 else {"uniform_count": counts[0]}
+            totals = heads * sum(reads) // len(reads), heads * n
+            return Block(self._rows(x, 0, 1, self._numbers.of(counts, x.q), None, **known), totals=totals)
         sight = self.see(x, x.mask)
         most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
         rows = self._rows(x, 0, 1, sight.chosen, sight.tokens[:, None, None], most=most, among=sight.candidates)
@@ -203,15 +216,21 @@ class LayerPlan:
         chosen, most = (reads - self._sink - self._recent).clamp(min=0), rows_at_once(batch, hq, n)
         for first in range(0, n_queries, most):
             at = slice(first, last := min(first + most, n_queries))
-            rows = self._rows(x, first, last, chosen[:, at], x.seen(first, last))
-            yield Block(rows, visible[:, at], sparse[:, at], reads[:, at], first)
+            rows = self._rows(x, first, last, chosen[..., at], x.seen(first, last))
+            yield Block(rows, visible[:, at], sparse[:, at], of_a_head(reads)[:, at], first)
 
     def _reads(self, visible: Tensor, sparse: Tensor, every: bool) -> Tensor:
-        """Count the tokens that each row reads, [B, Q]; rows that are not sparse read all they see if `every`, or 0."""
-        return torch.where(sparse, self.budget.count(visible, visible[:, -1:]), visible if every else 0)
+        """Count the tokens that each row reads, [B, Q], or [B, H, Q] by head.
+
+        Rows that are not sparse read all they see if `every`, or 0.
+        """
+        counts = self.budget.count(visible, visible[:, -1:])
+        if self.budget.by_head:
+            visible, sparse = visible[:, None], sparse[:, None]
+        return torch.where(sparse, counts, visible if every else 0)
 
     def _rows(self, x: AttentionArgs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
-        """Return the input of the selector for query rows first..last-1, which select `chosen` [B, R] tokens."""
+        """Return the input of the selector for query rows first..last-1, which select `chosen` (`Rows.counts`)."""
         n_queries, n = x.q.shape[2], x.k.shape[2]
         end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
         seen = None if seen is None else seen[..., :end]
@@ -219,14 +238,6 @@ class LayerPlan:
         known |= {"sink": self._sink, "recent": self._recent, "shortlist": self.budget.shortlist}
         known |= {"first": None if x.first is None else x.first[:, :, :end], "planes": x.planes}
         return Rows(self.layer, q, k, codes, seen, chosen, x.scaling, x.softcap, x.sinks, **known)
-
-    def _number(self, count: int, q: Tensor) -> Tensor:
-        """Return `count` for each sequence, int64 [B, 1], without a copy to the device."""
-        numbers = self._numbers
-        if numbers is None or len(numbers) <= count or numbers.device != q.device:
-            with ordinary_tensors():
-                numbers = self._numbers = torch.arange(2 * count + 1024, device=q.device)
-        return numbers[count].expand(q.shape[0], 1)
 
     def see(self, x: AttentionArgs, mask: Tensor) -> Seen:
         """Return what the rows of a decode step see; computed once for all layers, except in a graph."""
@@ -271,22 +282,24 @@ class LayerPlan:
 
 
 def _in_operators(
-    layer: int, placed: encode_cuda.PlacedHasher, per_query_head: bool, budget: Budget,
-    held: CodedDynamicLayer, x: Inputs, left_out: Fitted, reads: int,
+    layer: int, selector: HashSelector, budget: Budget, numbers: Numbers,
+    held: CodedDynamicLayer, x: Inputs, left_out: Fitted, reads: list[int],
 ) -> Tensor | None:  # fmt: skip
     """Run a plain step on a GPU (`PlainStep`), with one operator each to encode, select, add to the sums and attend."""
     q, k, v, *options = x
     n, ends = k.shape[2], (budget.sink, budget.recent)
-    own = placed.layer(layer, q.device)
+    own = cast(encode_cuda.PlacedHasher, selector.placed).layer(layer, q.device)
     if not _fits(own, x) or not (left_out is None or held.moments.cover(q, k)):
         return None
     room, missing = held.room_for_code()
     if missing is None:
         return None
-    planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, per_query_head)
+    planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, selector.per_query_head)
     missing.length += 1
+    counts = [max(0, each - sum(ends)) for each in reads]
+    each = numbers.of(counts, q) if len(counts) > 1 else None
     among = None, None, n, 0, *ends, False, 0, None, None
-    indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sum(ends)), None, of_planes, *among)[1]
+    indices = SEARCH.search(planes, room[:, :, None, :n], max(counts), each, of_planes, *among)[1]
     rest: tuple[Tensor | None, ...] = (None,) * 4
     if left_out is not None:
         rest = left_out[0], *held.moments.step_on_device(q, left_out[1], k, v), None
