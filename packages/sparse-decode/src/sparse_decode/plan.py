@@ -297,9 +297,9 @@ def _in_operators(
     planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, selector.per_query_head)
     missing.length += 1
     counts = [max(0, each - sum(ends)) for each in reads]
-    each = numbers.of(counts, q) if len(counts) > 1 else None
+    by_head = numbers.of(counts, q) if len(counts) > 1 else None
     among = None, None, n, 0, *ends, False, 0, None, None
-    indices = SEARCH.search(planes, room[:, :, None, :n], max(counts), each, of_planes, *among)[1]
+    indices = SEARCH.search(planes, room[:, :, None, :n], max(counts), by_head, of_planes, *among)[1]
     rest: tuple[Tensor | None, ...] = (None,) * 4
     if left_out is not None:
         rest = left_out[0], *held.moments.step_on_device(q, left_out[1], k, v), None

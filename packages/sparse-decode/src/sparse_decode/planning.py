@@ -111,11 +111,9 @@ def divided(budgets: Budgets, selector: Selector, heads: HeadsOf) -> dict[int, B
     mean, found = sum(layers[layer] for layer in budgets) / len(budgets) if layers else 1.0, dict[int, Budget]()
     for layer, own in budgets.items():
         shape, per_query_head = heads(layer), getattr(selector, "per_query_head", False)
-        each = (
-            [share for share in by_head[layer] for _ in range(shape.group if per_query_head else 1)] if by_head else ()
-        )
-        found[layer] = made = own.in_layer(layers[layer] / mean if layers else 1.0, tuple(each))
-        sets = shape.num_query_heads if per_query_head else shape.num_kv_heads
+        sets, repeats = (shape.num_query_heads, shape.group) if per_query_head else (shape.num_kv_heads, 1)
+        each = tuple(share for share in by_head[layer] for _ in range(repeats)) if by_head else ()
+        found[layer] = made = own.in_layer(layers[layer] / mean if layers else 1.0, each)
         if isinstance(made.by_head, tuple) and len(made.by_head) != sets:
             raise ValueError(f"by_head must have {sets} shares in layer {layer}, got {len(made.by_head)}")
     return found
