@@ -15,14 +15,14 @@ from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode.attend_inputs import require
 from sparse_decode.blocks import AttentionArgs
-from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
+from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer, trim
 from sparse_decode.dense_step import Output, attend_densely, with_means
 from sparse_decode.growing import GrowingLayer
 from sparse_decode.model import NAMES
 from sparse_decode.modes import autocasts, no_autocast, readable
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
-from sparse_decode.plan import LayerPlan, trim
+from sparse_decode.plan import LayerPlan
 from sparse_decode.positions import visible_rows
 from sparse_decode.select import HashSelector
 from sparse_decode.static_moments import StaticMoments

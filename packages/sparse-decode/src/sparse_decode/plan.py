@@ -17,23 +17,13 @@ from sparse_decode.attend_inputs import Inputs, LeftOut
 from sparse_decode.attend_torch import attention_weights
 from sparse_decode.blocks import AttentionArgs, Block, Moments, RowRule, rows_at_once
 from sparse_decode.budget import Budget, Tally
-from sparse_decode.cache import CodedDynamicLayer
+from sparse_decode.cache import CodedDynamicLayer, trim
 from sparse_decode.cache_encoder import Encoder
 from sparse_decode.dense_step import attend_visible, with_means
 from sparse_decode.fused import FusedStep
 from sparse_decode.modes import in_graph, ordinary_tensors, readable
 from sparse_decode.opaque import register
-from sparse_decode.positions import (
-    Numbers,
-    Seen,
-    Sights,
-    count_visible,
-    include,
-    last_row,
-    of_a_head,
-    see,
-    visible_rows,
-)
+from sparse_decode.positions import Numbers, Seen, Sights, beside, count_visible, include, last_row, see, visible_rows
 from sparse_decode.remainder import Coefficients, RunningMoments
 from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.static_moments import StaticMoments
@@ -193,11 +183,10 @@ class LayerPlan:
         """
         n, ends = x.k.shape[2], self._sink + self._recent
         if x.mask is None:
-            reads, heads = self.budget.count_heads(n), x.q.shape[0] * x.q.shape[1]
-            counts = [max(0, each - ends) for each in reads]
-            known: dict[str, int] = {"most": max(counts)} if len(counts) > 1 else {"uniform_count": counts[0]}
-            totals = heads * sum(reads) // len(reads), heads * n
-            return Block(self._rows(x, 0, 1, self._numbers.of(counts, x.q), None, **known), totals=totals)
+            known = self.budget.count_heads(n)
+            counts = [max(0, each - ends) for each in known]
+            how = {"most": max(counts)} if len(counts) > 1 else {"uniform_count": counts[0]}
+            return Block(self._rows(x, 0, 1, self._numbers.of(counts, x.q), None, **how), known=known)
         sight = self.see(x, x.mask)
         most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
         rows = self._rows(x, 0, 1, sight.chosen, sight.tokens[:, None, None], most=most, among=sight.candidates)
@@ -214,20 +203,16 @@ class LayerPlan:
         (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
         reads = self._reads(visible, sparse, x.all_rows)
         chosen, most = (reads - self._sink - self._recent).clamp(min=0), rows_at_once(batch, hq, n)
+        of_a_head = reads if reads.ndim == 2 else reads[:, 0]
         for first in range(0, n_queries, most):
             at = slice(first, last := min(first + most, n_queries))
             rows = self._rows(x, first, last, chosen[..., at], x.seen(first, last))
-            yield Block(rows, visible[:, at], sparse[:, at], of_a_head(reads)[:, at], first)
+            yield Block(rows, visible[:, at], sparse[:, at], of_a_head[:, at], first)
 
     def _reads(self, visible: Tensor, sparse: Tensor, every: bool) -> Tensor:
-        """Count the tokens that each row reads, [B, Q], or [B, H, Q] by head.
-
-        Rows that are not sparse read all they see if `every`, or 0.
-        """
+        """Count what each row reads (`Budget.count`); rows that are not sparse read all they see if `every`, or 0."""
         counts = self.budget.count(visible, visible[:, -1:])
-        if self.budget.by_head:
-            visible, sparse = visible[:, None], sparse[:, None]
-        return torch.where(sparse, counts, visible if every else 0)
+        return torch.where(beside(sparse, counts), counts, beside(visible, counts) if every else 0)
 
     def _rows(self, x: AttentionArgs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
         """Return the input of the selector for query rows first..last-1, which select `chosen` (`Rows.counts`)."""
@@ -296,9 +281,8 @@ def _in_operators(
         return None
     planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, selector.per_query_head)
     missing.length += 1
-    counts = [max(0, each - sum(ends)) for each in reads]
+    among, counts = (None, None, n, 0, *ends, False, 0, None, None), [max(0, each - sum(ends)) for each in reads]
     by_head = numbers.of(counts, q) if len(counts) > 1 else None
-    among = None, None, n, 0, *ends, False, 0, None, None
     indices = SEARCH.search(planes, room[:, :, None, :n], max(counts), by_head, of_planes, *among)[1]
     rest: tuple[Tensor | None, ...] = (None,) * 4
     if left_out is not None:
@@ -312,13 +296,3 @@ def _fits(own: LayerHasher, x: Inputs) -> bool:
     alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
     sizes = (q.shape[1], k.shape[1], v.shape[1], k.shape[3]) == (own.hq, own.hkv, own.hkv, own.d)
     return alike and sizes and not (k.requires_grad or v.requires_grad) and encode_cuda.supports(own, q)
-
-
-def trim(
-    k: Tensor, v: Tensor, codes: Tensor | None, length: Tensor | int | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Trim keys, values and codes of a static cache to its first `length` tokens."""
-    if length is None:
-        return k, v, codes
-    n = int(length)
-    return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]

@@ -90,21 +90,21 @@ def see(shown: Tensor, count: Callable[[Tensor], tuple[Tensor, Tensor]], sink: i
     rank = tokens.cumsum(-1, dtype=torch.int32)  # rank of a visible token, from 1
     visible = rank[:, -1:].long()
     reads, sparse = count(visible)
+    heads, own = (1, reads) if reads.ndim == 2 else (reads.shape[1], reads[:, 0])  # 0 in one head: in all
     first = torch.arange(1, sink + 1, device=tokens.device).expand(len(tokens), -1)
     last = visible + torch.arange(1 - recent, 1, device=tokens.device)
     wanted = torch.cat([first, last.masked_fill(last <= sink, 0)], -1)
     ends = torch.searchsorted(rank, wanted.int(), out_int32=False)  # the first token of that rank
-    ends = ends.masked_fill((wanted < 1) | (wanted > visible) | (of_a_head(reads) < 1), -1)
+    ends = ends.masked_fill((wanted < 1) | (wanted > visible) | (own < 1), -1)
     between = tokens & (rank > sink) & (rank <= visible - recent)
-    each, heads = (sparse, 1) if reads.ndim == 2 else (sparse[:, None], reads.shape[1])
-    totals = torch.stack([(reads * each).sum(), (visible * sparse).sum() * heads])
+    totals = torch.stack([(reads * beside(sparse, reads)).sum(), (visible * sparse).sum() * heads])
     chosen = (reads - sink - recent).clamp(min=0)
     return Seen(tokens, visible, sparse, chosen, between[:, None, None], ends, totals)
 
 
-def of_a_head(counts: Tensor) -> Tensor:
-    """Return counts [B, Q], or of the first head of [B, H, Q]; that of one head is 0 only where those of all are."""
-    return counts if counts.ndim == 2 else counts[:, 0]
+def beside(x: Tensor, counts: Tensor) -> Tensor:
+    """Return x [B, Q] so that it broadcasts against counts [B, Q] or [B, H, Q]."""
+    return x if counts.ndim == 2 else x[:, None]
 
 
 class Numbers:

@@ -157,10 +157,10 @@ class _Probe(NoCodes):
 
 def _budgets(method: LoadedMethod, fraction: float, always: Always, shape: ModelShape) -> dict[int, Budget]:
     """Return what a method reads in each layer, without the tokens that are always read."""
-    divides = isinstance(method.selector, HashSelector)
-    budget = Budget(fraction, sink=0, recent=0, **(always.divided if divides else {}))
-    given = dict.fromkeys(range(shape.num_layers), budget)
-    return divided(given, method.selector, shape.at) if divides else given
+    budget, layers = Budget(fraction, sink=0, recent=0), range(shape.num_layers)
+    if not isinstance(method.selector, HashSelector):
+        return dict.fromkeys(layers, budget)
+    return divided(dict.fromkeys(layers, replace(budget, **always.divided)), method.selector, shape.at)
 
 
 def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total: Tensor, share: float) -> Tensor:
