@@ -79,8 +79,9 @@ class LayerPlan:
             self._shortest = max(self._start + 1, cast(int, budget.dense_below))  # context of a sparse step
             if backend == "gather":
                 self.plain["cpu"] = FusedStep(layer, selector, budget).run
-                if selector.placed is not None and budget.shortlist is None and budget.values == 1:
-                    self.plain["cuda"] = partial(_in_operators, layer, selector, budget, self._numbers)
+                if (placed := selector.placed) is not None and budget.shortlist is None and budget.values == 1:
+                    whole = layer, placed, selector.per_query_head, budget, self._numbers
+                    self.plain["cuda"] = partial(_in_operators, *whole)
         self.encoder: Encoder = Encoder(*hashed, lists=budget.shortlist is not None)
 
     def all_dense(self, n: int) -> bool:
@@ -267,19 +268,19 @@ class LayerPlan:
 
 
 def _in_operators(
-    layer: int, selector: HashSelector, budget: Budget, numbers: Numbers,
+    layer: int, placed: encode_cuda.PlacedHasher, per_query_head: bool, budget: Budget, numbers: Numbers,
     held: CodedDynamicLayer, x: Inputs, left_out: Fitted, reads: list[int],
 ) -> Tensor | None:  # fmt: skip
     """Run a plain step on a GPU (`PlainStep`), with one operator each to encode, select, add to the sums and attend."""
     q, k, v, *options = x
     n, ends = k.shape[2], (budget.sink, budget.recent)
-    own = cast(encode_cuda.PlacedHasher, selector.placed).layer(layer, q.device)
+    own = placed.layer(layer, q.device)
     if not _fits(own, x) or not (left_out is None or held.moments.cover(q, k)):
         return None
     room, missing = held.room_for_code()
     if missing is None:
         return None
-    planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, selector.per_query_head)
+    planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, per_query_head)
     missing.length += 1
     among, counts = (None, None, n, 0, *ends, False, 0, None, None), [max(0, each - sum(ends)) for each in reads]
     by_head = numbers.of(counts, q) if len(counts) > 1 else None
