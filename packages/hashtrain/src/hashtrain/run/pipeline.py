@@ -246,11 +246,12 @@ def _costs(
     model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
     contexts, costs = prepared.train.contexts, dict[str, dict[str, Any]]()
     steps = steps_of(model, contexts, command.seed)
-    with tracking(console, prepared.shape.num_layers * len(coded)) as advance:
+    with tracking(console, (prepared.shape.num_layers + 1) * len(coded)) as advance:
         for name, hasher in coded.items():
             costs[name] = layer_costs(steps, hasher.to(prepared.device), command.fraction, advance, failing[name])
             shares = head_shares(model, hasher, contexts, command.fraction, command.seed)
             hasher.config = replace(hasher.config, head_shares=shares)
+            advance("shares of heads", 1)
     return costs
 
 
