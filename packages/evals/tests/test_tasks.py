@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,18 +64,24 @@ def test_whole_budget_has_no_error_and_half_of_it_has(loaded):
     assert oracle < recent
 
 
+@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("name", ["lsh", "planes+remainder"])
-def test_error_is_that_of_an_attachment_in_the_first_layer(loaded, name):
+def test_error_is_that_of_an_attachment_in_the_first_layer(loaded, name, by_head, monkeypatch):
     """The first layer's input does not depend on attention, so a sparse model gives the same output there."""
     method, seen = loaded.methods[name], []
     hook = loaded.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda m, x: seen.append(x[0][0]))
     loaded.model(loaded.ids[None])
-    with attach(loaded.model, method.selector, TENTH, dense_layers=0, sparse_rows=0, remainder=method.remainder):
+    config = method.selector.hasher.config
+    shares = [torch.linspace(0.5, 1.5, config.shape.num_kv_heads).tolist()] * config.shape.num_layers
+    monkeypatch.setattr(method.selector.hasher, "config", replace(config, head_shares=shares))
+    budget = replace(TENTH, by_head=by_head)
+    with attach(loaded.model, method.selector, budget, dense_layers=0, sparse_rows=0, remainder=method.remainder):
         loaded.model(loaded.ids[None])
     hook.remove()
     dense, sparse = (x[POSITIONS] for x in seen)
     expected = ((sparse - dense).norm(dim=-1) / dense.norm(dim=-1)).mean().item()
-    found = output_error.measure(loaded.model, loaded.ids, POSITIONS, [method], (0.1,), Always(0, 0, 0))
+    always = Always(0, 0, 0, by_head=by_head)
+    found = output_error.measure(loaded.model, loaded.ids, POSITIONS, [method], (0.1,), always)
     assert found[output_error.Cell(name, 0.1)]["error"][0] == pytest.approx(expected, rel=1e-4)
 
 

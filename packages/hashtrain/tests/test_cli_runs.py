@@ -25,6 +25,9 @@ def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, 
         hasher = Hasher.from_pretrained(tmp_path / "run" / name)
         hasher.require_match(tiny_config())
         assert hasher.layer_shares == (() if name == "lsh" else (1.0, 1.0))  # layer 0 stays dense, one is left
+        assert [len(own) for own in hasher.head_shares] == (
+            [] if name == "lsh" else [hasher.config.shape.num_kv_heads] * 2
+        )
         assert 0 < metrics["hashers"][name]["kv_head"]["mean"]["iou"] <= 1
     for figure in ("training.png", "heads.png", "bits.png"):
         assert (tmp_path / "run" / figure).read_bytes().startswith(b"\x89PNG")

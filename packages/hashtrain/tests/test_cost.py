@@ -3,12 +3,11 @@
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.evaluation.budgets import LEAST_SHARE, MOST_SHARE
 from hashtrain.evaluation.cost import (
     DENSE_ABOVE,
     FALLS,
     LEAST_COST,
-    LEAST_SHARE,
-    MOST_SHARE,
     Steps,
     layer_costs,
     layer_shares,

@@ -1,6 +1,7 @@
 """One rank of the tensor-parallel test: run by torchrun, once for a whole list of cases. Arguments: folder."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ def cases(folder, model):
     return {
         "planes": HashSelector(hasher),
         "planes per query head": HashSelector(QueryHeadHasher(hasher)),
+        "planes, budgets by head": HashSelector(hasher),
         "lsh": LshSelector(model.config),
         "oracle": OracleSelector(),
     }
@@ -34,11 +36,13 @@ def results(folder, **options):
     for family in FAMILIES:
         model = AutoModelForCausalLM.from_pretrained(folder / family, **options).eval()
         for name, selector in cases(folder, model).items():
-            with attach(model, selector, BUDGET) as attachment:
+            by_head = name.endswith("by head")
+            with attach(model, selector, replace(BUDGET, by_head=by_head)) as attachment:
                 assert attachment.remainder == name.startswith("planes")
                 for way, settings in WAYS.items():
                     found[f"{family}, {name}, {way}"] = generate(model, ids, mask, new_tokens=4, **settings).tolist()
-                found[f"{family}, {name}, density"] = attachment.density()[3]
+                if not by_head:  # ranks differ in it
+                    found[f"{family}, {name}, density"] = attachment.density()[3]
     return found
 
 

@@ -36,9 +36,9 @@ def test_each_row_counts_its_own_tokens_and_those_always_read(visible, fraction,
 
 def test_the_first_token_and_the_last_four_are_always_read_by_default():
     assert (Budget().sink, Budget().recent) == (1, 4)
-    assert Budget().count_row(3) == 3
-    assert Budget().count_row(100) == 5  # more than 2 %
-    assert Budget().count_row(1000) == 20  # counted within the fraction
+    assert Budget().count_heads(3) == [3]
+    assert Budget().count_heads(100) == [5]  # more than 2 %
+    assert Budget().count_heads(1000) == [20]  # counted within the fraction
 
 
 @settings(deadline=None)
@@ -52,7 +52,7 @@ def test_the_first_token_and_the_last_four_are_always_read_by_default():
 )
 def test_a_number_is_counted_as_a_tensor(visible, fraction, least, most, dense_below, of):
     budget = Budget(fraction, least, most, dense_below=dense_below, of=of)
-    assert budget.count_row(visible) == int(budget.count(torch.tensor(visible), torch.tensor(visible)))
+    assert budget.count_heads(visible) == [int(budget.count(torch.tensor(visible), torch.tensor(visible)))]
 
 
 @settings(deadline=None)

@@ -196,6 +196,6 @@ def test_what_does_not_fit_is_refused(name):
 
 def test_rows_differ_in_what_they_read():
     step = BATCH.step(Budget(0.1, min_tokens=1, sink=1, recent=1, dense_below=30))
-    assert step.reads.tolist() == [4, 20]
+    assert step.reads.tolist() == [[4], [20]]
     assert step.dense.tolist() == [False, True]
     np.testing.assert_array_equal(step.blocks[1, 2:], 0)

@@ -30,7 +30,8 @@ def folder(tmp_path_factory):
     for family in tensor_parallel.FAMILIES:
         model = tiny_model(family)
         model.save_pretrained(folder / family)
-        hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), hidden=16))
+        shares = ((0.5, 1.5), (1.5, 0.5), (0.8, 1.2), (1.0, 1.0))
+        hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), hidden=16, head_shares=shares))
         for layer in range(4):  # some remainder, another one in each head: a rank must take its own
             shares = torch.linspace(0.3, 1.4, 4)[:, None]
             hasher.layer(layer).remainder.copy_(shares * torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))

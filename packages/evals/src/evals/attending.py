@@ -53,7 +53,7 @@ def attending(
     if not isinstance(selector, AttendingSelector):  # those weigh the tokens they read, and so read all values
         budget = replace(budget, values=always.values)
     if isinstance(selector, HashSelector):
-        budget = replace(budget, by_layer=always.by_layer)
+        budget = replace(budget, **always.divided)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
     with attach(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder

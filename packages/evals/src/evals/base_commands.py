@@ -51,6 +51,13 @@ class Always(NamedTuple):
     """Whether sink and recent tokens are added to a budget that is the same for all rows."""
     by_layer: bool = False
     """Whether hash methods divide a budget among layers (`sparse_decode.Budget.by_layer`)."""
+    by_head: bool = False
+    """Whether they divide that of each layer among its KV heads (`sparse_decode.Budget.by_head`)."""
+
+    @property
+    def divided(self) -> dict[str, bool]:
+        """Fields of `sparse_decode.Budget` for hash methods."""
+        return {"by_layer": self.by_layer, "by_head": self.by_head}
 
     def sparse(self, layers: int) -> list[int]:
         """Return the indices of the layers, out of `layers`, that do not stay dense."""
@@ -177,7 +184,28 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class PplCommand(TaskCommand):
+class DividedCommand(TaskCommand):
+    """Options shared by the tasks that may divide a budget among layers and heads."""
+
+    by_layer: bool = False
+    """Hash methods read more in layers whose selections cost more, at the same total, by what training measured."""
+    by_head: bool = False
+    """Hash methods read more in KV heads whose selections cost more, at the same total of each layer."""
+
+    @property
+    def always(self) -> Always:
+        return super().always._replace(by_layer=self.by_layer, by_head=self.by_head)
+
+    def settings(self, task: str) -> dict[str, Any]:
+        given = super().settings(task)
+        for name in ("by_layer", "by_head"):
+            if not given[name]:  # runs from before these options have none
+                del given[name]
+        return given
+
+
+@dataclass(frozen=True)
+class PplCommand(DividedCommand):
     """Perplexity, and divergence from dense attention, on held-out text, with every row sparse or only the rows that
     predict the scored tokens, the last ones of each context."""
 
@@ -192,8 +220,6 @@ class PplCommand(TaskCommand):
     """Tokens scored in each context: the second half, or `all` but the first, as in the paper."""
     scored: int | None = None
     """Number of tokens scored at the end of each context. Default: see --score."""
-    by_layer: bool = False
-    """Hash methods read more in layers whose selections cost more, at the same total, by what training measured."""
     ends: Ends = "within"
     """Whether --sink and --recent tokens count `within` the budget, or come `beside` it, as the paper's sink and local
     tokens do. `beside` requires --rules fixed."""
@@ -228,13 +254,7 @@ class PplCommand(TaskCommand):
 
     @property
     def always(self) -> Always:
-        return super().always._replace(beside=self.ends == "beside", by_layer=self.by_layer)
-
-    def settings(self, task: str) -> dict[str, Any]:
-        given = super().settings(task)
-        if not self.by_layer:  # runs from before this option have none
-            del given["by_layer"]
-        return given
+        return super().always._replace(beside=self.ends == "beside")
 
     @property
     def last(self) -> int | None:

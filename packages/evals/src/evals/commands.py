@@ -10,7 +10,7 @@ import tyro
 from hashtrain.demo import DEMO
 from hashtrain.usage import UsageError, require_counts
 
-from evals.base_commands import Methods, MethodsCommand, TaskCommand
+from evals.base_commands import DividedCommand, Methods, MethodsCommand, TaskCommand
 from evals.checks import each_a_share, each_among, each_once, each_positive
 from evals.codes import CODES
 from evals.methods import CODED_NAMES, DEFAULT_NAMES
@@ -20,7 +20,7 @@ from evals.synthetic import KINDS, NEEDLE, QUESTION
 
 
 @dataclass(frozen=True)
-class OutputErrorCommand(TaskCommand):
+class OutputErrorCommand(DividedCommand):
     """Relative error of each layer's attention output, by method, on the inputs of dense attention."""
 
     methods: Methods = (*DEFAULT_NAMES, "quest", "quest-heads")

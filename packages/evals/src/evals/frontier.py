@@ -107,13 +107,14 @@ def _point(result: Result, row: Row, head_dim: int) -> Point:
         assert row.density is not None
         bits, count = rival.kept_bits(rival.published[0], head_dim), row.density
     hashes = bits > 0 and rival is None
-    by_layer = hashes and config.get("by_layer", False)  # the mean over layers is the budget all the same
-    how_read = {"shortlist": times, "values": values, "by_layer": by_layer} if hashes else {}
+    divided = {name: hashes and config.get(name, False) for name in ("by_layer", "by_head")}
+    how_read = {"shortlist": times, "values": values, **divided} if hashes else {}
     budget = Budget(count, sink=row.sink, recent=row.recent, **how_read)
-    read = step_bytes(n, budget, head_dim, bits=bits, remainder=remainder)
+    even = replace(budget, by_layer=False, by_head=False)  # the mean over layers and heads is the budget all the same
+    read = step_bytes(n, even, head_dim, bits=bits, remainder=remainder)
     how = [f"shortlist {times}"] if hashes and times is not None else []
     how += [f"values {100 * values:.0f} %"] if hashes and values < 1 else []
-    how += ["by layer"] if by_layer else []
+    how += [name.replace("_", " ") for name, used in divided.items() if used]
     at = {"method": row.method, "budget": row.budget, "rule": row.rule, "against": None}
     perplexity = result.one(**at, metric="perplexity_ratio")
     assert row.budget is not None

@@ -1,4 +1,4 @@
-"""The command line: `hashtrain [train|capture|plan|convert|inspect|push] ...`."""
+"""The command line: `hashtrain [train|capture|plan|share|convert|inspect|push] ...`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from hashtrain.demo import DEMO, base_model, model_path
 from hashtrain.settings.recipes import RECIPES
 from hashtrain.settings.train_command import PAPER, TrainCommand
-from hashtrain.usage import UsageError, guarded, require_folder
+from hashtrain.usage import UsageError, guarded, require_counts, require_device_name, require_folder, require_seed
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,36 @@ class PlanCommand(TrainCommand):
         super().__post_init__()
         if self.disk is not None and not 0 < self.disk < float("inf"):
             raise UsageError(f"--disk must be above 0, got {self.disk}")
+
+
+@dataclass(frozen=True)
+class ShareCommand:
+    """Measure how a budget is best divided among the KV heads of each layer, and store it with a trained hasher.
+
+    `train` does this, too; hashers from before need no new training.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The hasher's folder; its weights do not change."""
+    model: str = DEMO
+    """Folder or hub id of the hasher's model; `demo` is the model that ships with hashtrain."""
+    text: tuple[Path, ...] = ()
+    """Text to measure on, as for `train`. Default: Python's standard library."""
+    context: int = 4096
+    """Tokens per context."""
+    fraction: float = 0.02
+    """The budget that is divided, of the visible tokens."""
+    device: str = "cpu"
+    """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available)."""
+    seed: int = 0
+    """Draws texts and rows."""
+
+    def __post_init__(self) -> None:
+        require_counts(self, context=512)
+        require_seed(self.seed)
+        require_device_name(self.device)
+        if not 0 < self.fraction <= 1:
+            raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}")
 
 
 @dataclass(frozen=True)
@@ -74,11 +104,12 @@ def main(arguments: list[str] | None = None) -> int:
     return guarded("hashtrain", lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-Command = TrainCommand | CaptureCommand | PlanCommand | ConvertCommand | InspectCommand | PushCommand
+Command = TrainCommand | CaptureCommand | PlanCommand | ShareCommand | ConvertCommand | InspectCommand | PushCommand
 COMMANDS: dict[str, Any] = {
     "train": TrainCommand,
     "capture": CaptureCommand,
     "plan": PlanCommand,
+    "share": ShareCommand,
     "convert": ConvertCommand,
     "inspect": InspectCommand,
     "push": PushCommand,
@@ -102,6 +133,8 @@ def _run(arguments: list[str]) -> int:
             return _capture(command)
         case TrainCommand():
             return _train(command)
+        case ShareCommand():
+            return _share(command)
         case ConvertCommand():
             return _convert(command)
         case PushCommand():
@@ -159,6 +192,13 @@ def _plan(command: PlanCommand) -> int:
     found = schedule(command, load_config(command.model_path), None if command.disk is None else 1e9 * command.disk)
     _console().print("\n".join(found.lines(command)), highlight=False, soft_wrap=True)
     print(json.dumps({"plan": asdict(found)}), flush=True)
+    return 0
+
+
+def _share(command: ShareCommand) -> int:
+    from hashtrain.run.share import share
+
+    print(json.dumps({"head_shares": share(**asdict(command))}), flush=True)
     return 0
 
 

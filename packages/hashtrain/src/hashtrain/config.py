@@ -108,6 +108,10 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
 
+def _are_shares(value: object) -> bool:
+    return _is_list(value) and all(type(x) in (int, float) and 0 < x < math.inf for x in value)
+
+
 def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
@@ -162,6 +166,9 @@ class HasherConfig:
     layer_shares: tuple[float, ...] = ()
     """For each layer the budget that suits it, relative to the mean (`hashtrain.evaluation.cost.layer_shares`); empty
     if not measured."""
+    head_shares: tuple[tuple[float, ...], ...] = ()
+    """For each layer the budgets that suit its KV heads, relative to their mean
+    (`hashtrain.evaluation.budgets.head_shares`); empty if not measured."""
     base_model: str = ""
     base_revision: str | None = None
     format_version: int = FORMAT_VERSION
@@ -237,11 +244,18 @@ class HasherConfig:
             )
 
     def _take_shares(self) -> None:
-        given, layers = self.layer_shares, self.shape.num_layers
-        numbers = _is_list(given) and all(type(x) in (int, float) and 0 < x < math.inf for x in given)
-        if not numbers or len(given) not in (0, layers):
-            raise ValueError(f"layer_shares must list {layers} numbers above 0, or none, got {given!r}")
-        object.__setattr__(self, "layer_shares", tuple(given))
+        """Check the shares of budgets, and store them as tuples."""
+        shape, layers, heads = self.shape, self.layer_shares, self.head_shares
+        if not _are_shares(layers) or len(layers) not in (0, shape.num_layers):
+            raise ValueError(f"layer_shares must list {shape.num_layers} numbers above 0, or none, got {layers!r}")
+        counts = [shape.at(layer).num_kv_heads for layer in range(shape.num_layers)]
+        if not _is_list(heads) or (heads and (not all(map(_are_shares, heads)) or [*map(len, heads)] != counts)):
+            raise ValueError(
+                f"head_shares must list a number above 0 for each KV head of each layer, {counts}, or none, got "
+                f"{heads!r}"
+            )
+        object.__setattr__(self, "layer_shares", tuple(layers))
+        object.__setattr__(self, "head_shares", tuple(tuple(own) for own in heads))
 
     @property
     def _least_head_dim(self) -> int:
@@ -249,7 +263,7 @@ class HasherConfig:
 
     def at(self, layer: int) -> HasherConfig:
         """Return the config of one layer's hash functions, with that layer's shape."""
-        return replace(self, shape=self.shape.at(layer)) if self.shape.per_layer else self
+        return replace(self, shape=self.shape.at(layer), head_shares=()) if self.shape.per_layer else self
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HasherConfig:

@@ -94,9 +94,12 @@ def require_remainder(selector: Selector, backend: Backend) -> None:
 
 
 def require_budgets(budgets: Iterable[Budget], backend: Backend, selector: Selector, device: torch.device) -> None:
-    """Raise ValueError if a budget reads only a share of the values and the attention does not support this."""
+    """Raise ValueError if the attention does not support budgets by head, or with a share of the values."""
+    budgets = list(budgets)
+    by = 'backend="flash"' if backend == "flash" else type(selector).__name__
+    if any(budget.by_head for budget in budgets) and (backend == "flash" or not isinstance(selector, HashSelector)):
+        raise ValueError(f"a budget by head needs a hasher and our own kernels, got {by}; leave by_head out")
     share = min(budget.values for budget in budgets)
     require_values(share, device)
     if share < 1 and (backend == "flash" or isinstance(selector, AttendingSelector)):
-        by = 'backend="flash"' if backend == "flash" else type(selector).__name__
         raise ValueError(f"values below 1 needs our own kernels, got {share} and {by}; set it to 1")

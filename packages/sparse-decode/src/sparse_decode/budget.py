@@ -49,6 +49,10 @@ class Budget:
     by_layer: bool = False
     """Multiply `fraction` in each layer by its share in the hasher's `layer_shares`: layers whose selections cost more
     read more, at the same total."""
+    by_head: bool | tuple[float, ...] = False
+    """Multiply `fraction` in each KV head by its share in the hasher's `head_shares`, at the same mean over a layer's
+    heads (eq. 23). `min_tokens`, `max_tokens`, `sink` and `recent` hold for each head. A tuple: these shares, one for
+    each index set; `attach` replaces true by them."""
     dense_below: int | Literal["measured", "predicted"] = 0
     """A row with fewer visible tokens than this attends to all of them. "measured": time dense and sparse steps when
     attaching; "predicted": compare the bytes that they read."""
@@ -73,6 +77,8 @@ class Budget:
             raise ValueError(f"shortlist must be None or an integer of 1 or more, got {self.shortlist!r}; 4 is usual")
         if type(self.by_layer) is not bool:
             raise ValueError(f"by_layer must be true or false, got {self.by_layer!r}")
+        if type(self.by_head) is not bool and not _are_shares(self.by_head):
+            raise ValueError(f"by_head must be true, false or a tuple of numbers above 0, got {self.by_head!r}")
         if self.of not in ("visible", "length"):
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
@@ -97,47 +103,68 @@ class Budget:
         fraction = (code - word + 0.02 * token) / (list_ * code + (1 + values) * token / 2)
         return replace(cls(round(fraction, 3), shortlist=list_, values=values), **changed)
 
-    def in_layer(self, share: float) -> Budget:
-        """Return this budget for a layer with a share of the mean; unchanged without `by_layer`."""
-        if not self.by_layer:
-            return self
-        return replace(self, fraction=min(1.0, self.fraction * share), by_layer=False)
+    def in_layer(self, share: float, heads: tuple[float, ...] = ()) -> Budget:
+        """Return this budget for a layer with a share of the mean over layers, and these shares of its index sets.
+
+        Unchanged without `by_layer` and `by_head`.
+        """
+        found = replace(self, fraction=min(1.0, self.fraction * share), by_layer=False) if self.by_layer else self
+        return replace(found, by_head=heads) if self.by_head is True else found
 
     def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
         """Return the number of tokens each row reads, including sink and recent; all below `dense_below`.
 
         Args:
-            visible: visible tokens of each row, integers of any shape.
+            visible: visible tokens of each row, integers [..., Q].
             length: visible tokens of the last row of the same sequence, broadcastable to `visible`; needed by
                 `of="length"`.
-        Returns: int64, the shape of `visible`, in [0, visible].
-        Raises: ValueError if `dense_below` is not a number yet, or a length is needed and not given.
+        Returns: int64 [..., Q], in [0, visible]; with shares by head [..., H, Q].
+        Raises: ValueError if the budget is not that of an attached layer yet, or a length is needed and not given.
         """
-        if not isinstance(self.dense_below, int):
-            raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
-        if self.of == "visible":
-            counts = top_count(visible, self.fraction, self.min_tokens, self.max_tokens)
-        elif length is None:
+        self._require_numbers()
+        if self.of == "length" and length is None:
             raise ValueError('a budget of="length" needs the length of each sequence, got None')
+        whole = visible if length is None or self.of == "visible" else length
+        limits, shares = (self.min_tokens, self.max_tokens), cast("tuple[float, ...]", self.by_head)
+        if shares:
+            parts = [min(1.0, self.fraction * share) for share in shares]
+            counts = torch.stack([top_count(whole, part, *limits) for part in parts], -2)
+            visible = visible[..., None, :]
         else:
-            counts = top_count(length, self.fraction, self.min_tokens, self.max_tokens).minimum(visible.long())
-        counts = counts.maximum(self.ends(visible))
-        return torch.where(visible < self.dense_below, visible.long(), counts) if self.dense_below else counts
+            counts = top_count(whole, self.fraction, *limits)
+        counts = (counts if self.of == "visible" else counts.minimum(visible.long())).maximum(self.ends(visible))
+        below = cast(int, self.dense_below)
+        return torch.where(visible < below, visible.long(), counts) if below else counts
 
-    def count_row(self, visible: int) -> int:
-        """Return the number of tokens that the last row of a sequence reads: `count` for an integer."""
+    def count_heads(self, visible: int) -> list[int]:
+        """Return the number of tokens that the last row of a sequence reads: `count` for an integer.
+
+        One number if all heads read as many, else one for each index set.
+        """
+        if self.by_head is True or not isinstance(self.dense_below, int):
+            self._require_numbers()
+        shares: Any = self.by_head or (1.0,)
+        below: Any = self.dense_below
+        if visible < below:
+            return [visible] * len(shares)
+        found: list[int] = []
+        for share in shares:
+            count = max(self.min_tokens, math.floor(visible * min(1.0, self.fraction * share) + 1e-9))  # as top_count
+            count = count if self.max_tokens is None else min(count, self.max_tokens)
+            found.append(min(visible, max(count, self.sink + self.recent)))
+        return found
+
+    def _require_numbers(self) -> None:
+        """Raise ValueError if `attach` still has to replace a field by numbers."""
         if not isinstance(self.dense_below, int):
             raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
-        if visible < self.dense_below:
-            return visible
-        count = max(self.min_tokens, math.floor(visible * self.fraction + 1e-9))  # as hashtrain.top_count
-        count = count if self.max_tokens is None else min(count, self.max_tokens)
-        return min(visible, max(count, self.sink + self.recent))
+        if self.by_head is True:
+            raise ValueError("a budget by head counts only once attached; give the shares of the heads")
 
     def most(self, n: int) -> int:
         """Return the maximal number of tokens that a row with at most `n` visible tokens reads."""
         below = min(n, int(self.dense_below) - 1) if self.dense_below else 0
-        return max(below, self.count_row(n))
+        return max(below, *self.count_heads(n))
 
     def ends(self, visible: Tensor) -> Tensor:
         """Return the number of sink and recent tokens of each row: int64, the shape of `visible`."""
@@ -205,6 +232,13 @@ class Tally:
             device = self.tensor.device
             self.tensor.add_(torch.stack([x.to(device) for x in self._later]).sum(0), alpha=self._heads)
             self._later.clear()
+
+
+def _are_shares(value: object) -> bool:
+    if not isinstance(value, tuple):
+        return False
+    shares = cast("tuple[object, ...]", value)
+    return len(shares) > 0 and all(isinstance(x, int | float) and 0 < x < math.inf for x in shares)
 
 
 def _is_number(value: object) -> bool:

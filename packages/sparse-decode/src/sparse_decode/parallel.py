@@ -46,7 +46,9 @@ def shard(owner: Any, rank: int, size: int) -> Any:
 
 def shard_hasher(hasher: Hasher, rank: int, size: int) -> Hasher:
     """Slice a hasher by KV head; heads are the first dimension of each of its tensors, in the model's order."""
-    part = Hasher(replace(hasher.config, shape=shard_shape(hasher.config.shape, size)), seed=None)
+    shares = tuple(own[len(own) // size * rank :][: len(own) // size] for own in hasher.head_shares)
+    shape = shard_shape(hasher.config.shape, size)
+    part = Hasher(replace(hasher.config, shape=shape, head_shares=shares), seed=None)
     tensors = hasher.state_dict()
     part.load_state_dict({name: x.tensor_split(size)[rank].clone() for name, x in tensors.items()})
     return part.eval().requires_grad_(False)

@@ -87,7 +87,7 @@ def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | No
     heads: HeadsOf = shape.at
     if ranks > 1:
         chosen, heads = shard(chosen, rank, ranks), lambda layer: shard_shape(shape.at(layer), ranks)
-    budgets = _budgets_of(modules, how, chosen)
+    budgets = divided(_budgets_of(modules, how), chosen, heads)
     require_budgets(budgets.values(), how.backend, chosen, model.device)
     stops = any(isinstance(found.dense_below, str) for found in budgets.values())
     budgets, even = _settled(model, modules, budgets, heads, chosen, how)
@@ -95,24 +95,40 @@ def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | No
     return Planned(modules, _plans(modules, budgets, chosen, how), ranks, even, pace)
 
 
-def _budgets_of(modules: Collection[int], how: Options, selector: Selector) -> dict[int, Budget]:
-    """Return the budget of each sparse layer.
-
-    Raises: ValueError if a layer's own budget is of another layer, or a budget by layer has no shares to go by.
-    """
+def _budgets_of(modules: Collection[int], how: Options) -> Budgets:
+    """Return the budget of each sparse layer, as given. Raises: ValueError if a layer's own is of another layer."""
     if strangers := sorted(set(how.layer_budgets) - set(modules)):
         raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
-    found = {layer: how.layer_budgets.get(layer, how.budget) for layer in modules}
-    if not any(own.by_layer for own in found.values()):
-        return found
-    shares: Sequence[float] = getattr(selector, "layer_shares", ())
-    if not shares:
-        raise ValueError(
-            "a budget by layer needs a hasher with layer_shares, which `hashtrain` measures, got none; train it anew, "
-            "or leave by_layer out"
-        )
-    mean = sum(shares[layer] for layer in modules) / len(modules)
-    return {layer: own.in_layer(shares[layer] / mean) for layer, own in found.items()}
+    return {layer: how.layer_budgets.get(layer, how.budget) for layer in modules}
+
+
+def divided(budgets: Budgets, selector: Selector, heads: HeadsOf) -> dict[int, Budget]:
+    """Return the budgets of all sparse layers, those by layer or by head with the shares of the selector's hasher.
+
+    Raises: ValueError if it has no shares to go by, or the shares given are not those of its index sets.
+    """
+    layers, by_head = (_shares(kind, budgets, selector) for kind in ("layer", "head"))
+    mean, found = sum(layers[layer] for layer in budgets) / len(budgets) if layers else 1.0, dict[int, Budget]()
+    for layer, own in budgets.items():
+        shape, per_query_head = heads(layer), getattr(selector, "per_query_head", False)
+        sets, repeats = (shape.num_query_heads, shape.group) if per_query_head else (shape.num_kv_heads, 1)
+        each = tuple(share for share in by_head[layer] for _ in range(repeats)) if by_head else ()
+        found[layer] = made = own.in_layer(layers[layer] / mean if layers else 1.0, each)
+        if isinstance(made.by_head, tuple) and len(made.by_head) != sets:
+            raise ValueError(f"by_head must have {sets} shares in layer {layer}, got {len(made.by_head)}")
+    return found
+
+
+def _shares(kind: str, budgets: Budgets, selector: Selector) -> Sequence[Any]:
+    """Return a selector's shares by layer or by head; none if no budget asks for them."""
+    if not any(getattr(own, f"by_{kind}") is True for own in budgets.values()):
+        return ()
+    if shares := getattr(selector, f"{kind}_shares", ()):
+        return shares
+    raise ValueError(
+        f"a budget by {kind} needs a hasher with {kind}_shares, which `hashtrain` measures, got none; train it anew, "
+        f"or leave by_{kind} out"
+    )
 
 
 def _settled(

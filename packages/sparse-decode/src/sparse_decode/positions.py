@@ -10,7 +10,7 @@ import torch
 from hashcore.cpu.threads import compiled
 from torch import Tensor
 
-from sparse_decode.modes import readable
+from sparse_decode.modes import ordinary_tensors, readable
 
 _BIASES = "the mask must hide or show tokens, got one with biases; sparse attention does not support biases"
 
@@ -68,13 +68,13 @@ class Seen(NamedTuple):
     sparse: Tensor
     """Whether the row is sparse, bool [B, 1]."""
     chosen: Tensor
-    """Number of tokens to select, int64 [B, 1]."""
+    """Number of tokens to select, int64 [B, 1], or [B, H, 1] by head."""
     candidates: Tensor
     """The candidates of the selection, bool [B, 1, 1, N]."""
     ends: Tensor
     """Indices of sink and recent tokens, int64 [B, E], -1 in unused slots."""
     totals: Tensor
-    """Tokens read and visible, summed over sparse rows, per query head: int64 [2]."""
+    """Tokens read and visible, summed over sparse rows and the heads of `chosen`: int64 [2]."""
 
 
 def see(shown: Tensor, count: Callable[[Tensor], tuple[Tensor, Tensor]], sink: int, recent: int) -> Seen:
@@ -83,22 +83,45 @@ def see(shown: Tensor, count: Callable[[Tensor], tuple[Tensor, Tensor]], sink: i
     Args:
         shown: the visible tokens of each row, bool [B, 1, 1, N].
         count: maps numbers of visible tokens, int64 [B, 1], to numbers of tokens to read, including sink and recent,
-            and to which rows are sparse.
+            [B, 1] or [B, H, 1] by head, and to which rows are sparse.
         sink, recent: numbers of first and last tokens that are always read.
     """
     tokens = shown[:, 0, 0]
     rank = tokens.cumsum(-1, dtype=torch.int32)  # rank of a visible token, from 1
     visible = rank[:, -1:].long()
     reads, sparse = count(visible)
+    heads, own = (1, reads) if reads.ndim == 2 else (reads.shape[1], reads[:, 0])  # 0 in one head: in all
     first = torch.arange(1, sink + 1, device=tokens.device).expand(len(tokens), -1)
     last = visible + torch.arange(1 - recent, 1, device=tokens.device)
     wanted = torch.cat([first, last.masked_fill(last <= sink, 0)], -1)
     ends = torch.searchsorted(rank, wanted.int(), out_int32=False)  # the first token of that rank
-    ends = ends.masked_fill((wanted < 1) | (wanted > visible) | (reads < 1), -1)
+    ends = ends.masked_fill((wanted < 1) | (wanted > visible) | (own < 1), -1)
     between = tokens & (rank > sink) & (rank <= visible - recent)
-    totals = torch.stack([(reads * sparse).sum(), (visible * sparse).sum()])
+    totals = torch.stack([(reads * beside(sparse, reads)).sum(), (visible * sparse).sum() * heads])
     chosen = (reads - sink - recent).clamp(min=0)
     return Seen(tokens, visible, sparse, chosen, between[:, None, None], ends, totals)
+
+
+def beside(x: Tensor, counts: Tensor) -> Tensor:
+    """Return x [B, Q] so that it broadcasts against counts [B, Q] or [B, H, Q]."""
+    return x if counts.ndim == 2 else x[:, None]
+
+
+class Numbers:
+    """Counts on a device without a copy there: views of 0, 1, 2, ..."""
+
+    def __init__(self) -> None:
+        self._all: Tensor | None = None
+
+    def of(self, counts: list[int], q: Tensor) -> Tensor:
+        """Return a count for each sequence of q [B, Hq, 1, D], int64 [B, 1], or several, [B, H, 1], on its device."""
+        numbers, most = self._all, max(counts)
+        if numbers is None or len(numbers) <= most or numbers.device != q.device:
+            with ordinary_tensors():
+                numbers = self._all = torch.arange(2 * most + 1024, device=q.device)
+        if len(counts) == 1:
+            return numbers[most].expand(q.shape[0], 1)
+        return torch.stack([numbers[count] for count in counts])[:, None].expand(q.shape[0], -1, 1)
 
 
 class Sights:
@@ -221,7 +244,7 @@ def with_ends(selected: Tensor, starts: Tensor | int, ends: Tensor | int, sink: 
 
 
 def around(selected: Tensor, n: int, sink: int, recent: int) -> Tensor:
-    """Like `with_ends`, for rows that see all `n` tokens and a selection without unused slots."""
+    """Like `with_ends`, for rows that see all `n` tokens; unused slots stay where they are."""
     if not sink and not recent:
         return selected
     first = torch.arange(min(sink, n), device=selected.device)

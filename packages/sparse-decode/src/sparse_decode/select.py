@@ -29,12 +29,13 @@ class Rows:
         q: queries, [B, Hq, Q, D]; k: the keys they may see, [B, Hkv, N, D]; both after RoPE.
         codes: the keys' codes, int32 [B, H, N, W]; None if the selector needs none.
         visible: bool [B, 1, Q, N], the tokens each row sees; None means that every row sees every token.
-        counts: int64 [B, Q], tokens to select; at most the row's candidates, 0 for rows that are not sparse.
+        counts: int64 [B, Q], tokens to select; at most the row's candidates, 0 for rows that are not sparse. With a
+            budget by head (`Budget.by_head`), which only hash selectors get, [B, H, Q].
         scaling: the model's factor on attention logits.
         softcap: the bound of its soft-capped logits, or None.
         sinks: its learned sink logits, one per query head [Hq], or None.
         uniform_count: the value of `counts` as an integer if it is the same for all rows; None if not known.
-        most: in a decode step, an upper bound of `counts`; None elsewhere.
+        most: an upper bound of `counts` in a decode step with a mask or a budget by head; None elsewhere.
         among: the result of `candidates`, if known already.
         sink, recent: numbers of first and last visible tokens that are always read; the others are the candidates.
         shortlist: `Budget.shortlist`, for selectors that search.
@@ -59,6 +60,16 @@ class Rows:
     shortlist: int | None = None
     planes: tuple[Tensor, tuple[int, ...]] | None = None
     first: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """Number of index sets that `counts` distinguishes; 1 if all select as many tokens."""
+        return self.counts.shape[1] if self.counts.ndim == 3 else 1
+
+    @property
+    def by_head(self) -> Tensor:
+        """`counts` as int64 [B, 1, Q] or, with a budget by head, [B, H, Q]."""
+        return self.counts if self.counts.ndim == 3 else self.counts[:, None]
 
     def candidates(self) -> Tensor | None:
         """Return which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
@@ -136,6 +147,11 @@ class HashSelector:
         """Budgets of the layers relative to their mean, for `Budget.by_layer`; empty if the hasher has none."""
         return getattr(self.hasher, "layer_shares", ())
 
+    @property
+    def head_shares(self) -> tuple[tuple[float, ...], ...]:
+        """For each layer the budgets of its KV heads relative to their mean, for `Budget.by_head`; empty if none."""
+        return getattr(self.hasher, "head_shares", ())
+
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
 
@@ -199,12 +215,13 @@ class HashSelector:
         if rows.codes is None:
             raise ValueError("a hash selector needs the codes of the keys, got None")
         planes, weights = rows.planes or self.encode_queries(rows.layer, rows.q)
-        keys, counts = rows.codes[:, :, None], rows.counts[:, None]
+        keys, counts = rows.codes[:, :, None], rows.by_head
         uniform = rows.uniform_count if rows.visible is None else None
         first = None if rows.first is None else rows.first[:, :, None]
-        if uniform is not None and isinstance(self._encoder, PerHead):  # nothing has to be checked or read
+        width = rows.most if rows.visible is None and uniform is None else uniform
+        if width is not None and isinstance(self._encoder, PerHead):  # nothing has to be checked or read
             options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, rows.shortlist or 0, first, None
-            return OPERATORS.search(planes, keys, uniform, None, weights, *options)[1]
+            return OPERATORS.search(planes, keys, width, counts if uniform is None else None, weights, *options)[1]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
         if uniform is not None:
             how |= {} if first is None else {"first": first}
@@ -237,7 +254,7 @@ class HashSelector:
         if torch.compiler.is_compiling() or known is None or known[0] is not rows.counts or known[1].shape != shape:
             candidates = rows.candidates()
             assert candidates is not None
-            known = rows.counts, rows.counts[:, None].int().expand(shape).contiguous(), candidates.int()
+            known = rows.counts, rows.by_head.int().expand(shape).contiguous(), candidates.int()
             if not torch.compiler.is_compiling():
                 self._last = known
         return known[1:]

@@ -43,6 +43,8 @@ class GenerateCommand:
     fraction at the same number of bytes."""
     by_layer: bool = False
     """Read more in layers whose selections cost more, at the same total, by what training measured."""
+    by_head: bool = False
+    """Read more in KV heads whose selections cost more, at the same total of each layer, by what training measured."""
     dense_layers: int | None = None
     """Number of first layers that stay dense. Default: those that the hasher lists."""
     exact: int | None = None

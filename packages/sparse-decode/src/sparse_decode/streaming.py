@@ -90,7 +90,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     ids = _tokens(command, text, model, tokenizer)
     selector = load_selector(command.hasher, model)
     ends: Any = {"sink": command.sink, "recent": command.recent}
-    how: Any = {"shortlist": command.shortlist, "values": command.values, "by_layer": command.by_layer}
+    how: Any = {name: getattr(command, name) for name in ("shortlist", "values", "by_layer", "by_head")}
     budget = Budget(command.fraction, command.min_tokens, **ends, **how)
     mine = "sparse" if command.exact is None else "exact"
     if mine == "exact":  # compile the sparse kernels even if exact mode will not draft

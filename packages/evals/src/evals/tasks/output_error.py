@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from hashtrain.config import ModelShape
 from hashtrain.evaluation.remainder import linear_values
-from hashtrain.training.target import top_count
 from rich.console import Console
-from sparse_decode import AttendingSelector, Budget, Rows, attach, attend
+from sparse_decode import AttendingSelector, Budget, HashSelector, Rows, attach, attend
 from sparse_decode.attention.attend_inputs import LeftOut
+from sparse_decode.planning import divided
 from sparse_decode.positions import with_ends
 from sparse_decode.select import NoCodes
 from torch import Tensor
@@ -80,7 +81,7 @@ def measure(
     Returns: for each cell `error`, by layer the mean over rows of |out - dense| / |dense|, norms over all heads; and
         its `density`.
     """
-    probe = _Probe(positions.to(model.device), methods, budgets, always)
+    probe = _Probe(positions.to(model.device), methods, budgets, always, ModelShape.of(model.config))
     with attach(model, probe, Budget(1.0), dense_layers=0, sparse_rows=0):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return {cell: probe.read(cell) for cell in probe.errors}
@@ -89,9 +90,19 @@ def measure(
 class _Probe(NoCodes):
     """Attends densely, and also measures what each method would have returned."""
 
-    def __init__(self, positions: Tensor, methods: list[LoadedMethod], budgets: tuple[float, ...], always: Always):
+    def __init__(
+        self,
+        positions: Tensor,
+        methods: list[LoadedMethod],
+        budgets: tuple[float, ...],
+        always: Always,
+        shape: ModelShape,
+    ):
         self.positions, self.methods, self.budgets, self.always = positions, methods, budgets, always
         cells = [Cell(method.name, budget) for budget in budgets for method in methods]
+        self.reads: dict[tuple[str, float], dict[int, Budget]] = {
+            (method.name, budget): _budgets(method, budget, always, shape) for budget in budgets for method in methods
+        }
         self.errors: dict[Cell, dict[int, list[Tensor]]] = {cell: {} for cell in cells}
         self.counts: dict[Cell, Tensor] = {
             cell: torch.zeros(2, dtype=torch.int64, device=positions.device) for cell in cells
@@ -127,9 +138,9 @@ class _Probe(NoCodes):
             assert selector is not None
             codes = selector.encode_keys(rows.layer, rows.k) if selector.needs_codes else None
             for budget in self.budgets:
-                counts = top_count(total, budget)[None]
-                part = Rows(rows.layer, q, rows.k, codes, visible, counts, rows.scaling, rows.softcap, rows.sinks)
                 sink, recent, shortlist = self.always.sink, self.always.recent, self.always.shortlist
+                counts = self.reads[method.name, budget][rows.layer].count(total[None])
+                part = Rows(rows.layer, q, rows.k, codes, visible, counts, rows.scaling, rows.softcap, rows.sinks)
                 if isinstance(selector, AttendingSelector):
                     indices = selector.select(part)
                 else:
@@ -142,6 +153,14 @@ class _Probe(NoCodes):
                 self.errors[cell].setdefault(rows.layer, []).append(gap[0].double())
                 counts = (indices >= 0).sum(), total.sum() * indices.shape[1]
                 self.counts[cell] = self.counts[cell] + torch.stack(counts)
+
+
+def _budgets(method: LoadedMethod, fraction: float, always: Always, shape: ModelShape) -> dict[int, Budget]:
+    """Return what a method reads in each layer, without the tokens that are always read."""
+    budget, layers = Budget(fraction, sink=0, recent=0), range(shape.num_layers)
+    if not isinstance(method.selector, HashSelector):
+        return dict.fromkeys(layers, budget)
+    return divided(dict.fromkeys(layers, replace(budget, **always.divided)), method.selector, shape.at)
 
 
 def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total: Tensor, share: float) -> Tensor:

@@ -73,6 +73,11 @@ class Hasher(nn.Module, ModelHubMixin):
         """For each layer the budget that suits it, relative to the mean; empty if not measured."""
         return self.config.layer_shares
 
+    @property
+    def head_shares(self) -> tuple[tuple[float, ...], ...]:
+        """For each layer the budgets that suit its KV heads, relative to their mean; empty if not measured."""
+        return self.config.head_shares
+
     def layer(self, index: int) -> LayerHasher:
         """Return one layer's hash functions."""
         return cast(LayerHasher, self.layers[index])

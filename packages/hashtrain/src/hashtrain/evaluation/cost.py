@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.data.capture import replacing
+from hashtrain.evaluation.budgets import divide
 from hashtrain.evaluation.metrics import reading
 from hashtrain.evaluation.remainder import (
     add_remainder,
@@ -38,8 +39,6 @@ GAIN_ABOVE = 0.001
 a layer with failing heads stays dense if that lowers the cost of the others, all sparse, by more."""
 FALLS = 1.5
 """A layer's cost falls as its budget to the power of this (1.4 to 1.6 on both models of docs/results.md)."""
-LEAST_SHARE, MOST_SHARE = 0.5, 2.0
-"""Costs are of few steps: wider bounds lost more on other text than they gained (docs/log.md, 2026-11-25)."""
 LEAST_COST = 5e-5
 """What a cost cannot be told from zero below, in nats of KL: they are means of few steps, and rounded."""
 CONTEXTS, ROWS = 2, 16
@@ -133,18 +132,11 @@ def layer_shares(costs: Sequence[float], dense: Collection[int] = ()) -> tuple[f
     """Divide a budget of tokens among layers so that the sum of their costs is least (eq. 22).
 
     Args: costs: of each layer alone, in nats, all measured at the same budget; dense: layers that stay dense.
-    Returns: for each layer its budget relative to the mean over the others, from `LEAST_SHARE` to `MOST_SHARE`;
-        1 for dense layers.
+    Returns: for each layer its budget relative to the mean over the others (`divide`); 1 for dense layers.
     """
     sparse = [layer for layer in range(len(costs)) if layer not in dense]
-    wanted = torch.tensor([max(costs[n], LEAST_COST) for n in sparse], dtype=torch.float64) ** (1 / (1 + FALLS))
-    low, high = LEAST_SHARE / wanted.max(), MOST_SHARE / wanted.min()  # factors with which all are at one bound
-    for _ in range(60):
-        middle = (low + high) / 2
-        mean = (wanted * middle).clamp(LEAST_SHARE, MOST_SHARE).mean()
-        low, high = (middle, high) if mean < 1 else (low, middle)
-    shares = (wanted * high).clamp(LEAST_SHARE, MOST_SHARE)
-    found = dict(zip(sparse, shares.tolist(), strict=True))
+    wanted = torch.tensor([max(costs[n], LEAST_COST) for n in sparse], dtype=torch.float64)
+    found = dict(zip(sparse, divide(wanted, torch.full_like(wanted, FALLS)).tolist(), strict=True))
     return tuple(round(found.get(layer, 1.0), 3) for layer in range(len(costs)))
 
 

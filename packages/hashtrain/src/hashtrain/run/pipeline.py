@@ -16,6 +16,7 @@ import hashtrain
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.config import RECENT, SINK, HasherConfig, ModelShape
 from hashtrain.demo import DEMO, base_model
+from hashtrain.evaluation.budgets import head_shares
 from hashtrain.evaluation.cost import layer_costs, layer_shares, steps_of
 from hashtrain.evaluation.evaluate import failing, summarise
 from hashtrain.files.atomic import write_text
@@ -232,7 +233,7 @@ def _collect(
 def _costs(
     prepared: Prepared, hashers: dict[str, Hasher], failing: Mapping[str, Sequence[int]], console: Console
 ) -> dict[str, dict[str, Any]]:
-    """Measure the cost of every layer on training contexts, for every hasher made from data.
+    """Measure the cost of every layer on training contexts, for every hasher made from data, and its heads' shares.
 
     Args:
         failing: by hasher, the layers with heads that fail on training rows.
@@ -243,12 +244,15 @@ def _costs(
     if not coded:
         return {}
     model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
-    steps = steps_of(model, prepared.train.contexts, command.seed)
-    with tracking(console, prepared.shape.num_layers * len(coded)) as advance:
-        return {
-            name: layer_costs(steps, hasher.to(prepared.device), command.fraction, advance, failing[name])
-            for name, hasher in coded.items()
-        }
+    contexts, costs = prepared.train.contexts, dict[str, dict[str, Any]]()
+    steps = steps_of(model, contexts, command.seed)
+    with tracking(console, (prepared.shape.num_layers + 1) * len(coded)) as advance:
+        for name, hasher in coded.items():
+            costs[name] = layer_costs(steps, hasher.to(prepared.device), command.fraction, advance, failing[name])
+            shares = head_shares(model, hasher, contexts, command.fraction, command.seed)
+            hasher.config = replace(hasher.config, head_shares=shares)
+            advance("shares of heads", 1)
+    return costs
 
 
 def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:

@@ -358,3 +358,13 @@ class CodedStaticLayer(Coded, StaticLayer):
                 self.first_words = self.first_words.index_select(0, beam_idx.to(self._codes.device))
             self.moments.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
         self.mark()
+
+
+def trim(
+    k: Tensor, v: Tensor, codes: Tensor | None, length: Tensor | int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Trim keys, values and codes of a static cache to its first `length` tokens."""
+    if length is None:
+        return k, v, codes
+    n = int(length)
+    return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]

@@ -137,7 +137,7 @@ def _selecting(plan: LayerPlan, layer: Layer, tokens: int) -> int:
     """Return the peak bytes of selecting tokens and attending to them."""
     (batch, _, _, dim), hq = layer.keys.shape, layer.query_heads
     rows = tokens if plan.rule.start is not None else min(tokens, plan.rule.max_decode_rows)
-    at_once, chosen = min(rows, rows_at_once(batch, hq, tokens)), plan.budget.count_row(tokens)
+    at_once, chosen = min(rows, rows_at_once(batch, hq, tokens)), plan.budget.most(tokens)
     masks = at_once * batch * hq * tokens * 12  # scores, and masks if there is padding
     selected = at_once * batch * hq * (chosen * _ENTRY + 12 * dim * 4)  # query, its hash, result
     return masks + selected + most() * max(_SCRATCH, chosen * _SLOT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import mean
 from typing import NamedTuple
 
 from sparse_decode.budget import Budget
@@ -43,16 +44,17 @@ def step_bytes(
 ) -> StepBytes:
     """Count the bytes that a decode step at context length n requests, and those of the remainder that it writes.
 
+    By head, these are the means over KV heads.
+
     Args:
         n: visible tokens; budget: of the layer; remainder: whether the sums of the remainder are used.
         head_dim: of keys and values; bits: of a code, 0 without codes; element: bytes per number of keys and values.
     With a shortlist: 32 bits of every code, and all bits of the codes on the list. Unused parts of cache lines or
     sectors are not counted, nor are the new token's own key, value and code.
     """
-    count, word = budget.count_row(n), 4
-    codes = n * bits / 8
+    reads, word, codes = budget.count_heads(n), 4, n * bits / 8
     if budget.shortlist is not None and bits:
-        codes = n * word + min(n, budget.shortlist * count) * bits / 8
+        codes = n * word + mean(min(n, budget.shortlist * count) for count in reads) * bits / 8
     state = state_bytes(head_dim, element) if remainder else 0
-    values = math.ceil(count * budget.values)
-    return StepBytes(codes, (count + values) * head_dim * element, state, 2 * n * head_dim * element)
+    rows = mean(count + math.ceil(count * budget.values) for count in reads)
+    return StepBytes(codes, rows * head_dim * element, state, 2 * n * head_dim * element)

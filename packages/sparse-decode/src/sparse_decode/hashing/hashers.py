@@ -53,6 +53,11 @@ class PerHead:
         """Budgets of the layers relative to their mean, for `Budget.by_layer`; empty if the hasher has none."""
         return self.hasher.layer_shares
 
+    @property
+    def head_shares(self) -> tuple[tuple[float, ...], ...]:
+        """For each layer the budgets of its KV heads relative to their mean, for `Budget.by_head`; empty if none."""
+        return self.hasher.head_shares
+
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
         own = self._of_keys(layer, k)

@@ -103,9 +103,10 @@ class Block:
         rows: the input of the selector.
         visible: number of tokens that each row sees, int64 [B, R]; None in a decode step without a mask: all.
         sparse: which rows are sparse, bool [B, R]; None if all are.
-        reads: number of tokens that each row reads, int64 [B, R], 0: computed elsewhere; None in a decode step.
+        reads: number of tokens that each row reads in a head, int64 [B, R], 0: computed elsewhere; None in a step.
         first: position of the first row in the call.
         sight: in a decode step with a mask, what each row sees, on the device.
+        known: in one without, `Budget.count_heads`.
     """
 
     rows: Rows
@@ -114,6 +115,7 @@ class Block:
     reads: Tensor | None = None
     first: int = 0
     sight: Seen | None = None
+    known: list[int] | None = None
 
     def complete(self, indices: Tensor, exact: bool) -> tuple[Tensor, tuple[int, int] | Tensor]:
         """Add sink and recent tokens to a selection [B, H, R, K].
@@ -142,11 +144,11 @@ class Block:
 
     def count(self, tally: Tally, indices: Tensor, exact: bool) -> None:
         """Add the tokens read to the tally; in a step of an `exact` selector, their number is that of the budget."""
-        rows, (batch, hq), n = self.rows, self.rows.q.shape[:2], self.rows.k.shape[2]
+        (batch, hq), n = self.rows.q.shape[:2], self.rows.k.shape[2]
         if exact and self.sight is not None:
-            return tally.add_step(self.sight.totals, hq)
-        if exact and rows.uniform_count is not None:
-            return tally.add(batch * hq * min(n, rows.uniform_count + rows.sink + rows.recent), batch * hq * n)
+            return tally.add_step(self.sight.totals, hq // self.rows.heads)
+        if exact and self.known is not None:
+            return tally.add(batch * hq * sum(self.known) // len(self.known), batch * hq * n)
         found = (indices >= 0).sum((1, 3)) * (hq // indices.shape[1])  # once for each query head that shares them
         visible = torch.full_like(found, n) if self.visible is None else self.visible
         return tally.add_rows(found, visible * hq, self.sparse)

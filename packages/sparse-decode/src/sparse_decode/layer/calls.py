@@ -14,13 +14,13 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode.attention.attend_inputs import require
-from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer
+from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer, trim
 from sparse_decode.caches.growing import GrowingLayer
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.caches.opaque import attend_step
 from sparse_decode.layer.blocks import AttentionArgs
 from sparse_decode.layer.dense_step import Output, attend_densely, with_means
-from sparse_decode.layer.plan import LayerPlan, trim
+from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.model import NAMES
 from sparse_decode.modes import autocasts, no_autocast, readable
 from sparse_decode.positions import visible_rows

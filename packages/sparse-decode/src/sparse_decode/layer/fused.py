@@ -74,7 +74,7 @@ class FusedStep:
         self._form: _Form | None = None
 
     def run(
-        self, held: CodedDynamicLayer, x: Inputs, left_out: tuple[Tensor, Tensor] | None, reads: int
+        self, held: CodedDynamicLayer, x: Inputs, left_out: tuple[Tensor, Tensor] | None, reads: list[int]
     ) -> Tensor | None:
         """Encode, select and attend: q [B, Hq, 1, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, 1, Hq, Dv].
 
@@ -88,7 +88,7 @@ class FusedStep:
         if form is None or sums is None:
             return None
         tasks, workers = batch * hkv, 1
-        work = tasks * (n * form.work[0] // 32 + reads * form.work[1])
+        work = tasks * (n * form.work[0] // 32 + sum(reads) // len(reads) * form.work[1])
         if work >= 2 * min(threads.GRAIN, threads.TEAM_GRAIN):  # enough for two
             most = min(threads.most(), torch.get_num_threads())
             if most > tasks and work > (tasks + 1) * threads.GRAIN:
@@ -96,11 +96,11 @@ class FusedStep:
             workers = threads.count(work, min(most, tasks))
         own_sinks = None if sinks is None else sinks.detach().float().contiguous()
         out = torch.empty((batch, 1, q.shape[1], v.shape[3]), dtype=torch.float32, device=q.device)
-        count = max(0, reads - self._always)
-        where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, count, int(pending is not None)
+        counts, most = np.array(reads, np.int64), max(self._always, *reads)
+        where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, counts, int(pending is not None)
         factors = np.float32(scaling), np.float32(softcap or 0), float(self.budget.values)
         at = 0 if own_sinks is None else own_sinks.data_ptr()
-        shared = np.empty((tasks, count + min(n, self._always)), np.int64), np.zeros(tasks, np.int64)
+        shared = np.empty((tasks, most), np.int64), np.zeros(tasks, np.int64)
         given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), sums, moments.length
         done = threads.run(fused_kernels.kernel(), 2 * tasks, workers, (*given, *shared))
         if any(done):  # a query's weights are not finite: the general way raises the error

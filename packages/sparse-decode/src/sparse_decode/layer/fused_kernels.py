@@ -140,7 +140,7 @@ def _search(form, planes, codes, n, count, scores, indices):  # pragma: no cover
 def _tasks_of(digest: str) -> Callable[..., int]:
     def tasks(
         first: int, last: int, form: Any, like: Any, scaling: Any, softcap: Any, share: float, q_at: int, k_at: int,
-        v_at: int, code_at: int, n: int, count: int, pending: int, sinks_at: int, out_at: int, sums: Any, summed: int,
+        v_at: int, code_at: int, n: int, reads: Any, pending: int, sinks_at: int, out_at: int, sums: Any, summed: int,
         selected: Any, ready: Any,
     ) -> int:  # pragma: no cover - compiled  # fmt: skip
         """Run tasks [first, last) of 2 T, for T sequences and KV heads; return NOT_FINITE or 0.
@@ -152,11 +152,12 @@ def _tasks_of(digest: str) -> Callable[..., int]:
             form: int64, in the order of FORM; like: an empty array of the dtype in which keys are read.
             q_at, k_at, v_at, code_at, out_at: addresses of q [B, Hq, 1, D], k, v, codes, and out, float32
                 [B, 1, Hq, Dv].
-            n: number of tokens including the new one; count: number to select besides sink and recent tokens.
+            n: number of tokens including the new one; reads: numbers of tokens that KV heads read, int64 [Hkv], or [1]
+                if all read as many.
             pending: 1 if the last key has to be hashed.
             sinks_at: address of learned sinks, float32 [Hq]; 0 for none.
             sums: addresses of the sums of keys and values, levels and scales, over `summed` tokens; 0 for none.
-            selected: where indices are written, int64 [T, sink + count + recent]; ready: zeros, int64 [T].
+            selected: where indices are written, int64 [T, most reads]; ready: zeros, int64 [T].
         """
         assert digest  # makes it part of the key of numba's cache
         hkv, group, dim, dim_v, kind = form[HKV], form[GROUP], form[DIM], form[DIM_V], form[KIND]
@@ -167,7 +168,7 @@ def _tasks_of(digest: str) -> Callable[..., int]:
         new = n - summed if form[REMAINDER] else 0
         new_k, new_v = np.empty((1, 1, new, dim), np.float32), np.empty((1, 1, new, dim_v), np.float32)
         code, planes = np.empty((1, 1, 1, 1, words), np.int32), np.empty((1, 1, 1, levels, words), np.int32)
-        scores = np.empty(count, np.int32)
+        scores = np.empty(selected.shape[1], np.int32)
         stats, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
         mean_keys, rest = np.zeros((1, 1, dim), np.float32), np.zeros((1, group, dim_v), np.float32)
         blocks, visible = np.empty((0, 0), np.int64), np.full((1, 1), n, np.int64)
@@ -183,7 +184,9 @@ def _tasks_of(digest: str) -> Callable[..., int]:
             for g in range(group):
                 _line(q[0, g, 0], q_at + item * (b * form[Q_BATCH] + (head + g) * form[Q_HEAD]), dim, kind, like)
             late = step >= heads and not observe(ready, task)
-            indices = own_indices if late else selected[task]  # the thread that is late still writes to `selected`
+            count = max(0, reads[h % len(reads)] - form[SINK] - recent)
+            room = own_indices if late else selected[task]  # the thread that is late still writes to `selected`
+            indices = room[: sink + count + n - end]
             if step < heads or late:
                 own_code = code_at + 4 * (b * form[CODE_BATCH] + h * form[CODE_HEAD])
                 if pending:  # if two threads write this code, they write the same

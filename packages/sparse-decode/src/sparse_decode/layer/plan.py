@@ -16,7 +16,7 @@ from sparse_decode.attention.attend import attend
 from sparse_decode.attention.attend_inputs import Inputs, LeftOut
 from sparse_decode.attention.attend_torch import attention_weights
 from sparse_decode.budget import Budget, Tally
-from sparse_decode.caches.cache import CodedDynamicLayer
+from sparse_decode.caches.cache import CodedDynamicLayer, trim
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.opaque import register
 from sparse_decode.hashing import encode_cuda
@@ -24,7 +24,7 @@ from sparse_decode.layer.blocks import AttentionArgs, Block, Moments, RowRule, r
 from sparse_decode.layer.dense_step import attend_visible, with_means
 from sparse_decode.layer.fused import FusedStep
 from sparse_decode.modes import in_graph, ordinary_tensors, readable
-from sparse_decode.positions import Seen, Sights, count_visible, include, last_row, see, visible_rows
+from sparse_decode.positions import Numbers, Seen, Sights, beside, count_visible, include, last_row, see, visible_rows
 from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.unselected.remainder import Coefficients, RunningMoments
 from sparse_decode.unselected.static_moments import StaticMoments
@@ -32,8 +32,8 @@ from sparse_decode.unselected.static_moments import StaticMoments
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
 Fitted = tuple[Tensor, Tensor] | None  # what `Coefficients.on` returns; None without a remainder
-PlainStep = Callable[[CodedDynamicLayer, Inputs, Fitted, int], Tensor | None]
-"""Runs a plain step, given the number of tokens to read. Returns None if it does not support the call."""
+PlainStep = Callable[[CodedDynamicLayer, Inputs, Fitted, list[int]], Tensor | None]
+"""Runs a plain step, given `Budget.count_heads`. Returns None if it does not support the call."""
 
 
 class LayerPlan:
@@ -67,7 +67,7 @@ class LayerPlan:
         self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
         self._sink, self._recent = (0, 0) if self.own else (budget.sink, budget.recent)
         self.sights: Sights = sights or Sights()
-        self._numbers: Tensor | None = None  # 0, 1, 2, ... on the device: counts are views of it
+        self._numbers: Numbers = Numbers()
         self.remainder: Coefficients | None = None if remainder is None else Coefficients(remainder)
         self.tally: Tally = Tally(device)
         self.number: int = register(self)
@@ -80,8 +80,9 @@ class LayerPlan:
             self._shortest = max(self._start + 1, cast(int, budget.dense_below))  # context of a sparse step
             if backend == "gather":
                 self.plain["cpu"] = FusedStep(layer, selector, budget).run
-                if selector.placed is not None and budget.shortlist is None and budget.values == 1:
-                    self.plain["cuda"] = partial(_in_operators, layer, selector.placed, selector.per_query_head, budget)
+                if (placed := selector.placed) is not None and budget.shortlist is None and budget.values == 1:
+                    whole = layer, placed, selector.per_query_head, budget, self._numbers
+                    self.plain["cuda"] = partial(_in_operators, *whole)
         self.encoder: Encoder = Encoder(*hashed, lists=budget.shortlist is not None)
 
     def all_dense(self, n: int) -> bool:
@@ -115,10 +116,10 @@ class LayerPlan:
             return None
         here, rest = (x.q.device, x.scaling), self.remainder
         left_out = None if rest is None else rest.placed.get(here) or rest.on(*here)
-        heads, reads = x.q.shape[0] * x.q.shape[1], self.budget.count_row(n)
+        heads, reads = x.q.shape[0] * x.q.shape[1], self.budget.count_heads(n)
         out = plain(held, x, left_out, reads)
         if out is not None:
-            self.tally.add(heads * reads, heads * n)
+            self.tally.add(heads * sum(reads) // len(reads), heads * n)
         return out
 
     def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
@@ -184,8 +185,10 @@ class LayerPlan:
         """
         n, ends = x.k.shape[2], self._sink + self._recent
         if x.mask is None:
-            count = max(0, self.budget.count_row(n) - ends)
-            return Block(self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count))
+            known = self.budget.count_heads(n)
+            counts = [max(0, each - ends) for each in known]
+            how = {"most": max(counts)} if len(counts) > 1 else {"uniform_count": counts[0]}
+            return Block(self._rows(x, 0, 1, self._numbers.of(counts, x.q), None, **how), known=known)
         sight = self.see(x, x.mask)
         most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
         rows = self._rows(x, 0, 1, sight.chosen, sight.tokens[:, None, None], most=most, among=sight.candidates)
@@ -202,17 +205,19 @@ class LayerPlan:
         (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
         reads = self._reads(visible, sparse, x.all_rows)
         chosen, most = (reads - self._sink - self._recent).clamp(min=0), rows_at_once(batch, hq, n)
+        of_a_head = reads if reads.ndim == 2 else reads[:, 0]
         for first in range(0, n_queries, most):
             at = slice(first, last := min(first + most, n_queries))
-            rows = self._rows(x, first, last, chosen[:, at], x.seen(first, last))
-            yield Block(rows, visible[:, at], sparse[:, at], reads[:, at], first)
+            rows = self._rows(x, first, last, chosen[..., at], x.seen(first, last))
+            yield Block(rows, visible[:, at], sparse[:, at], of_a_head[:, at], first)
 
     def _reads(self, visible: Tensor, sparse: Tensor, every: bool) -> Tensor:
-        """Count the tokens that each row reads, [B, Q]; rows that are not sparse read all they see if `every`, or 0."""
-        return torch.where(sparse, self.budget.count(visible, visible[:, -1:]), visible if every else 0)
+        """Count what each row reads (`Budget.count`); rows that are not sparse read all they see if `every`, or 0."""
+        counts = self.budget.count(visible, visible[:, -1:])
+        return torch.where(beside(sparse, counts), counts, beside(visible, counts) if every else 0)
 
     def _rows(self, x: AttentionArgs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
-        """Return the input of the selector for query rows first..last-1, which select `chosen` [B, R] tokens."""
+        """Return the input of the selector for query rows first..last-1, which select `chosen` (`Rows.counts`)."""
         n_queries, n = x.q.shape[2], x.k.shape[2]
         end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
         seen = None if seen is None else seen[..., :end]
@@ -220,14 +225,6 @@ class LayerPlan:
         known |= {"sink": self._sink, "recent": self._recent, "shortlist": self.budget.shortlist}
         known |= {"first": None if x.first is None else x.first[:, :, :end], "planes": x.planes}
         return Rows(self.layer, q, k, codes, seen, chosen, x.scaling, x.softcap, x.sinks, **known)
-
-    def _number(self, count: int, q: Tensor) -> Tensor:
-        """Return `count` for each sequence, int64 [B, 1], without a copy to the device."""
-        numbers = self._numbers
-        if numbers is None or len(numbers) <= count or numbers.device != q.device:
-            with ordinary_tensors():
-                numbers = self._numbers = torch.arange(2 * count + 1024, device=q.device)
-        return numbers[count].expand(q.shape[0], 1)
 
     def see(self, x: AttentionArgs, mask: Tensor) -> Seen:
         """Return what the rows of a decode step see; computed once for all layers, except in a graph."""
@@ -272,8 +269,8 @@ class LayerPlan:
 
 
 def _in_operators(
-    layer: int, placed: encode_cuda.PlacedHasher, per_query_head: bool, budget: Budget,
-    held: CodedDynamicLayer, x: Inputs, left_out: Fitted, reads: int,
+    layer: int, placed: encode_cuda.PlacedHasher, per_query_head: bool, budget: Budget, numbers: Numbers,
+    held: CodedDynamicLayer, x: Inputs, left_out: Fitted, reads: list[int],
 ) -> Tensor | None:  # fmt: skip
     """Run a plain step on a GPU (`PlainStep`), with one operator each to encode, select, add to the sums and attend."""
     q, k, v, *options = x
@@ -286,8 +283,9 @@ def _in_operators(
         return None
     planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, per_query_head)
     missing.length += 1
-    among = None, None, n, 0, *ends, False, 0, None, None
-    indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sum(ends)), None, of_planes, *among)[1]
+    among, counts = (None, None, n, 0, *ends, False, 0, None, None), [max(0, each - sum(ends)) for each in reads]
+    by_head = numbers.of(counts, q) if len(counts) > 1 else None
+    indices = SEARCH.search(planes, room[:, :, None, :n], max(counts), by_head, of_planes, *among)[1]
     rest: tuple[Tensor | None, ...] = (None,) * 4
     if left_out is not None:
         rest = left_out[0], *held.moments.step_on_device(q, left_out[1], k, v), None
@@ -300,13 +298,3 @@ def _fits(own: LayerHasher, x: Inputs) -> bool:
     alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
     sizes = (q.shape[1], k.shape[1], v.shape[1], k.shape[3]) == (own.hq, own.hkv, own.hkv, own.d)
     return alike and sizes and not (k.requires_grad or v.requires_grad) and encode_cuda.supports(own, q)
-
-
-def trim(
-    k: Tensor, v: Tensor, codes: Tensor | None, length: Tensor | int | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Trim keys, values and codes of a static cache to its first `length` tokens."""
-    if length is None:
-        return k, v, codes
-    n = int(length)
-    return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]

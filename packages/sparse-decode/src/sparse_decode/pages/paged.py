@@ -78,7 +78,7 @@ class Step(NamedTuple):
     lengths: NDArray[np.int64]
     """Number of tokens that each row sees, including its own, [B]."""
     reads: NDArray[np.int64]
-    """Number of tokens that each row reads, [B]."""
+    """Number of tokens that each row reads, [B, 1], or [B, Hkv] by head."""
     dense: NDArray[np.bool_]
     """Which rows read all visible tokens, [B]."""
     budget: Budget
@@ -104,8 +104,8 @@ class Step(NamedTuple):
         used = np.arange(table.shape[1]) * size < seen[:, None]
         if ((table < 0) | (table >= pages))[used].any():
             raise ValueError(f"blocks must be pages in 0..{pages - 1} up to each row's length, got others")
-        reads = budget.count(torch.from_numpy(seen)).numpy()
-        return cls(np.where(used, table, 0), seen, reads, reads >= seen, budget)
+        reads = budget.count(torch.from_numpy(seen)[:, None]).flatten(1).numpy()
+        return cls(np.where(used, table, 0), seen, reads, np.all(reads >= seen[:, None], axis=1), budget)
 
 
 @dataclass
@@ -164,7 +164,7 @@ class PagedLayer:
         compiled(page_kernels.list_tokens)(0, len(q), step.lengths, step.dense, chosen, *ends, indices)
         given = torch.from_numpy(indices), self.scaling, self.softcap, self.sinks, None
         out = on_host(rows, pages.k, pages.v, *given, step.blocks, step.budget.values)[0]
-        self.selected += int(step.reads.sum()) * q.shape[1]
+        self.selected += int(step.reads.sum()) * (q.shape[1] // step.reads.shape[1])
         self.visible += int(step.lengths.sum()) * q.shape[1]
         return out[:, 0]
 
@@ -174,11 +174,11 @@ class PagedLayer:
         if step.dense.all():
             return np.empty((len(rows), codes.shape[1], 1, 0), np.int64)
         planes, weights = self.selector.encode_queries(self.layer, rows)
-        k = np.where(step.dense, 0, np.maximum(step.reads - budget.sink - budget.recent, 0))
+        k = np.where(step.dense[:, None], 0, np.maximum(step.reads - budget.sink - budget.recent, 0))
         how: dict[str, Any] = {"sink": budget.sink, "recent": budget.recent, "order": "index"}
         pool, by_row = codes.numpy().transpose(1, 0, 2, 3)[:, None], (slice(None), None, None)
         how |= {"blocks": step.blocks[by_row], "lengths": step.lengths[by_row]}
-        return hashcore.search(planes.numpy(), pool, k[by_row], weights, **how)[1]
+        return hashcore.search(planes.numpy(), pool, k[:, :, None], weights, **how)[1]
 
 
 def _write(slots: NDArray[np.int64], x: Tensor, target: Tensor) -> None:

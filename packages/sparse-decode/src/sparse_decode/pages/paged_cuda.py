@@ -64,6 +64,8 @@ class DeviceStep(NamedTuple):
             )
         if budget.values < 1:
             raise ValueError(f"pages on CUDA read the values of all selected tokens, got values={budget.values}; use 1")
+        if budget.by_head:
+            raise ValueError("pages on CUDA read as many tokens in each head, got a budget by head; leave by_head out")
         seen = lengths.long()
         reads = budget.count(seen)
         ends = budget.ends(seen)

@@ -1,0 +1,142 @@
+"""Divide one budget of tokens among the KV heads of each layer, by what their selections cost (eq. 23).
+
+The cost of a head is the squared error of the layer's output through that head's part of the output projection. It is
+measured at a few budgets, on rows of contexts that run densely, and falls about as a power of the budget.
+"""
+
+# Models of transformers have no types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hashtrain.artefact.hasher import Hasher
+from hashtrain.data.capture import capturing
+from hashtrain.evaluation.remainder import add_remainder, grouped_product, linear_values, log_weight, measure
+from hashtrain.layers import LayerHasher
+from hashtrain.models import device_of
+from hashtrain.training.target import logits
+
+LEAST_SHARE, MOST_SHARE = 0.5, 2.0
+"""Costs are of few rows: wider bounds lost more on other text than they gained (docs/log.md, 2026-11-25)."""
+FACTORS = tuple(2 ** (n / 2) for n in range(-3, 4))
+"""Budgets at which a head's error is measured, relative to the budget that is divided."""
+CONTEXTS, ROWS = 3, 128
+"""Number of training contexts that errors are measured on, and of rows in each."""
+_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+"""Names of the output projection in attention modules; without one, errors are those of attention itself."""
+Project = Callable[[Tensor], Tensor]
+
+
+def divide(costs: Tensor, falls: Tensor) -> Tensor:
+    """Divide one total so that the sum of costs that fall as powers of their shares is least.
+
+    Args:
+        costs: at a share of 1, above 0, float64 [N]; falls: each falls as its share to the power of minus this, [N].
+    Returns: the shares, float64 [N], with mean 1, from `LEAST_SHARE` to `MOST_SHARE`.
+    Source: docs/algorithm.md, eq. 22 and 23.
+    """
+    slopes, powers = (costs * falls).log(), 1 / (1 + falls)  # of cost per share, at a share of 1
+
+    def at(slope: Tensor) -> Tensor:
+        return ((slopes - slope) * powers).exp().clamp(LEAST_SHARE, MOST_SHARE)
+
+    # At the least cost, a further token gains alike wherever no bound holds. All are at one bound, then at the other.
+    low, high = ((slopes - torch.tensor(share).log() / powers) for share in (MOST_SHARE, LEAST_SHARE))
+    low, high = low.min(), high.max()
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if at(middle).mean() < 1 else (middle, high)
+    return at(low)
+
+
+def head_shares(
+    model: PreTrainedModel, hasher: Hasher, contexts: Sequence[Tensor], fraction: float = 0.02, seed: int = 0
+) -> tuple[tuple[float, ...], ...]:
+    """Divide each layer's budget among its KV heads so that the squared error of its output is least.
+
+    Args:
+        model: the model of the hasher, all of whose layers have full attention.
+        contexts: training contexts, int64 [T] each; the first `CONTEXTS` are used.
+        fraction: the budget that is divided, of each row's visible tokens (eq. 7); seed: draws the rows.
+    Returns: for each layer the budgets of its KV heads relative to their mean, for `HasherConfig.head_shares`.
+    """
+    return tuple(
+        tuple(round(share, 3) for share in divide(*fitted(errors)).tolist())
+        for errors in head_errors(model, hasher, contexts, fraction, seed)
+    )
+
+
+def fitted(errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit a power law to each head's errors at the budgets `FACTORS`, [H, 7]: its error at 1, and how it falls."""
+    errors = errors.double()
+    logs = errors.clamp(min=max(1e-9 * errors.max().item(), 1e-300)).log()
+    x = torch.tensor(FACTORS, dtype=torch.float64).log()  # its mean is 0
+    return logs.mean(1).exp(), -((logs * x).sum(1) / x.square().sum()).clamp(max=-0.1)
+
+
+@torch.inference_mode()
+def head_errors(
+    model: PreTrainedModel, hasher: Hasher, contexts: Sequence[Tensor], fraction: float, seed: int
+) -> list[Tensor]:
+    """Measure each KV head's squared error of the attention output: for each layer float64 [Hkv, 7], sums over rows."""
+    layers, draw = hasher.config.shape.num_layers, torch.Generator().manual_seed(seed)
+    found, project = [torch.zeros(())] * layers, _projections(model)
+
+    for ids in contexts[:CONTEXTS]:
+        rows = torch.randint(len(ids) // 4, len(ids), (ROWS,), generator=draw).to(device_of(model))
+
+        def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, rows: Tensor = rows) -> None:
+            given = q[:, :, rows], k, v, rows, scaling
+            found[layer] = found[layer] + _errors(hasher.layer(layer), *given, fraction, project.get(layer)).cpu()
+
+        with capturing(model, sink):
+            model(ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1)
+    return found
+
+
+def _projections(model: PreTrainedModel) -> dict[int, Project]:
+    """Return the output projection of each layer's attention module, as far as it has a usual name."""
+    found: dict[int, Project] = {}
+    for module in cast("list[Any]", [*model.modules()]):
+        layer = getattr(module, "layer_idx", None)
+        project = next((x for name in _OUTPUT if (x := getattr(module, name, None)) is not None), None)
+        if isinstance(layer, int) and project is not None:
+            found.setdefault(layer, project)
+    return found
+
+
+def _errors(
+    hasher: LayerHasher, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, fraction: float,
+    project: Project | None,
+) -> Tensor:  # fmt: skip
+    """Return the squared errors of a layer's KV heads, float64 [Hkv, 7]; arguments as in `measure`."""
+    exact, values, hkv = logits(q, k, rows, scaling)[0], v[0].float(), k.shape[1]
+    dense, wanted = grouped_product(exact.softmax(-1), values), [min(1.0, fraction * x) for x in FACTORS]
+    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hkv, -1)))[:, :, None, :-1]
+    mean = linear_values(q, k, v, rows, hasher.remainder[:, -1] * scaling)[0].unflatten(0, (hkv, -1))
+    found: list[Tensor] = []
+    for known, _, shown, tokens in measure(hasher, q, k, rows, scaling, wanted, exact):
+        taken = values[torch.arange(hkv, device=q.device)[:, None, None], tokens]  # [Hkv, R, K, Dv]
+        out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
+        if hasher.calibrated:
+            out = add_remainder(out, known.lse, cast(Tensor, mean), log_weight(coefficients, known))
+        found.append(_through(project, out - dense, q.dtype).double().square().sum((1, 2)))
+    return torch.stack(found, 1)
+
+
+def _through(project: Project | None, gap: Tensor, dtype: torch.dtype) -> Tensor:
+    """Send what each KV head adds, [Hkv, G, R, Dv], through the output projection alone: [Hkv, R, hidden]."""
+    hkv, group, rows, dim = gap.shape
+    if project is None:
+        return gap.transpose(1, 2).flatten(2)
+    alone = gap.new_zeros(hkv, rows, hkv, group * dim)
+    alone[range(hkv), :, range(hkv)] = gap.transpose(1, 2).flatten(2)
+    alone = alone.flatten(2).to(dtype)
+    return project(alone) - project(torch.zeros_like(alone[:1, :1]))  # without its bias
