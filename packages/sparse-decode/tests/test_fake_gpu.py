@@ -46,7 +46,7 @@ SHAPE = ModelShape.of(config_of("llama"))
 OURS = {
     "hashcore.score",
     "hashcore.topk",
-    "sparse_decode.attention.gather",
+    "sparse_decode.gather",
     "sparse_decode.hash_keys",
     "sparse_decode.hash_queries",
 }
@@ -142,7 +142,8 @@ def test_a_plain_step_crosses_eight_files():
                 finally:
                     sys.setprofile(None)
     crossed.discard("hashcore/torch_library.py")  # the operator that searches
-    names = "interface", "cache", "buffer", "plan", "encode_cuda", "budget", "remainder", "gather"
+    names = ("interface", "budget", "caches/cache", "caches/buffer", "layer/plan", "hashing/encode_cuda")
+    names += ("unselected/remainder", "attention/gather")
     assert crossed == {f"sparse_decode/{name}.py" for name in names}
 
 
