@@ -118,6 +118,7 @@ def test_requests_together_are_answered_as_alone(family, budget):
     ("budget", "options"),
     [
         (Budget(0.1, min_tokens=4, values=0.5), {}),
+        (Budget(0.3, by_head=(0.5, 1.5)), {}),
         (Budget(0.1, dense_below=40), {}),
         (QUARTER, {"layer_budgets": {2: FEWEST}}),
         (QUARTER, {"sparse_rows": 20}),
