@@ -19,6 +19,7 @@ from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.pages.paged import PagedLayer
 from sparse_decode.pages.paged_cuda import DeviceStep
 from sparse_decode.parallel import shard_hasher
+from sparse_decode.planning import usual_budget
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from test_fused import make_hasher, tensors
 from test_paged import DIM, HKV, HQ, Batch, selector
@@ -306,3 +307,22 @@ def test_bytes_are_the_mean_over_heads():
     found = step_bytes(10_000, replace(plain, by_head=shares), 64)
     alone = [step_bytes(10_000, of_head(plain, head, shares), 64) for head in (0, 1)]
     assert found.share == pytest.approx(sum(x.share for x in alone) / 2)
+
+
+@pytest.mark.parametrize(("layers", "heads"), [((), ()), ((0.5, 1.5), ()), ((), ((0.5, 1.5),) * 2)])
+def test_without_a_budget_attach_divides_its_own_as_far_as_the_hasher_has_shares(layers, heads):
+    model = tiny_model(num_hidden_layers=2)
+    hasher = make_hasher(shape=ModelShape.of(model.config))
+    hasher.config = replace(hasher.config, layer_shares=layers, head_shares=heads)
+    with attach(model, hasher) as attachment:
+        found = [plan.budget for plan in attachment._plans.values()]
+    assert [budget.fraction for budget in found] == [0.02 * share for share in layers or (1, 1)]
+    assert {budget.by_head for budget in found} == ({heads[0]} if heads else {False})
+    with attach(model, hasher, Budget()) as attachment:
+        assert {plan.budget for plan in attachment._plans.values()} == {Budget()}
+
+
+def test_flash_attention_reads_as_much_in_all_heads_by_default():
+    hasher = make_hasher(shape=ModelShape(2, 4, 2, 16))
+    hasher.config = replace(hasher.config, layer_shares=(0.5, 1.5), head_shares=((0.5, 1.5),) * 2)
+    assert usual_budget(hasher, decode=False, backend="flash") == Budget(by_layer=True)

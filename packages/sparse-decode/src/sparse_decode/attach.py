@@ -44,7 +44,7 @@ from sparse_decode.model import (
     set_attention,
 )
 from sparse_decode.parallel import shard_shape
-from sparse_decode.planning import Options, plan_layers
+from sparse_decode.planning import Options, plan_layers, usual_budget
 from sparse_decode.select import Selector
 
 
@@ -67,8 +67,9 @@ def attach(
     Args:
         model: a Hugging Face decoder with "sdpa" or "eager" attention. Its files and weights are not changed.
         selector: a hasher (such as `hashtrain.Hasher`), another `Selector`, or None to keep every layer dense.
-        budget: tokens per row. Default: 2 %, with decode steps dense below the context length from which a sparse step
-            is predicted to be faster (`dense_below="predicted"`), so that attaching slows no step down.
+        budget: tokens per row. Default: 2 %, divided among layers and KV heads if the hasher has shares for them
+            (`by_layer`, `by_head`), with decode steps dense below the context length from which a sparse step is
+            predicted to be faster (`dense_below="predicted"`), so that attaching slows no step down.
         layer_budgets: budgets of single layers, which replace `budget` there.
         dense_layers: the layers that stay dense: the number of first layers, or a set of indices. Default: the layers
             that the hasher lists, because training measured a high cost for them; none with another selector.
@@ -108,7 +109,7 @@ def attach(
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, max_decode_rows)
     dense = getattr(selector, "dense_layers", ()) if dense_layers is None else dense_layers
     dense = range(dense) if isinstance(dense, int) else dense
-    own = budget or Budget(dense_below="predicted" if sparse_rows == "decode" else 0)
+    own = budget or usual_budget(selector, sparse_rows == "decode", backend)
     how = Options(own, layer_budgets or {}, dense, rule, kv == "host", remainder, backend, exact)
     return Attachment(model, selector, how)
 

@@ -102,6 +102,13 @@ def _budgets_of(modules: Collection[int], how: Options) -> Budgets:
     return {layer: how.layer_budgets.get(layer, how.budget) for layer in modules}
 
 
+def usual_budget(selector: object, decode: bool, backend: Backend) -> Budget:
+    """Return the budget of `attach` without one; decode: whether only decode steps are sparse."""
+    layers, heads = (bool(getattr(selector, f"{kind}_shares", ())) for kind in ("layer", "head"))
+    below = "predicted" if decode else 0
+    return Budget(by_layer=layers, by_head=heads and backend != "flash", dense_below=below)
+
+
 def divided(budgets: Budgets, selector: Selector, heads: HeadsOf) -> dict[int, Budget]:
     """Return the budgets of all sparse layers, those by layer or by head with the shares of the selector's hasher.
 
