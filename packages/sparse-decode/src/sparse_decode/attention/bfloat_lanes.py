@@ -236,7 +236,22 @@ weigh_4: Any = _summing(4, fresh=False)
 
 
 @numba.njit(inline="always")
-def products(q, at, step, rows, tile, words, factor, out, to, out_step, x, x_at, x_step, quarters):  # pragma: no cover
+def products(
+    q: Any,
+    at: Any,
+    step: Any,
+    rows: Any,
+    tile: Any,
+    words: Any,
+    factor: Any,
+    out: Any,
+    to: Any,
+    out_step: Any,
+    x: Any,
+    x_at: Any,
+    x_step: Any,
+    quarters: Any,
+) -> None:  # pragma: no cover - compiled
     """Write factor times q [up to MOST_ROWS rows, words] times tile [words, BLOCK] to out, and prefetch rows of x."""
     if rows >= 4:
         products_4(q, at, step, tile, 0, BLOCK, words, factor, out, to, out_step, x, x_at, x_step, quarters)
@@ -249,7 +264,21 @@ def products(q, at, step, rows, tile, words, factor, out, to, out_step, x, x_at,
 
 
 @numba.njit(inline="always")
-def weigh(weights, at, step, rows, tile, depth, out, to, wide, x, x_at, x_step, quarters):  # pragma: no cover
+def weigh(
+    weights: Any,
+    at: Any,
+    step: Any,
+    rows: Any,
+    tile: Any,
+    depth: Any,
+    out: Any,
+    to: Any,
+    wide: Any,
+    x: Any,
+    x_at: Any,
+    x_step: Any,
+    quarters: Any,
+) -> None:  # pragma: no cover - compiled
     """Add weights [up to MOST_ROWS rows, depth] times tile [depth, wide] to out, and prefetch rows of x.
 
     BLOCK divides wide.
