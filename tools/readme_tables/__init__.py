@@ -83,6 +83,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "best-form": paper.best_form,
     "missed": missed.missed,
     "bytes": partial(quality.bytes_read, headline.SHORT_RUNS, "behind a dense prompt"),
+    "bytes-divided": partial(quality.bytes_read, headline.DIVIDED_RUNS, "behind a dense prompt"),
     "bytes-every": partial(
         quality.bytes_read, headline.EVERY_RUNS, "with every row sparse, the last 1,024 of 8,192 scored"
     ),

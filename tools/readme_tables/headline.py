@@ -23,6 +23,8 @@ SHORT_RUNS = {
 }
 """Stored runs after a dense prompt, by model and text: all codes, a shortlist, a shortlist with fewer values, and
 these with budgets by layer."""
+DIVIDED_RUNS = {"demo model, Python": tuple(f"divided_{how}" for how in ("not", "layers", "heads", "both"))}
+"""Stored runs of one hasher after a dense prompt: a budget alike everywhere, by layer, by head, and both."""
 EVERY_RUNS = {f"{SECOND_MODEL}, English": ("every_english",), f"{SECOND_MODEL}, Python": ("every_python",)}
 """Stored runs with every row sparse."""
 FRONTIER_RUNS = ("second_english", "short_english", "values_english")
