@@ -253,3 +253,11 @@ def test_an_empty_sample_is_counted_in_the_rows(ppl_command, monkeypatch):
     row = found.one(metric="empty", method="magicpig-bare", budget=0.1)
     assert row.value > 0.99
     assert found.one(metric="kl", method="magicpig-bare", budget=0.1, against=None).value > 0
+
+
+@pytest.mark.parametrize("kind", ["layer", "head"])
+def test_a_divided_budget_of_a_hasher_without_shares_is_refused_before_anything_is_written(kind, ppl_command):
+    command = ppl_command(methods=("oracle", "lsh"), **{f"by_{kind}": True})
+    with pytest.raises(ValueError, match=f"--by-{kind} needs hashers with {kind}_shares, got none in lsh; name other"):
+        ppl.run(command, QUIET)
+    assert not command.out.exists()

@@ -85,6 +85,21 @@ def test_a_model_without_a_known_projection_has_errors_of_attention_itself(model
     assert all(errors.shape == (2, 7) and (errors > 0).all() for errors in plain)
 
 
+@pytest.mark.parametrize("count", [4, 7])
+def test_a_power_law_is_found_from_the_first_budgets(count):
+    errors, slopes = torch.tensor([3.0, 0.5]), torch.tensor([1.5, 0.4])
+    x = torch.tensor(budgets.FACTORS[:count])
+    found = budgets.fitted(errors[:, None] * x ** -slopes[:, None])
+    torch.testing.assert_close(found, (errors.double(), slopes.double()), rtol=1e-5, atol=0)
+
+
+def test_budgets_at_which_a_head_reads_all_are_not_fitted(model):
+    """Their errors are rounding alone."""
+    assert all(0.4 < share < 2 for own in head_shares(model, lsh(model), contexts(), 0.9) for share in own)
+    whole = head_errors(model, lsh(model), contexts(), 0.9, 0)
+    assert all((errors[:, 4:] < 1e-6 * errors[:, :1]).all() for errors in whole)
+
+
 def test_shares_are_of_each_layers_heads(model):
     found = head_shares(model, lsh(model), contexts(), 0.1)
     assert [len(own) for own in found] == [2, 2, 2]
@@ -129,4 +144,7 @@ def test_a_trained_hasher_gets_shares_by_a_command(tmp_path, capsys, monkeypatch
     for name, x in before.state_dict().items():
         assert torch.equal(x, after.state_dict()[name])
     assert main(["share", str(tmp_path / "none")]) == 2
+    assert "expected the folder of a hasher" in capsys.readouterr().err
+    assert main(["share", "owner/name"]) == 2  # nothing is fetched: shares are stored in a folder
+    assert "got owner/name, which is none" in capsys.readouterr().err
     assert main(["share", str(tmp_path / "lsh"), "--fraction", "0"]) == 2

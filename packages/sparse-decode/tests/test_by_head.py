@@ -326,3 +326,23 @@ def test_flash_attention_reads_as_much_in_all_heads_by_default():
     hasher = make_hasher(shape=ModelShape(2, 4, 2, 16))
     hasher.config = replace(hasher.config, layer_shares=(0.5, 1.5), head_shares=((0.5, 1.5),) * 2)
     assert usual_budget(hasher, decode=False, backend="flash") == Budget(by_layer=True)
+
+
+@pytest.mark.parametrize("ends", [(0, 0), (1, 4)])
+def test_other_hashers_on_a_device_select_among_all_tokens_without_a_mask(monkeypatch, ends):
+    """The host does not read a device's numbers: there, counts by head take the way of masks with holes."""
+    model, ids = tiny_model(), prompts((60,))[0]
+    budget = Budget(0.2, sink=ends[0], recent=ends[1], by_head=SHARES)
+    found = []
+    for readable in (True, False):
+        monkeypatch.setattr("sparse_decode.select.readable", lambda x, readable=readable: readable)
+        with attach(model, SignHasher(), budget, remainder=False), torch.no_grad():
+            cache = model(ids[:, :-1]).past_key_values
+            found.append(model(ids[:, -1:], past_key_values=cache).logits)
+    assert torch.equal(*found)
+
+
+def test_predictions_use_the_mean_share():
+    assert Budget(0.2, by_head=(1.0, 2.0)).mean_fraction == pytest.approx(0.3)
+    assert Budget(0.8, by_head=(0.5, 1.5)).mean_fraction == pytest.approx(0.7)  # no head reads more than all
+    assert Budget(0.2, by_head=True).mean_fraction == 0.2

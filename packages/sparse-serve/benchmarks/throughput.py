@@ -136,7 +136,7 @@ def main() -> None:
             )
             print(f"{context} tokens: {stock:.1f} ms, ours {ours:.1f} ms, {stock / ours:.2f} times", flush=True)
     found = facts(given.busy, given.dense_below) | {"processor_time": given.processor_time}
-    found["rows"] = kept(given.out, found, given.contexts) + rows
+    found["rows"] = sorted(kept(given.out, found, given.contexts) + rows, key=lambda row: row["context"])
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))

@@ -14,11 +14,12 @@ from hashtrain.machine.distribute import device_for
 from hashtrain.models import load_model, require_vocabulary
 from hashtrain.reporting.progress import tracking
 from rich.console import Console
+from sparse_decode.select import HashSelector
 from sparse_decode.streaming import require_dtype
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from evals.base_commands import MethodsCommand, TaskCommand
+from evals.base_commands import Always, MethodsCommand, TaskCommand
 from evals.documents import Measured, TokenDocument, load_documents
 from evals.figures import draw
 from evals.grid import to_markdown, to_rich
@@ -65,10 +66,25 @@ def load(command: MethodsCommand, task: str) -> Ready:
     methods = load_methods(command.methods, command.hashers, model.config)
     if command.own_heads:
         methods = [method.for_heads(command.heads) for method in methods]
+    require_shares(methods, command.always)
     identities = identities_of(methods, command)
     settings = {**command.settings(task), "dtype": str(model.dtype).removeprefix("torch.")}
     settings |= {"model_identity": model_identity(model), "method_identities": identities}
     return Ready(model, tokenizer, shape, methods, [], settings)
+
+
+def require_shares(methods: Sequence[LoadedMethod], always: Always) -> None:
+    """Raise ValueError if a budget is to be divided and a hash method's hasher does not say how."""
+    for kind in ("layer", "head"):
+        lacking = [
+            method.name
+            for method in methods
+            if isinstance(method.selector, HashSelector) and not getattr(method.selector, f"{kind}_shares")
+        ]
+        if lacking and always.divided[f"by_{kind}"]:
+            raise ValueError(
+                f"--by-{kind} needs hashers with {kind}_shares, got none in {', '.join(lacking)}; name other --methods"
+            )
 
 
 def identities_of(methods: Sequence[LoadedMethod], command: MethodsCommand) -> dict[str, str]:

@@ -41,7 +41,7 @@ class PlanCommand(TrainCommand):
 class ShareCommand:
     """Measure how a budget is best divided among the KV heads of each layer, and store it with a trained hasher.
 
-    `train` does this, too; hashers from before need no new training.
+    Training does this, too; a hasher that was trained before there were shares need not be trained anew.
     """
 
     folder: Annotated[Path, tyro.conf.Positional]

@@ -108,7 +108,8 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
 
-def _are_shares(value: object) -> bool:
+def are_shares(value: object) -> bool:
+    """Whether a value is a sequence of numbers above 0."""
     return _is_list(value) and all(type(x) in (int, float) and 0 < x < math.inf for x in value)
 
 
@@ -246,10 +247,10 @@ class HasherConfig:
     def _take_shares(self) -> None:
         """Check the shares of budgets, and store them as tuples."""
         shape, layers, heads = self.shape, self.layer_shares, self.head_shares
-        if not _are_shares(layers) or len(layers) not in (0, shape.num_layers):
+        if not are_shares(layers) or len(layers) not in (0, shape.num_layers):
             raise ValueError(f"layer_shares must list {shape.num_layers} numbers above 0, or none, got {layers!r}")
         counts = [shape.at(layer).num_kv_heads for layer in range(shape.num_layers)]
-        if not _is_list(heads) or (heads and (not all(map(_are_shares, heads)) or [*map(len, heads)] != counts)):
+        if not _is_list(heads) or (heads and (not all(map(are_shares, heads)) or [*map(len, heads)] != counts)):
             raise ValueError(
                 f"head_shares must list a number above 0 for each KV head of each layer, {counts}, or none, got "
                 f"{heads!r}"

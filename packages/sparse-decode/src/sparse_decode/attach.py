@@ -67,9 +67,9 @@ def attach(
     Args:
         model: a Hugging Face decoder with "sdpa" or "eager" attention. Its files and weights are not changed.
         selector: a hasher (such as `hashtrain.Hasher`), another `Selector`, or None to keep every layer dense.
-        budget: tokens per row. Default: 2 %, divided among layers and KV heads if the hasher has shares for them
-            (`by_layer`, `by_head`), with decode steps dense below the context length from which a sparse step is
-            predicted to be faster (`dense_below="predicted"`), so that attaching slows no step down.
+        budget: tokens per row. Default: 2 %, divided among layers and, but with "flash", KV heads if the hasher has
+            shares for them (`by_layer`, `by_head`), with decode steps dense below the context length from which a
+            sparse step is predicted to be faster (`dense_below="predicted"`), so that attaching slows no step down.
         layer_budgets: budgets of single layers, which replace `budget` there.
         dense_layers: the layers that stay dense: the number of first layers, or a set of indices. Default: the layers
             that the hasher lists, because training measured a high cost for them; none with another selector.

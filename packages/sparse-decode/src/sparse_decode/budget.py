@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 from hashtrain import top_count
-from hashtrain.config import RECENT, SINK
+from hashtrain.config import RECENT, SINK, are_shares
 from torch import Tensor
 
 from sparse_decode.modes import in_graph
@@ -50,9 +50,9 @@ class Budget:
     """Multiply `fraction` in each layer by its share in the hasher's `layer_shares`: layers whose selections cost more
     read more, at the same total."""
     by_head: bool | tuple[float, ...] = False
-    """Multiply `fraction` in each KV head by its share in the hasher's `head_shares`, at the same mean over a layer's
-    heads (eq. 23). `min_tokens`, `max_tokens`, `sink` and `recent` hold for each head. A tuple: these shares, one for
-    each index set; `attach` replaces true by them."""
+    """Multiply `fraction` in each KV head by its share in the hasher's `head_shares`, whose mean over a layer is 1
+    (eq. 23). `min_tokens`, `max_tokens`, `sink` and `recent` then hold for each head. A tuple: these shares, one for
+    each KV head, or query head with codes per query head; `attach` replaces true by them."""
     dense_below: int | Literal["measured", "predicted"] = 0
     """A row with fewer visible tokens than this attends to all of them. "measured": time dense and sparse steps when
     attaching; "predicted": compare the bytes that they read."""
@@ -124,7 +124,7 @@ class Budget:
         self._require_numbers()
         if self.of == "length" and length is None:
             raise ValueError('a budget of="length" needs the length of each sequence, got None')
-        whole = visible if length is None or self.of == "visible" else length
+        whole = visible if length is None or self.of == "visible" else length.expand_as(visible)
         limits, shares = (self.min_tokens, self.max_tokens), cast("tuple[float, ...]", self.by_head)
         if shares:
             parts = [min(1.0, self.fraction * share) for share in shares]
@@ -139,7 +139,7 @@ class Budget:
     def count_heads(self, visible: int) -> list[int]:
         """Return the number of tokens that the last row of a sequence reads: `count` for an integer.
 
-        One number if all heads read as many, else one for each index set.
+        One number if all heads read as many, else one for each share.
         """
         if self.by_head is True or not isinstance(self.dense_below, int):
             self._require_numbers()
@@ -153,6 +153,12 @@ class Budget:
             count = count if self.max_tokens is None else min(count, self.max_tokens)
             found.append(min(visible, max(count, self.sink + self.recent)))
         return found
+
+    @property
+    def mean_fraction(self) -> float:
+        """The mean of `fraction` over KV heads, for predictions."""
+        shares = self.by_head if isinstance(self.by_head, tuple) else (1.0,)
+        return sum(min(1.0, self.fraction * share) for share in shares) / len(shares)
 
     def _require_numbers(self) -> None:
         """Raise ValueError if `attach` still has to replace a field by numbers."""
@@ -235,10 +241,7 @@ class Tally:
 
 
 def _are_shares(value: object) -> bool:
-    if not isinstance(value, tuple):
-        return False
-    shares = cast("tuple[object, ...]", value)
-    return len(shares) > 0 and all(isinstance(x, int | float) and 0 < x < math.inf for x in shares)
+    return isinstance(value, tuple) and len(cast("tuple[object, ...]", value)) > 0 and are_shares(cast(object, value))
 
 
 def _is_number(value: object) -> bool:

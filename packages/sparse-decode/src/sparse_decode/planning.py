@@ -33,7 +33,7 @@ from sparse_decode.layer.plan import Backend, LayerPlan
 from sparse_decode.model import Attention, sparse_modules
 from sparse_decode.parallel import head_shard, shard, shard_shape
 from sparse_decode.positions import Sights
-from sparse_decode.select import Selector
+from sparse_decode.select import HashSelector, Selector
 
 Budgets = Mapping[int, Budget]
 HeadsOf = Callable[[int], ModelShape]
@@ -105,8 +105,9 @@ def _budgets_of(modules: Collection[int], how: Options) -> Budgets:
 def usual_budget(selector: object, decode: bool, backend: Backend) -> Budget:
     """Return the budget of `attach` without one; decode: whether only decode steps are sparse."""
     layers, heads = (bool(getattr(selector, f"{kind}_shares", ())) for kind in ("layer", "head"))
-    below = "predicted" if decode else 0
-    return Budget(by_layer=layers, by_head=heads and backend != "flash", dense_below=below)
+    hashes = isinstance(selector, HashSelector) or not hasattr(selector, "select")  # as `as_selector` tells hashers
+    heads = heads and hashes and backend != "flash"
+    return Budget(by_layer=layers, by_head=heads, dense_below="predicted" if decode else 0)
 
 
 def divided(budgets: Budgets, selector: Selector, heads: HeadsOf) -> dict[int, Budget]:

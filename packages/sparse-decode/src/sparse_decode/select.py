@@ -252,9 +252,9 @@ class HashSelector:
         """Return counts [B, H, 1] and candidates [B, 1, 1, N] as int32, cached for layers with the same `counts`."""
         known = self._last
         if torch.compiler.is_compiling() or known is None or known[0] is not rows.counts or known[1].shape != shape:
-            candidates = rows.candidates()
-            assert candidates is not None
-            known = rows.counts, rows.by_head.int().expand(shape).contiguous(), candidates.int()
+            candidates = rows.candidates()  # None without a mask: all
+            among = rows.counts.new_ones(1, 1, 1, rows.k.shape[2]) if candidates is None else candidates
+            known = rows.counts, rows.by_head.int().expand(shape).contiguous(), among.int()
             if not torch.compiler.is_compiling():
                 self._last = known
         return known[1:]

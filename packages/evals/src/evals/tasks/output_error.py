@@ -157,10 +157,12 @@ class _Probe(NoCodes):
 
 def _budgets(method: LoadedMethod, fraction: float, always: Always, shape: ModelShape) -> dict[int, Budget]:
     """Return what a method reads in each layer, without the tokens that are always read."""
-    budget, layers = Budget(fraction, sink=0, recent=0), range(shape.num_layers)
+    budget = Budget(fraction, sink=0, recent=0)
+    alike = dict.fromkeys(range(shape.num_layers), budget)
     if not isinstance(method.selector, HashSelector):
-        return dict.fromkeys(layers, budget)
-    return divided(dict.fromkeys(layers, replace(budget, **always.divided)), method.selector, shape.at)
+        return alike
+    sparse = dict.fromkeys(always.sparse(shape.num_layers), replace(budget, **always.divided))
+    return alike | divided(sparse, method.selector, shape.at)
 
 
 def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total: Tensor, share: float) -> Tensor:

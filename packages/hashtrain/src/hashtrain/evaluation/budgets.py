@@ -67,18 +67,21 @@ def head_shares(
         fraction: the budget that is divided, of each row's visible tokens (eq. 7); seed: draws the rows.
     Returns: for each layer the budgets of its KV heads relative to their mean, for `HasherConfig.head_shares`.
     """
+    most = sum(fraction * factor <= 1 for factor in FACTORS)  # beyond, a head reads all tokens
     return tuple(
-        tuple(round(share, 3) for share in divide(*fitted(errors)).tolist())
+        tuple(round(share, 3) for share in divide(*fitted(errors[:, :most])).tolist())
         for errors in head_errors(model, hasher, contexts, fraction, seed)
     )
 
 
 def fitted(errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit a power law to each head's errors at the budgets `FACTORS`, [H, 7]: its error at 1, and how it falls."""
+    """Fit a power law to each head's errors at the first n of `FACTORS`, [H, n]: its error at 1, and its slope."""
     errors = errors.double()
     logs = errors.clamp(min=max(1e-9 * errors.max().item(), 1e-300)).log()
-    x = torch.tensor(FACTORS, dtype=torch.float64).log()  # its mean is 0
-    return logs.mean(1).exp(), -((logs * x).sum(1) / x.square().sum()).clamp(max=-0.1)
+    x = torch.tensor(FACTORS[: errors.shape[1]], dtype=torch.float64).log()
+    away = x - x.mean()
+    slopes = ((logs * away).sum(1) / away.square().sum()).clamp(max=-0.1)
+    return (logs.mean(1) - slopes * x.mean()).exp(), -slopes
 
 
 @torch.inference_mode()
@@ -104,7 +107,7 @@ def head_errors(
 def _projections(model: PreTrainedModel) -> dict[int, Project]:
     """Return the output projection of each layer's attention module, as far as it has a usual name."""
     found: dict[int, Project] = {}
-    for module in cast("list[Any]", [*model.modules()]):
+    for module in cast("list[Any]", [*cast(Any, model).get_decoder().modules()]):  # not those of a vision tower
         layer = getattr(module, "layer_idx", None)
         project = next((x for name in _OUTPUT if (x := getattr(module, name, None)) is not None), None)
         if isinstance(layer, int) and project is not None:

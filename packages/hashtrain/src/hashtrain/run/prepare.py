@@ -140,6 +140,12 @@ def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
         raise ValueError(f"--context must be at most the model's {longest} tokens, got {command.context}")
     if command.dense_layers is not None and command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
+    require_plain_attention(config)
+
+
+def require_plain_attention(config: Any) -> None:
+    """Raise ValueError if a model has attention that is measured wrongly: windows, chunks, capped logits."""
+    config = config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(f"expected a model with full attention in every layer, got {', '.join(sorted(kinds))}")

@@ -91,7 +91,7 @@ def attend(
         sinks: one learned sink logit per query head [Hq]: part of the softmax, without a value (gpt-oss).
         left_out: the inputs of the remainder, which is added as one token (eq. 16); None for none.
         ends: numbers of first and last tokens of the N that every row reads besides `indices`, which then must not
-            contain them or unused slots. Or the tokens that all rows of a sequence read besides, int64 [B, E], -1 in
+            contain them. Or the tokens that all rows of a sequence read besides, int64 [B, E], -1 in
             unused slots.
         values: share of the selected tokens whose values are read, rounded up (eq. 21): those with the largest sum of
             weights over the set's query heads, ties in the order of `indices`. The others get the remainder's value;

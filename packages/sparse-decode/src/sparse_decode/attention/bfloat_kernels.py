@@ -1,4 +1,4 @@
-"""Numba kernel of `dense.attend_all` for bfloat16 where the CPU has AVX512_BF16: a third of the instructions.
+"""Numba kernel of `dense.attend_all` for bfloat16 where the CPU has AVX512_BF16: a third of `dense_kernels`'.
 
 The equations are those of dense_kernels.py, and a task is one (batch row, KV head, SPAN tokens), in parts of CHUNK:
 

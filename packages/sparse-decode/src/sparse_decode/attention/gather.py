@@ -110,7 +110,7 @@ def attend(
     lse: bool = True,
     blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `sparse_decode.attend.attend` for arguments that were checked; the second result is None without lse.
+    """Compute `sparse_decode.attend` for arguments that were checked; the second result is None without lse.
 
     Args: as there; left_out: the fields of its `LeftOut`, or four times None; always: its `ends`, if that is a tensor.
         blocks: page tables, int32 or int64 [B, T]. Then k and v are pages [M, Hkv, S, D] and [M, Hkv, S, Dv], S a power

@@ -42,7 +42,7 @@ def predicted(heads: ModelShape, budget: Budget, dtype: torch.dtype) -> int:
     Args: heads: the shape of that layer; dtype: of its keys.
     """
     dense = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize
-    saved = dense - heads.num_kv_heads * CODE - FAR * budget.fraction * dense
+    saved = dense - heads.num_kv_heads * CODE - FAR * budget.mean_fraction * dense
     return math.ceil(EARNS / saved) if saved > 0 else NEVER
 
 

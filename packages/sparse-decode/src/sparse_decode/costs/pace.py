@@ -30,7 +30,9 @@ that time. This and the next three constants were measured on a CPU; see docs/lo
 SEVERAL, ROW = 0.15, 0.03
 """Extra time of a pass over several rows outside of attention, relative to one row: fixed, and per further row."""
 LINE = 0.47
-"""Time of the products of one query head and row in dense attention, relative to reading the keys and values."""
+"""Time of the products of one query head and row in dense attention, relative to reading the keys and values. On
+processors that multiply pairs of bfloat16 (AVX512_BF16) it is about half of that, so fewer tokens are drafted there
+than would be best; see docs/log.md."""
 GUESS, TRUST = 0.8, 4.0
 """Prior of the acceptance: its mean, and its weight in tokens."""
 FORGETS = 0.95
@@ -88,7 +90,8 @@ class Costs:
             dense, budget = 2.0 * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize, budgets.get(layer)
             sparse, below = dense, NEVER
             if budget is not None:
-                sparse, below = shape.num_kv_heads * CODE + FAR * budget.fraction * dense, cast(int, budget.dense_below)
+                sparse = shape.num_kv_heads * CODE + FAR * budget.mean_fraction * dense
+                below = cast(int, budget.dense_below)
             window = getattr(held[layer], "sliding_window", None) if layer < len(held) else None
             layers.append(LayerCost(dense, sparse, shape.group, below, window))
         return cls(layers, _weights(model) + HOST * len(layers))
