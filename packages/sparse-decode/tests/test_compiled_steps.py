@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 OURS = {
     "hashcore.score",
     "hashcore.topk",
-    "sparse_decode.attention.gather",
+    "sparse_decode.gather",
     "sparse_decode.hash_keys",
     "sparse_decode.hash_queries",
 }

@@ -46,7 +46,7 @@ SHAPE = ModelShape.of(config_of("llama"))
 OURS = {
     "hashcore.score",
     "hashcore.topk",
-    "sparse_decode.attention.gather",
+    "sparse_decode.gather",
     "sparse_decode.hash_keys",
     "sparse_decode.hash_queries",
 }

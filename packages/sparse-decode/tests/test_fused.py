@@ -417,7 +417,7 @@ def test_a_plain_step_makes_few_calls_in_python():
     assert sum(calls_of_a_step(FIFTH).values()) <= 14
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(40, 6), (600, 16)])
+@pytest.mark.parametrize(("tokens", "most"), [(40, 6), (600, 17)])
 def test_a_dense_step_below_the_break_even_makes_few_calls_in_python(tokens, most):
     """By torch's attention; and by our own, two kernels of which count, from a cache that grows in place."""
     assert sum(calls_of_a_step(Budget(dense_below=1000), tokens).values()) <= most

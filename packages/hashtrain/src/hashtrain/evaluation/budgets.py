@@ -140,6 +140,7 @@ def _through(project: Project | None, gap: Tensor, dtype: torch.dtype) -> Tensor
     if project is None:
         return gap.transpose(1, 2).flatten(2)
     alone = gap.new_zeros(hkv, rows, hkv, group * dim)
-    alone[range(hkv), :, range(hkv)] = gap.transpose(1, 2).flatten(2)
+    for head in range(hkv):
+        alone[head, :, head] = gap[head].transpose(0, 1).flatten(1)
     alone = alone.flatten(2).to(dtype)
     return project(alone) - project(torch.zeros_like(alone[:1, :1]))  # without its bias
