@@ -74,7 +74,9 @@ def _later(base, j, step, group, groups):  # pragma: no cover - compiled
 
 # The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
 @numba.njit(inline="always")
-def _multiply(queries, k, base, k_at, seen, every, wide, lines, scaling, logits, rows, tile):  # pragma: no cover
+def _multiply(
+    queries, k, base, k_at, seen, every, wide, lines, scale, logits, rows, tile
+):  # pragma: no cover - compiled
     """Write the logits of a part, from `base` on, before soft-capping."""
     step, dim, words, groups = k_at[2], k_at[5], wide // 2, (lines + MOST_ROWS - 1) // MOST_ROWS
     for j in range(0, len(seen), BLOCK):
@@ -89,7 +91,7 @@ def _multiply(queries, k, base, k_at, seen, every, wide, lines, scaling, logits,
             x, (later, quarters) = group * MOST_ROWS, _later(base, j, step, group, groups)
             at, to = x * words, x * LINE + j
             products(
-                queries, at, words, lines - x, tile, words, scaling, logits, to, LINE, k, later, step, quarters
+                queries, at, words, lines - x, tile, words, scale, logits, to, LINE, k, later, step, quarters
             )  # fmt: skip
 
 

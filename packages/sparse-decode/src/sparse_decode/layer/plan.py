@@ -186,7 +186,7 @@ class LayerPlan:
         n, ends = x.k.shape[2], self._sink + self._recent
         if x.mask is None:
             known = self.budget.count_heads(n)
-            counts = [max(0, each - ends) for each in known]
+            counts = _searched(known, ends)
             how = {"most": max(counts)} if len(counts) > 1 else {"uniform_count": counts[0]}
             return Block(self._rows(x, 0, 1, self._numbers.of(counts, x.q), None, **how), known=known)
         sight = self.see(x, x.mask)
@@ -283,13 +283,18 @@ def _in_operators(
         return None
     planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, per_query_head)
     missing.length += 1
-    among, counts = (None, None, n, 0, *ends, False, 0, None, None), [max(0, each - sum(ends)) for each in reads]
+    among, counts = (None, None, n, 0, *ends, False, 0, None, None), _searched(reads, sum(ends))
     by_head = numbers.of(counts, q) if len(counts) > 1 else None
     indices = SEARCH.search(planes, room[:, :, None, :n], max(counts), by_head, of_planes, *among)[1]
     rest: tuple[Tensor | None, ...] = (None,) * 4
     if left_out is not None:
         rest = left_out[0], *held.moments.step_on_device(q, left_out[1], k, v), None
     return gather.OPERATORS.gather(q, k, v, indices, *options, *rest, *ends, None)
+
+
+def _searched(reads: list[int], ends: int) -> list[int]:
+    """Return how many tokens each head selects, given how many it reads and how many of these are always read."""
+    return [max(0, each - ends) for each in reads]
 
 
 def _fits(own: LayerHasher, x: Inputs) -> bool:
