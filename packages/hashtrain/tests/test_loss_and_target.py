@@ -120,7 +120,7 @@ def test_attention_equals_torchs_and_sums_over_the_group():
 
 def test_sampled_pairs_are_inside_and_outside_the_target_set():
     *_, positions, p = qkp()
-    pairs = sample_pairs(p, positions, 0.05, 300, 4000, torch.Generator().manual_seed(0))
+    pairs = sample_pairs(p.clone(), positions, 0.05, 300, 4000, torch.Generator().manual_seed(0))
     for head in range(2):
         for row, position in enumerate(positions.tolist()):
             always = {0, *range(position - 3, position + 1)}  # tokens that every row reads are never in a pair
@@ -144,7 +144,7 @@ def test_pair_scores_are_those_of_all_keys_at_the_sampled_places(variant):
     q, k, positions, p = qkp(heads="query" if variant == "paper" else "kv")
     config = HasherConfig(variant, ModelShape(1, 4, 2, 16), hidden=32)
     layer = BY_VARIANT[variant](config, torch.Generator().manual_seed(0)).requires_grad_(False)
-    pairs = sample_pairs(p, positions, 0.05, 5, 40, torch.Generator().manual_seed(0))
+    pairs = sample_pairs(p.clone(), positions, 0.05, 5, 40, torch.Generator().manual_seed(0))
     every = layer.soft_queries(q) @ layer.soft_keys(k.repeat_interleave(p.shape[1] // 2, 1)).transpose(-1, -2)
     top, rest = pair_scores(layer, q, k, pairs)
     torch.testing.assert_close(top, every.gather(-1, pairs.top), atol=1e-3, rtol=1e-4)

@@ -249,7 +249,7 @@ def _costs(
     with tracking(console, (prepared.shape.num_layers + 1) * len(coded)) as advance:
         for name, hasher in coded.items():
             costs[name] = layer_costs(steps, hasher.to(prepared.device), command.fraction, advance, failing[name])
-            shares = head_shares(model, hasher, contexts, command.fraction, command.seed)
+            shares = head_shares(model, hasher, prepared.train.stored, command.fraction, command.seed)
             hasher.config = replace(hasher.config, head_shares=shares)
             advance("shares of heads", 1)
     return costs

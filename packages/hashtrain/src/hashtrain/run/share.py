@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from hashtrain.artefact.hasher import Hasher
+from hashtrain.data.capture import capture
 from hashtrain.data.corpus import contexts, python_sources
 from hashtrain.data.texts import read_texts
 from hashtrain.demo import model_path
@@ -32,7 +34,8 @@ def share(
     require_plain_attention(found.config)
     ids = contexts(read_texts(list(text), seed=seed) if text else python_sources(), tokenizer, context, CONTEXTS, seed)
     require_vocabulary(found, *ids)
-    shares = head_shares(found, hasher.to(place), ids, fraction, seed)
+    with tempfile.TemporaryDirectory() as captured:
+        shares = head_shares(found, hasher.to(place), capture(found, ids, Path(captured)), fraction, seed)
     hasher.config = replace(hasher.config, head_shares=shares)
     hasher.save_pretrained(folder)
     return shares
