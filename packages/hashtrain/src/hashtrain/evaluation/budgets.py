@@ -96,8 +96,9 @@ def head_errors(model: PreTrainedModel, hasher: Hasher, data: Capture, fraction:
         for context, at in enumerate(rows):
             k, scaling = data.keys(context, layer)
             read = (data.queries(context, layer, at), k, data.values(context, layer), at)
-            given = *(x.to(device) for x in read), scaling, fraction
-            total = total + _errors(hasher.layer(layer), *given, project.get(layer), model.dtype).cpu()
+            q, k, v, where = (x.to(device) for x in read)
+            given = scaling, fraction, project.get(layer), model.dtype
+            total = total + _errors(hasher.layer(layer), q, k, v, where, *given).cpu()
         found.append(total)
     return found
 

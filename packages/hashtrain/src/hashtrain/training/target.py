@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -119,7 +119,8 @@ def largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if groups < 2 * count:
         return x.topk(count)
     end = groups * _GROUP
-    found = x[..., :end].unflatten(-1, (_GROUP, groups)).amax(-2).topk(count, sorted=False).indices
+    maxima = cast(Tensor, x[..., :end].unflatten(-1, (_GROUP, groups))).amax(-2)
+    found = maxima.topk(count, sorted=False).indices
     tokens = torch.cat([*((found + start) for start in range(0, end, groups)), _tail(found, end, x.shape[-1])], -1)
     values, at = x.gather(-1, tokens).topk(count)
     return values, tokens.gather(-1, at)
