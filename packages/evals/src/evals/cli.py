@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import tyro
@@ -207,9 +207,15 @@ def _paper_list(command: PaperCommand, console: Console) -> dict[str, Any]:
         words = "\n  ".join((*item.lines(command), stored))
         console.print(f"{item.name}: {item.title}\n  {words}", highlight=False, soft_wrap=True)
     found = shares(ITEMS, {name for name, files in kept.items() if files})
-    for text in found.lines():
-        console.print(text, highlight=False)
-    return {"items": list(kept), "stored": kept, "shares": asdict(found)}
+    parts, numbers = found.stored_parts / max(1, found.parts), found.stored_numbers / max(1, found.numbers)
+    console.print(
+        f"{found.stored_parts} of {found.parts} parts have a stored result ({100 * parts:.0f} %)\n"
+        f"{found.stored_numbers} of {found.numbers} tables and figures have one ({100 * numbers:.0f} %), "
+        f"{found.whole_numbers} of them for every part\n"
+        f"{found.nothing_to_store} more are drawings, listings or quotations: nothing to store",
+        highlight=False,
+    )
+    return {"items": list(kept), "stored": kept, "shares": found._asdict()}
 
 
 _SPECIAL: dict[type, Callable[[Any, Console], dict[str, Any]]] = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from evals.paper.item import Item
-from evals.paper.items import ITEMS
-from evals.paper.shares import Shares, shares
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from evals.paper.item import ITEMS, Item
 from evals.shapes import load_config, shape_of
 from evals.study import PaperCommand
 
@@ -46,3 +47,33 @@ def chosen(settings: PaperCommand) -> list[Item]:
             # Parts that cannot run are left out; if none can, the first says why.
             return [item for item in found if why_not(item, settings) is None] or found
     return []
+
+
+class Shares(NamedTuple):
+    """Counts of parts, and of numbered tables and figures, that have something to store."""
+
+    parts: int
+    stored_parts: int
+    numbers: int
+    stored_numbers: int
+    """Tables and figures of which at least one part has a stored result."""
+    whole_numbers: int
+    """Those of which every part has one."""
+    nothing_to_store: int
+    """Drawings, listings and quotations, which the other counts leave out."""
+
+
+def shares(items: Sequence[Item], stored: Collection[str]) -> Shares:
+    """Count items with a stored result, given the names of those that have one."""
+    counted = [item for item in items if not item.nothing_to_store]
+    parts: dict[str, list[bool]] = {}
+    for item in (item for item in counted if item.name.startswith(("table", "figure"))):
+        parts.setdefault(item.number, []).append(item.name in stored)
+    return Shares(
+        len(counted),
+        sum(item.name in stored for item in counted),
+        len(parts),
+        sum(map(any, parts.values())),
+        sum(map(all, parts.values())),
+        len(items) - len(counted),
+    )

@@ -1,9 +1,12 @@
-"""One table or figure of the paper, and our commands that reproduce it."""
+"""The tables and figures of the paper, and our commands that reproduce them."""
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from evals.compare import compare
@@ -33,7 +36,7 @@ class Item:
         against: (method, budget, other, its budget): differences to show, paired over documents.
         twice: also run it with --other-hashers, and show the difference.
         hub: whether its data come from a hub, so that --all skips it.
-        stored: names of stored runs that show it, on the demo model or another, in the folder of --results.
+        stored: names of stored runs that show it, on any model, in the folder of --results.
         nothing_to_store: whether it is a drawing, a listing or a quotation, which no result can show.
     """
 
@@ -46,7 +49,7 @@ class Item:
     against: tuple[tuple[str, float, str, float], ...] = ()
     twice: bool = False
     hub: bool = False
-    stored: tuple[str, ...] = ()
+    stored: Sequence[str] = ()
     nothing_to_store: bool = False
 
     @property
@@ -72,8 +75,7 @@ class Item:
             if self.task not in _ON_CPU:
                 words += ["--device", settings.device]
             if self.task not in _BY_SHAPE:
-                words += ["--dtype", settings.dtype]
-                words += ["--model", settings.model, "--hashers", str(made)]
+                words += ["--dtype", settings.dtype, "--model", settings.model, "--hashers", str(made)]
                 words += ["--documents", count] if self.documents else []
             if self.task == "codelength" and settings.more_hashers:
                 words += ["--more-hashers", *map(str, settings.more_hashers)]
@@ -166,6 +168,31 @@ class Item:
         if self.twice:
             found.append(compare(first, last, (None, None), (None, None)))
         return [entry for entries, _ in found for entry in entries], _joined([grid for _, grid in found])
+
+
+def _items() -> tuple[Item, ...]:
+    """Read every table and figure, in the paper's order: tables, then parts without a number, then figures."""
+    data = tomllib.loads(Path(__file__).with_name("items.toml").read_text("utf-8"))
+    words = {name: Template(text).safe_substitute(data["words"]) for name, text in data["words"].items()}
+    found: list[Item] = []
+    for given in data["items"]:
+        if printed := given.pop("paper", None):
+            title, header, *lines = printed
+            given["paper"] = Grid(f"The paper's: {title}", header.split("|"), [[line.split("|") for line in lines]])
+        given["command"] = Template(given["command"]).substitute(words)
+        given["differs"] = tuple(Template(text).substitute(words) for text in given["differs"])
+        given["against"] = tuple(map(tuple, given.get("against", ())))
+        found.append(Item(**given))
+
+    def place(item: Item) -> tuple[int, int]:
+        kind, number, *_ = item.name.split()
+        return ("table", "code", "figure").index(kind), int(number) if number.isdigit() else 0
+
+    return tuple(sorted(found, key=place))
+
+
+ITEMS = _items()
+"""Every table and figure; those in the paper's own protocol follow those that suit the demo model."""
 
 
 def _joined(grids: list[Grid]) -> list[Grid]:
