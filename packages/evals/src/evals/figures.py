@@ -46,7 +46,12 @@ def draw(result: Result, path: Path) -> None:
     {"ppl": _draw_ppl, "iou": _draw_iou, "codelength": draw_codelength}.get(result.config["task"], _draw_plain)(
         result, figure
     )
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path, dpi: int = 120) -> None:
+    """Replace a PNG by a figure, atomically."""
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=dpi, format="png"))
 
 
 def _draw_ppl(result: Result, figure: Figure) -> None:

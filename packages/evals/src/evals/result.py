@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from hashtrain.files.untrusted import one_line, read_json_object
+from hashtrain.files.untrusted import one_line
+from hashtrain.files.untrusted import read_json_object as read_json
 
 from evals.machine import PACKAGES
 
@@ -98,11 +99,6 @@ def write_json(path: Path, data: Any) -> None:
     from hashtrain.files.atomic import write_text  # imported here: it loads torch, which `--help` does not need
 
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
-
-
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON object. Raises: ValueError naming the file and the remedy if it is anything else."""
-    return read_json_object(path, remedy)
 
 
 def rows_to_text(rows: list[Row]) -> str:

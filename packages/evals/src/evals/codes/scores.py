@@ -66,7 +66,6 @@ class Hashed:
     layer: LayerHasher
 
     def __call__(self, q: Tensor, k: Tensor) -> Scores:
-        """See `Scorer`."""
         added = self.layer.scores(q, k)
         if not isinstance(self.layer, Transform):
             return Scores(added, self.layer.scores(q, k, per_query_head=True).float())
