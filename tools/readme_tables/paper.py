@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple, cast
 from evals import paper
 from evals.grid import Grid, percent, to_markdown
 from evals.metrics import bootstrap
-from evals.report import grids
+from evals.report import grids, signed_percent
 from evals.result import Result, Row
 
 from readme_tables.headline import SECOND_MODEL
-from readme_tables.stored import load, named, stored
+from readme_tables.stored import load, named, spread, stored
 
 ORDER = ("paper-exact-untrained", "lsh", "linear-exact", "paper-exact")
 """The order in the paper's table 1, worst first."""
@@ -68,7 +68,7 @@ def protocol(results: pathlib.Path) -> str:
         found = load(results / f"{name}.json")
         at = {"method": method, "against": None, "budget": min(found.config["budgets"])}
         ratio, kl = (found.one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
-        lines.append([label, f"{100 * (ratio.value - 1):+.1f} %", f"{kl.value:.4f}", percent(ratio.density or 0)])
+        lines.append([label, signed_percent(ratio.value), f"{kl.value:.4f}", percent(ratio.density or 0)])
     config = load(results / "exact_down_proj.json").config
     title = (
         f"{config['documents']} held-out contexts of {config['context']:,} tokens, model `{config['model']}`, all "
@@ -100,7 +100,7 @@ def second(results: pathlib.Path) -> str:
         at = {"method": method, "against": None}
         ratio, kl = (runs[name].one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
         found = f"{overlap(iou, method):.3f}" if label in ORDER else ""
-        lines.append([label, found, _percent(ratio), f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}]"])
+        lines.append([label, found, _percent(ratio), spread(kl, ".4f")])
     config = runs["order"].config
     title = (
         f"All layers of {SECOND_MODEL} but the first {config['dense_layers']} sparse, 2 % of the full length, one "
@@ -173,13 +173,13 @@ def links(results: pathlib.Path, runs: Runs = SOME) -> list[Link]:
     for worse, better in LINKS:
         at = {"metric": "iou", "heads": _HEADS, "layer": None, "head": None}
         low, high = (iou.one(method=name, **at) for name in (worse, better))
-        found.append(Link("IoU", worse, better, _apart(low, high), _both(high, low, ".3f")))
+        found.append(
+            Link("IoU", worse, better, _apart(low, high), f"{spread(high, '.3f')} against {spread(low, '.3f')}")
+        )
         for name, metric, paired in (("perplexity", "perplexity_ratio", "nll"), ("KL", "kl", "kl")):
-            costs = [ppl.one(method=method, metric=metric, against=None) for method in (worse, better)]
-            decided, shown = _apart(costs[1], costs[0]), _both(costs[1], costs[0], ".4f")
-            if pair := _paired(ppl, worse, better, paired):
-                decided, shown = pair
-            found.append(Link(name, worse, better, decided, shown))
+            high, low = (ppl.one(method=method, metric=metric, against=None) for method in (worse, better))
+            own = _apart(low, high), f"{spread(low, '.4f')} against {spread(high, '.4f')}"
+            found.append(Link(name, worse, better, *(_paired(ppl, worse, better, paired) or own)))
     return found
 
 
@@ -202,20 +202,15 @@ def _paired(ppl: Result, worse: str, better: str, metric: str) -> tuple[Better, 
     return None
 
 
-def _both(first: Row, second: Row, how: str) -> str:
-    return " against ".join(f"{row.value:{how}} [{row.low:{how}}, {row.high:{how}}]" for row in (first, second))
-
-
 SAID = {"holds": "holds", "does not hold": "does **not** hold", "undecided": "is **undecided**"}
 
 
 def sentences(results: pathlib.Path, runs: Runs = SOME) -> str:
     """Return one sentence per link of the paper's order: whether it holds here."""
-    lines = [
+    return "\n".join(
         f"- {link.metric}: that `{link.better}` is better than `{link.worse}` {SAID[link.found]}: {link.shown}."
         for link in links(results, runs)
-    ]
-    return "\n".join(lines)
+    )
 
 
 def plain(name: str, model: str, results: pathlib.Path) -> str:
@@ -253,7 +248,8 @@ def why(results: pathlib.Path) -> str:
             for name in names
         }
         shown = [_mean_of(values, ".3f") for values in excess.values()]
-        lines.append([suspect, *shown, _mean_of(_minus(excess["paper"], excess["lsh"]), "+.3f")])
+        differences = [a - b for a, b in zip(excess["paper"], excess["lsh"], strict=True)]
+        lines.append([suspect, *shown, _mean_of(differences, "+.3f")])
     spread = "the two texts" if found["documents"] == 2 else "95 % bootstrap interval over the texts"
     title = (
         f"{SECOND_MODEL}, nats of negative log-likelihood over dense attention, second half of {found['documents']} "
@@ -287,7 +283,7 @@ def suspects(results: pathlib.Path) -> str:
     for name, run in runs.items():
         at = {"method": "lsh" if name == "lsh" else "paper", "heads": "kv_head", "layer": None, "head": None}
         rows = [run.one(metric=metric, **at) for metric in _FOUND]
-        lines.append([SUSPECTS[name], *(f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in rows)])
+        lines.append([SUSPECTS[name], *(spread(row, ".3f") for row in rows)])
     found = runs["base"]
     layers = _layers(found)
     title = (
@@ -309,10 +305,8 @@ def best_form(results: pathlib.Path) -> str:
     )
     lines = []
     for said, run, method in cells:
-        excess, kl = (
-            runs[run].one(metric=metric, method=method, against=None) for metric in ("perplexity_ratio", "kl")
-        )
-        lines.append([said, _percent(excess), f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}]"])
+        excess, kl = (runs[run].one(metric=m, method=method, against=None) for m in ("perplexity_ratio", "kl"))
+        lines.append([said, _percent(excess), spread(kl, ".4f")])
     found = runs["base"]
     dense = found.config["dense_at"]
     sparse = ", ".join(str(layer) for layer in range(max(dense)) if layer not in dense)
@@ -323,10 +317,5 @@ def best_form(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, ["selection", "perplexity, %", "KL, nats"], [lines]))
 
 
-def _minus(first: list[float], second: list[float]) -> list[float]:
-    return [a - b for a, b in zip(first, second, strict=True)]
-
-
 def _mean_of(values: list[float], how: str) -> str:
-    (found,) = bootstrap([[value] for value in values], 0)
-    return f"{found.mean:{how}} [{found.low:{how}}, {found.high:{how}}]"
+    return spread(bootstrap([[value] for value in values], 0)[0], how)

@@ -1,16 +1,20 @@
 """Tables of the methods' selection quality and their effect on the model."""
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from evals import report
 from evals.frontier import Point, points, require_comparable
 from evals.frontier import grid as frontier_grid
-from evals.grid import Grid, to_markdown
+from evals.grid import Grid, percent, to_markdown
+from evals.methods import OURS as RANKED
+from evals.metrics import Estimate
+from evals.report import signed_percent
 from evals.result import Result
+from evals.tasks.ppl import AS
 
-from readme_tables.stored import load, stored
+from readme_tables.stored import load, spread, stored
 from readme_tables.training import training_grid
 
 
@@ -146,7 +150,7 @@ HEAD_DIM = 64  # of both models
 
 def _bytes_line(point: Point) -> list[str]:
     read = f"{100 * point.budget:g} %", point.settings or "all codes, all values", f"{100 * point.share:.1f} %"
-    return [*read, f"{100 * (point.perplexity.value - 1):+.1f} %", f"{point.kl.value:.4f}"]
+    return [*read, signed_percent(point.perplexity.value), f"{point.kl.value:.4f}"]
 
 
 def cell(ppl: Result, method: str, metric: str, budget: float | None = None) -> float:
@@ -157,4 +161,36 @@ def cell(ppl: Result, method: str, metric: str, budget: float | None = None) -> 
 
 def change(ppl: Result, method: str, budget: float | None = None) -> str:
     """Return a method's change of perplexity at a run's first rule, and at its first budget unless one is given."""
-    return f"{100 * (cell(ppl, method, 'perplexity_ratio', budget) - 1):+.1f} %"
+    return signed_percent(cell(ppl, method, "perplexity_ratio", budget))
+
+
+def _differences(results: pathlib.Path) -> Iterator[tuple[str, dict[str, Estimate]]]:
+    """Yield each comparison's label, and the mean difference of each metric with its interval."""
+    found: dict[str, dict[str, Estimate]] = {}
+    for entry in stored(results / "differences.json")["table 2"]:
+        (ours, own), (rival, theirs) = entry["a"], entry["b"]
+        label = f"{ours} at {percent(own)}, {rival} at {percent(theirs)}"
+        found.setdefault(label, {})[entry["metric"]] = Estimate(entry["mean"], entry["low"], entry["high"])
+    for row in load(results / "magicpig.json").rows:
+        if row.method not in RANKED or row.against is None or not row.against.startswith("magicpig"):
+            continue
+        matched = row.rule == AS + row.against
+        if matched or (row.rule == "visible" and row.against == "magicpig-bare"):
+            at = f"as many tokens as {row.against} took" if matched else f"{percent(row.budget or 0)}, {row.against}"
+            found.setdefault(f"{row.method} at {at}", {})[row.metric] = Estimate(row.value, row.low, row.high)
+    yield from found.items()
+
+
+def rivals(results: pathlib.Path) -> str:
+    """Return the table of differences, one line per comparison."""
+    lines = [
+        [label, *(spread(values[name], "+.3f") for name in ("kl", "nll"))] for label, values in _differences(results)
+    ]
+    config = load(results / "magicpig.json").config
+    title = (
+        f"Mean difference over {config['documents']} held-out contexts of {config['context']:,} tokens, model "
+        f"`{config['model']}`, every row sparse, {report.protocol(config)} [95 % paired bootstrap "
+        "interval]; below zero is better for ours"
+    )
+    header = ["ours less the rival's", "KL from dense, nats", "loss, nats a token"]
+    return to_markdown(Grid(title, header, [lines]))

@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text
+from evals.metrics import Estimate
+from evals.result import Result, Row, read_json, read_result, rows_from_json, rows_to_text
 from hashtrain.files.atomic import write_text
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -68,6 +69,13 @@ def load(path: pathlib.Path) -> Result:
 def named(result: Result, model: str) -> Result:
     """Replace the model name in a result, which was a folder, by the name that readers know."""
     return replace(result, config={**result.config, "model": model})
+
+
+def spread(found: Row | Estimate, how: str) -> str:
+    """Format a value and its 95 % interval, if it has one, with a format such as `.3f`."""
+    value = found.value if isinstance(found, Row) else found.mean
+    interval = "" if found.low is None or found.high is None else f" [{found.low:{how}}, {found.high:{how}}]"
+    return f"{value:{how}}{interval}"
 
 
 def stored(path: pathlib.Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def ppl_grid(result: Result) -> Grid:
                 at = {"method": method, "budget": budget, "rule": rule, "against": None}
                 found, ratio = result.one(metric="perplexity", **at), result.one(metric="perplexity_ratio", **at)
                 kl, density = result.one(metric="kl", **at), found.density or 0
-                line += [f"{found.value:.3f} ({_signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(density)]
+                line += [f"{found.value:.3f} ({signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(density)]
             section.append(line)
         sections.append(section)
     scored = "second half" if config["scored"] is None else f"last {config['scored']:,} tokens"
@@ -121,7 +121,7 @@ def matched_grid(result: Result, rival: str) -> Grid:
                 _with_interval(result.one(**at | {"against": rival}, metric=m)) if method in ours else ""
                 for m in ("kl", "nll")
             ]
-            cells = [f"{ppl.value:.3f} ({_signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(ppl.density or 0)]
+            cells = [f"{ppl.value:.3f} ({signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(ppl.density or 0)]
             tokens = "as many tokens" if method in ours else percent(budget)
             lines.append([f"{tokens}, {method}", *cells, *less])
         sections.append(lines)
@@ -230,7 +230,8 @@ def _title(result: Result, rows: list[Row]) -> str:
     return f"`{config['task']}`{measured}, model `{config['model']}`{code}{_unusual(config)}"
 
 
-def _signed_percent(ratio: float) -> str:
+def signed_percent(ratio: float) -> str:
+    """Format the change that a ratio means: 1.125 is `+12.5 %`."""
     return f"{100 * (ratio - 1):+.1f} %"
 
 
