@@ -55,8 +55,6 @@ TASKS = {  # name: command, and module:function of evals.tasks
     "throughput": (ThroughputCommand, "throughput:run"),
     "kernels": (KernelsCommand, "kernels:run"),
 }
-STUDIES = {"report": ReportCommand, "compare": CompareCommand, "frontier": FrontierCommand, "paper": PaperCommand}
-COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in TASKS.items()}, **STUDIES}
 _HEADLINE = {"ppl": ("perplexity", "perplexity_ratio", "kl"), "iou": ("iou", "mass")}
 
 
@@ -215,14 +213,14 @@ def _paper_list(command: PaperCommand, console: Console) -> dict[str, Any]:
     return {"items": list(kept), "stored": kept, "shares": found._asdict()}
 
 
-_SPECIAL: dict[type, Callable[[Any, Console], dict[str, Any]]] = {
-    ListCommand: _list,
-    ReportCommand: _report,
-    CompareCommand: _compare,
-    FrontierCommand: _frontier,
-    PaperCommand: _paper,
+STUDIES: dict[str, tuple[type, Callable[[Any, Console], dict[str, Any]]]] = {
+    "report": (ReportCommand, _report),
+    "compare": (CompareCommand, _compare),
+    "frontier": (FrontierCommand, _frontier),
+    "paper": (PaperCommand, _paper),
 }
-
+COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in (TASKS | STUDIES).items()}}
+_SPECIAL = {ListCommand: _list, **dict(STUDIES.values())}
 
 if __name__ == "__main__":
     raise SystemExit(main())

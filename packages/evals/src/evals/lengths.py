@@ -37,8 +37,7 @@ def code_of(result: Result, row: Row) -> Code:
 def equal_words(result: Result, row: Row) -> tuple[str, str]:
     """Return the length of untrained LSH that equals a learned hash, with its interval, and the ratio of the lengths.
 
-    Args:
-        row: of the metric `equal_lsh_bits`.
+    Args: row: of the metric `equal_lsh_bits`.
     """
     times = result.one(metric="times_shorter", method=row.method, heads=row.heads).value
     lengths = result.config["bits"]

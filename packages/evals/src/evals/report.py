@@ -18,8 +18,9 @@ RULES = {"visible": "of visible tokens", "fixed": "of the context, min 20"}
 
 def grids(result: Result) -> list[Grid]:
     """Return the tables of a result, depending on its task."""
-    by_task = {"ppl": ppl_grids, "iou": iou_grids, "codelength": codelength_grids}
-    return by_task.get(result.config["task"], plain_grids)(result)
+    task = result.config["task"]
+    own = [codelength_grid(result)] if task == "codelength" else []
+    return [*own, *{"ppl": ppl_grids, "iou": iou_grids}.get(task, plain_grids)(result)]
 
 
 def ppl_grids(result: Result) -> list[Grid]:
@@ -42,10 +43,7 @@ def ppl_grid(result: Result) -> Grid:
         for method in ordered(config["methods"]):
             line = [f"{percent(budget)}, {method}"]
             for rule in rules:
-                at = {"method": method, "budget": budget, "rule": rule, "against": None}
-                found, ratio = result.one(metric="perplexity", **at), result.one(metric="perplexity_ratio", **at)
-                kl, density = result.one(metric="kl", **at), found.density or 0
-                line += [f"{found.value:.3f} ({signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(density)]
+                line += _ppl_cells(result, {"method": method, "budget": budget, "rule": rule, "against": None})[1]
             section.append(line)
         sections.append(section)
     scored = "second half" if config["scored"] is None else f"last {config['scored']:,} tokens"
@@ -55,6 +53,13 @@ def ppl_grid(result: Result) -> Grid:
         f"{PHASES[config['phase']]}{_heads(config)}, {protocol(config)}"
     )
     return Grid(title, header, sections)
+
+
+def _ppl_cells(result: Result, at: dict[str, Any]) -> tuple[Row, list[str]]:
+    """Return a method's row of perplexity, and its perplexity, KL and density as cells."""
+    found, ratio, kl = (result.one(metric=m, **at) for m in ("perplexity", "perplexity_ratio", "kl"))
+    shown = f"{found.value:.3f} ({signed_percent(ratio.value)})"
+    return found, [shown, f"{kl.value:.4f}", percent(found.density or 0)]
 
 
 def protocol(config: dict[str, Any]) -> str:
@@ -108,20 +113,18 @@ def ppl_pairs_grid(result: Result, method: str) -> Grid:
 
 def matched_grid(result: Result, rival: str) -> Grid:
     """Format our methods at the density of a rival on each document, with the paired differences."""
-    rule, sections = f"as {rival}", []
-    ppl = None
+    rule, sections, ppl = f"as {rival}", [], None
     for budget in result.config["budgets"]:
         at = {"budget": budget, "against": None}
         lines = []
         ours = dict.fromkeys(row.method for row in result.rows if row.rule == rule)
         for method, of in ((rival, result.config["rules"][0]), *((method, rule) for method in ours)):
             at |= {"method": method, "rule": of}
-            ppl, ratio, kl = (result.one(metric=m, **at) for m in ("perplexity", "perplexity_ratio", "kl"))
+            ppl, cells = _ppl_cells(result, at)
             less = [
                 _with_interval(result.one(**at | {"against": rival}, metric=m)) if method in ours else ""
                 for m in ("kl", "nll")
             ]
-            cells = [f"{ppl.value:.3f} ({signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(ppl.density or 0)]
             tokens = "as many tokens" if method in ours else percent(budget)
             lines.append([f"{tokens}, {method}", *cells, *less])
         sections.append(lines)
@@ -175,11 +178,6 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     )
     title = f"{what} {HEADS[heads]}{rows}, top {percent(budget)} of visible tokens, {_where(result, n)}"
     return Grid(f"{title}, {protocol(config)}", ["layer", *names], [body, [line("mean", None), interval]])
-
-
-def codelength_grids(result: Result) -> list[Grid]:
-    """Return the table of IoU by code length with the equal LSH lengths, and the tables of all other metrics."""
-    return [codelength_grid(result), *plain_grids(result)]
 
 
 def plain_grids(result: Result) -> list[Grid]:

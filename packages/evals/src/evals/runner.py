@@ -23,10 +23,8 @@ from evals.result import read_json, write_json
 class RunFolder:
     """The folder of one run.
 
-    Args:
-        folder: created if missing.
-        settings: everything the results depend on, as JSON values.
-        device: where the model runs.
+    Args: folder: created if missing; settings: everything the results depend on, as JSON values; device: where the
+        model runs.
     Raises: ValueError, before anything is written, if the folder holds a run with other settings, or other files.
     """
 
@@ -87,9 +85,8 @@ class RunFolder:
     ) -> tuple[dict[str, Any], bool]:
         """Return the sample of a document, and whether it was computed now: read if stored, else computed and stored.
 
-        Args:
-            document: has a name that a report may print, and a digest that identifies its content.
-            check: raises KeyError, TypeError or ValueError if a sample is incomplete.
+        Args: document: has a name that a report may print, and a digest that identifies its content; check: raises
+            KeyError, TypeError or ValueError if a sample is incomplete.
         Raises: ValueError naming the file if it is corrupt or of another text; or, before computing, if earlier samples
             were made with other versions.
         """

@@ -23,10 +23,10 @@ def why_not(item: Item, settings: PaperCommand) -> str | None:
         return "it needs --other-hashers"
     if lacking := item.lacking(settings):
         return f"{settings.hashers} lacks {', '.join(lacking)}: train them with `uv run hashtrain --only all`"
-    if item.dense_at:
-        layers = shape_of(load_config(settings.model)).num_layers
-        if max(item.dense_at) >= layers:
-            return f"layer {max(item.dense_at)} is dense in it, and the model has {layers} layers: give another --model"
+    if dense_at := item.values("--dense-at"):
+        last, layers = max(map(int, dense_at)), shape_of(load_config(settings.model)).num_layers
+        if last >= layers:
+            return f"layer {last} is dense in it, and the model has {layers} layers: give another --model"
     return None
 
 
@@ -40,9 +40,9 @@ def chosen(settings: PaperCommand) -> list[Item]:
         return [item for item in items if item.task and why_not(item, settings) is None]
     for kind, number in (("table", settings.table), ("figure", settings.figure)):
         if number is not None:
-            found = [item for item in items if item.is_number(kind, number)]
+            found = [item for item in items if item.number == f"{kind} {number}"]
             if not found:
-                last = len({item.name.partition(" (")[0] for item in ITEMS if item.name.startswith(kind)})
+                last = len({item.number for item in ITEMS if item.name.startswith(kind)})
                 raise ValueError(f"--{kind} takes 1 to {last}, got {number}")
             # Parts that cannot run are left out; if none can, the first says why.
             return [item for item in found if why_not(item, settings) is None] or found

@@ -79,7 +79,8 @@ class Item:
                 words += ["--documents", count] if self.documents else []
             if self.task == "codelength" and settings.more_hashers:
                 words += ["--more-hashers", *map(str, settings.more_hashers)]
-            if self.rivals and settings.tuned is not None:
+            # Tuned rivals are measured where rivals are, by perplexity.
+            if settings.tuned is not None and self.task == "ppl" and set(RIVAL_NAMES) & set(words):
                 words += ["--tuned", str(settings.tuned)]
             found.append(words)
         return found
@@ -109,24 +110,19 @@ class Item:
         methods: dict[Any, set[str]] = {}
         for config in runs.values():
             methods.setdefault(config["model"], set()).update(config.get("methods", ()))
-        wanted = set(self._values("--methods"))
+        wanted = set(self.values("--methods"))
         found = [file for file, config in runs.items() if wanted <= methods[config["model"]]]
         return found if len(found) > self.twice else []
-
-    @property
-    def rivals(self) -> bool:
-        """Whether it measures perplexity of rivals, to which --tuned can add tuned ones."""
-        return self.task == "ppl" and not set(RIVAL_NAMES).isdisjoint(self.command.split())
 
     def lacking(self, settings: PaperCommand) -> list[str]:
         """Return the required hashers that are missing; tasks that take a shape need none."""
         if self.task in _BY_SHAPE:
             return []
-        return without_hasher(self._values("--methods"), settings.hashers)
+        return without_hasher(self.values("--methods"), settings.hashers)
 
     def fitting(self, settings: PaperCommand) -> Item:
         """Return the item without `planes` if that is all that the hashers lack, and it measures `transform`, too."""
-        methods = self._values("--methods")
+        methods = self.values("--methods")
         if self.task in _BY_SHAPE or "transform" not in methods:
             return self
         other = [settings.other_hashers] if self.twice and settings.other_hashers is not None else []
@@ -137,12 +133,7 @@ class Item:
         against = tuple(pair for pair in self.against if not {pair[0], pair[2]} & set(PLANES))
         return replace(self, command=" ".join(words), against=against)
 
-    @property
-    def dense_at(self) -> list[int]:
-        """The layers that its command leaves dense by index."""
-        return [int(layer) for layer in self._values("--dense-at")]
-
-    def _values(self, option: str) -> list[str]:
+    def values(self, option: str) -> list[str]:
         """Return the values of an option of its command; none if it is not given."""
         words = self.command.split()
         start = words.index(option) + 1 if option in words else len(words)
@@ -153,10 +144,6 @@ class Item:
     def number(self) -> str:
         """Its table or figure, without the part."""
         return self.name.partition(" (")[0]
-
-    def is_number(self, kind: str, number: int) -> bool:
-        """Whether it shows this table or figure, or a part of it."""
-        return self.number == f"{kind} {number}"
 
     def differences(self, settings: PaperCommand) -> tuple[list[dict[str, Any]], list[Grid]]:
         """Return the paired differences from finished runs: as entries of `compare`, and as tables."""

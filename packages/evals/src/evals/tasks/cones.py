@@ -109,8 +109,7 @@ def geometry(q: Tensor, k: Tensor, generator: torch.Generator) -> dict[str, floa
 def occupancy(codes: Tensor) -> dict[str, float]:
     """Measure the mean entropy of a bit, and the share of codes that differ from all earlier ones.
 
-    Args:
-        codes: int32 [H, T, W].
+    Args: codes: int32 [H, T, W].
     """
     p = hashcore.unpack(codes).double().mean(1)  # [H, bits]
     entropy = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)) / math.log(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +28,9 @@ from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, require_cells, rows_of
+from evals.tasks.answers import Cell
 
 METRIC = "error"
-
-
-class Cell(NamedTuple):
-    """A method at a budget."""
-
-    method: str
-    budget: float
 
 
 def run(command: OutputErrorCommand, console: Console) -> Result:

@@ -65,8 +65,7 @@ def cells_of(command: PplCommand, names: list[str]) -> list[Cell]:
 def budget_of(rule: str, fraction: float, beside: int = 0, length: int = 1) -> Budget:
     """Return the budget of a rule (eq. 7).
 
-    Args:
-        beside: tokens added to the budget of the `fixed` rule, for contexts of `length` tokens.
+    Args: beside: tokens added to the budget of the `fixed` rule, for contexts of `length` tokens.
     """
     if rule == "fixed":
         share = min(1.0, fraction + beside / length)

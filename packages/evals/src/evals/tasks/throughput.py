@@ -118,10 +118,23 @@ class _Cell:
         dtype = getattr(torch, command.dtype)
         fill(self._cache, hasher.config.shape, n, batch, dtype, command.seed, command.device)
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
-        self._compiled = _compiled(command, model, self._cache, self._selectors, self._token)
+        self._compiled = self._compile()
         self.memory: dict[str, tuple[int, int]] = {}
         self.density: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
+
+    def _compile(self) -> dict[str, CompiledSteps]:
+        """Compile the compiled methods' steps before anything is timed."""
+        torch._dynamo.reset()  # its limit on graphs should apply to one of our shapes at a time
+        command, found = self._command, dict[str, CompiledSteps]()
+        how = Budget(command.budget), command.dense_layers
+        for method in (name for name in command.methods if name in COMPILED):
+            selector = self._selectors.get(method.removesuffix("-compiled"))
+            own = CompiledSteps(self._model, self._cache, command.warmup + command.steps, selector, *how)
+            own.step(self._token)
+            own.rewind()
+            found[method] = own
+        return found
 
     def turn(self, method: str) -> Turn:
         """Return the turn of a method."""
@@ -203,22 +216,3 @@ def _measure(
         at |= {"density": cell.density.get(method, 1.0), "dense_layers": command.dense_layers}
         rows += [timed_row(command, "throughput", method, name, found, **at) for name, found in named.items()]
     return rows
-
-
-def _compiled(
-    command: ThroughputCommand,
-    model: PreTrainedModel,
-    cache: DynamicCache,
-    selectors: dict[str, Selector | None],
-    token: torch.Tensor,
-) -> dict[str, CompiledSteps]:
-    """Compile the compiled methods' steps before anything is timed."""
-    torch._dynamo.reset()  # its limit on graphs should apply to one of our shapes at a time
-    found: dict[str, CompiledSteps] = {}
-    room = command.warmup + command.steps
-    for method in (name for name in command.methods if name in COMPILED):
-        selector = selectors.get(method.removesuffix("-compiled"))
-        found[method] = CompiledSteps(model, cache, room, selector, Budget(command.budget), command.dense_layers)
-        found[method].step(token)
-        found[method].rewind()
-    return found
