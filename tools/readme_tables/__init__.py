@@ -6,7 +6,7 @@ from functools import partial
 
 from evals import report
 from evals.grid import Grid, to_markdown
-from evals.lengths import codelength_grid
+from evals.report import codelength_grid
 from evals.result import Result
 
 from readme_tables import (
@@ -79,9 +79,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "missed": errors.missed,
     "bytes": partial(quality.bytes_read, headline.SHORT_RUNS, "behind a dense prompt"),
     "bytes-divided": partial(quality.bytes_read, headline.DIVIDED_RUNS, "behind a dense prompt"),
-    "bytes-every": partial(
-        quality.bytes_read, headline.EVERY_RUNS, "with every row sparse, the last 1,024 of 8,192 scored"
-    ),
+    "bytes-every": partial(quality.bytes_read, headline.EVERY_RUNS, headline.EVERY_ROWS),
     "rank-one": quality.of_run("rank_one", report.ppl_grid),
     "rank-one-second": quality.of_run("rank_one_smol", second_ppl),
     "output-errors": partial(errors.errors, errors.RUNS),

@@ -43,9 +43,8 @@ def beside_llama_cpp(results: pathlib.Path) -> str:
     both = [stored(results / f"{name}.json") for name in ("llama_cpp", "llama_cpp_qwen")]
     found = both[0]
     built = f" (built for {', '.join(name for name in found['llama_cpp_uses'] if name.startswith('AVX'))})"
-    versions = ", ".join(
-        f"{name} {number}{built * (name == 'xllamacpp')}" for name, number in found["versions"].items()
-    )
+    numbers = found["versions"].items()
+    versions = ", ".join(f"{name} {number}{built * (name == 'xllamacpp')}" for name, number in numbers)
     title = (
         f"Milliseconds a decode step, 16-bit weights and caches, 2 % selected, {found['threads']} threads, "
         f"{found['processor']}, {found['date']}, {versions}; median of rounds in turns; "

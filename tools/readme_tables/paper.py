@@ -18,6 +18,7 @@ ORDER = ("paper-exact-untrained", "lsh", "linear-exact", "paper-exact")
 _COLUMN = {"dense": 1, "oracle": 2, "lsh": 3, "linear-exact": 4, "paper-exact-untrained": 5, "paper-exact": 6}
 """Column of each method in the paper's table 1."""
 _HEADS = "query_head"
+_FOUND = ("iou", "mass")
 
 
 def papers(method: str) -> str:
@@ -34,7 +35,10 @@ def order(results: pathlib.Path) -> str:
     lines = []
     for method in ("dense", "oracle", *ORDER, "paper-exact-mse"):
         found = ["", ""] if method in ("dense", "oracle") else [f"{overlap(iou, method, m):.3f}" for m in _FOUND]
-        cost = ["", "0"] if method == "dense" else [f"{cost_of(ppl, method, m):{how}}" for m, how in _COSTS]
+        cost = ["", "0"]
+        if method != "dense":
+            ratio, kl = _costs(ppl, method)
+            cost = [f"{ratio.value:.4f}", f"{kl.value:.5f}"]
         lines.append([method, *found, *cost, papers(method)])
     layers = _layers(iou)
     title = (
@@ -45,10 +49,6 @@ def order(results: pathlib.Path) -> str:
     )
     header = ["method", "IoU", "mass", "perplexity over dense's", "KL, nats", "the paper: IoU / perplexity, LLaMA3-8B"]
     return to_markdown(Grid(title, header, [lines]))
-
-
-_FOUND = ("iou", "mass")
-_COSTS = (("perplexity_ratio", ".4f"), ("kl", ".5f"))
 
 
 PROTOCOL = {
@@ -66,8 +66,7 @@ def protocol(results: pathlib.Path) -> str:
     lines = []
     for label, (name, method) in PROTOCOL.items():
         found = load(results / f"{name}.json")
-        at = {"method": method, "against": None, "budget": min(found.config["budgets"])}
-        ratio, kl = (found.one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
+        ratio, kl = _costs(found, method)
         lines.append([label, signed_percent(ratio.value), f"{kl.value:.4f}", percent(ratio.density or 0)])
     config = load(results / "exact_down_proj.json").config
     title = (
@@ -97,8 +96,7 @@ def second(results: pathlib.Path) -> str:
     runs = {name: load(results / f"second_exact_{name}.json") for name, _ in SECOND_PROTOCOL.values()}
     lines = []
     for label, (name, method) in SECOND_PROTOCOL.items():
-        at = {"method": method, "against": None}
-        ratio, kl = (runs[name].one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
+        ratio, kl = _costs(runs[name], method)
         found = f"{overlap(iou, method):.3f}" if label in ORDER else ""
         lines.append([label, found, _percent(ratio), spread(kl, ".4f")])
     config = runs["order"].config
@@ -130,9 +128,10 @@ def overlap(result: Result, method: str, metric: str = "iou") -> float:
     return result.one(method=method, metric=metric, heads=_HEADS, layer=None, head=None).value
 
 
-def cost_of(result: Result, method: str, metric: str) -> float:
-    """Return a method's cost; the run has one rule and budget."""
-    return result.one(method=method, metric=metric, against=None).value
+def _costs(result: Result, method: str) -> tuple[Row, Row]:
+    """Return the rows of a method's perplexity over dense's, and of its KL, at a run's one rule and least budget."""
+    at = {"method": method, "against": None, "budget": min(result.config["budgets"])}
+    return result.one(metric="perplexity_ratio", **at), result.one(metric="kl", **at)
 
 
 Better = Literal["holds", "does not hold", "undecided"]
@@ -185,10 +184,8 @@ def links(results: pathlib.Path, runs: Runs = SOME) -> list[Link]:
 
 def _apart(low: Row, high: Row) -> Better:
     """Whether the second of two rows is above the first, by their intervals."""
-    assert None not in (low.low, low.high, high.low, high.high)
-    if cast(float, low.high) < cast(float, high.low):
-        return "holds"
-    return "does not hold" if cast(float, high.high) < cast(float, low.low) else "undecided"
+    (a, b), (c, d) = ((cast(float, row.low), cast(float, row.high)) for row in (low, high))
+    return "holds" if b < c else "does not hold" if d < a else "undecided"
 
 
 def _paired(ppl: Result, worse: str, better: str, metric: str) -> tuple[Better, str] | None:
@@ -243,10 +240,8 @@ def why(results: pathlib.Path) -> str:
     names = [name for name in WHY if any(line["method"] == name for line in found["lines"])]
     lines = []
     for suspect in dict.fromkeys(line["suspect"] for line in found["lines"]):
-        excess = {
-            name: [line["excess"] for line in found["lines"] if (line["suspect"], line["method"]) == (suspect, name)]
-            for name in names
-        }
+        own = [line for line in found["lines"] if line["suspect"] == suspect]
+        excess = {name: [line["excess"] for line in own if line["method"] == name] for name in names}
         shown = [_mean_of(values, ".3f") for values in excess.values()]
         differences = [a - b for a, b in zip(excess["paper"], excess["lsh"], strict=True)]
         lines.append([suspect, *shown, _mean_of(differences, "+.3f")])
@@ -305,7 +300,7 @@ def best_form(results: pathlib.Path) -> str:
     )
     lines = []
     for said, run, method in cells:
-        excess, kl = (runs[run].one(metric=m, method=method, against=None) for m in ("perplexity_ratio", "kl"))
+        excess, kl = _costs(runs[run], method)
         lines.append([said, _percent(excess), spread(kl, ".4f")])
     found = runs["base"]
     dense = found.config["dense_at"]

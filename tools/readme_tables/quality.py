@@ -1,7 +1,7 @@
 """Tables of the methods' selection quality and their effect on the model."""
 
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from evals import report
@@ -37,6 +37,11 @@ def with_matches(name: str, results: pathlib.Path) -> str:
     return "\n\n".join(map(to_markdown, found))
 
 
+def scores(runs: Iterable[Result], method: str) -> list[str]:
+    """Return a method's change of perplexity and its KL in each run."""
+    return [text for run in runs for text in (change(run, method), f"{cell(run, method, 'kl'):.4f}")]
+
+
 class Measured(NamedTuple):
     """The stored runs of one model: every row sparse, sparse after a dense prompt, and the training."""
 
@@ -54,9 +59,7 @@ def glance(names: Measured, subject: str, results: pathlib.Path) -> str:
     for name in sorted(runs[0].config["methods"], key=lambda name: cell(runs[0], name, "kl")):
         found = trained["hashers"].get(name.removesuffix("+remainder"))
         line = [name, *(f"{found['kv_head']['mean'][k]:.3f}" if found else "" for k in ("iou", "mass"))]
-        for run in runs:
-            line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
-        lines.append(line)
+        lines.append([*line, *scores(runs, name)])
     scored = runs[1].config["scored"]
     prompt = "half the context" if scored is None else f"{context - scored - 1:,} tokens"
     title = (
@@ -66,8 +69,8 @@ def glance(names: Measured, subject: str, results: pathlib.Path) -> str:
         f"({runs[0].config['documents']} contexts) and behind a dense prompt of {prompt} "
         f"({runs[1].config['documents']} contexts)"
     )
-    scores = ["perplexity", "KL from dense, nats", "perplexity, prompt dense", "KL, prompt dense"]
-    return to_markdown(Grid(title, ["method", "IoU with exact top-k", "attention mass found", *scores], [lines]))
+    titles = ["perplexity", "KL from dense, nats", "perplexity, prompt dense", "KL, prompt dense"]
+    return to_markdown(Grid(title, ["method", "IoU with exact top-k", "attention mass found", *titles], [lines]))
 
 
 def texts(names: dict[str, str], trained_name: str, subject: str, results: pathlib.Path) -> str:
@@ -85,9 +88,7 @@ def texts(names: dict[str, str], trained_name: str, subject: str, results: pathl
         heads = found["kv_head"] if found else None
         low = f"{min(layer['low'] for layer in heads['layers']):.2f}" if heads else ""
         line = [name, *(f"{heads['mean'][k]:.3f}" if heads else "" for k in ("iou", "mass")), low]
-        for run in runs.values():
-            line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
-        lines.append(line)
+        lines.append([*line, *scores(runs.values(), name)])
     counts = ", ".join(f"{run.config['documents']} of {kind}" for kind, run in runs.items())
     config, budget = first.config, 100 * first.config["budgets"][0]
     where = f"the last {config['scored']:,} of {config['context']:,} tokens behind a dense prompt"
@@ -96,8 +97,8 @@ def texts(names: dict[str, str], trained_name: str, subject: str, results: pathl
         f"{trained['bits']}-bit codes, {subject}: {where}, held-out texts: {counts}; "
         f"IoU and mass per KV head, on {trained['held_out']} contexts"
     )
-    scores = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
-    header = ["method", "IoU", "mass", "mass, 5th percentile in the worst head", *scores]
+    titles = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
+    header = ["method", "IoU", "mass", "mass, 5th percentile in the worst head", *titles]
     return to_markdown(Grid(title, header, [lines]))
 
 
@@ -110,8 +111,7 @@ def always_read(names: dict[str, str], bare: dict[str, str], subject: str, resul
     first, other = next(iter(pairs.values()))
     lines = []
     for name in sorted(other.config["methods"], key=lambda name: cell(other, name, "kl")):
-        found = [(change(run, name), f"{cell(run, name, 'kl'):.4f}") for pair in pairs.values() for run in pair]
-        lines.append([name, *(text for both in found for text in both)])
+        lines.append([name, *scores((run for pair in pairs.values() for run in pair), name)])
     title = (
         f"Perplexity and KL of {subject} behind a dense prompt, 2 % of the visible tokens: "
         f"{report.protocol(first.config)} ({first.config['documents']} texts of each kind), or "

@@ -35,10 +35,8 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
     Returns: the file. Raises: ValueError if there is no finished run, or no table for such runs.
     """
     if (run / "metrics.json").is_file():
-        target, text = (
-            results / f"{name or 'training'}.json",
-            _compact(_trim_metrics(read_json(run / "metrics.json", "run again"))),
-        )
+        target = results / f"{name or 'training'}.json"
+        text = _compact(_trim_metrics(read_json(run / "metrics.json", "run again")))
     elif (run / DIFFERENCES).is_file():
         target = results / f"{name or 'differences'}.json"
         text = json.dumps(rounded(read_json(run / DIFFERENCES, "run `evals paper --all` again")), indent=1)
@@ -94,11 +92,9 @@ def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     for name, found in metrics["hashers"].items():
         hashers[name] = {key: found[key] for key in ("dense_layers", "failing", "repaired", "cost") if key in found}
         for heads in ("kv_head", "query_head", "remainder"):
-            kept = worst if heads == "kv_head" else set()
-            layers = [
-                {k: v for k, v in layer.items() if k in kept or not k.endswith("_by_head")}
-                for layer in found[heads]["layers"]
-            ]
+            names = {key for layer in found[heads]["layers"] for key in layer if not key.endswith("_by_head")}
+            names |= worst if heads == "kv_head" else set()
+            layers = [{k: v for k, v in layer.items() if k in names} for layer in found[heads]["layers"]]
             hashers[name][heads] = {"layers": layers, "mean": found[heads]["mean"]}
         hashers[name]["curve"] = _curve(found["losses"])
     return rounded({**metrics, "hashers": hashers})

@@ -11,8 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from hashtrain.files.untrusted import one_line
-from hashtrain.files.untrusted import read_json_object as read_json
+from hashtrain.files.untrusted import one_line, read_json_object
 
 from evals.machine import PACKAGES
 
@@ -99,6 +98,9 @@ def write_json(path: Path, data: Any) -> None:
     from hashtrain.files.atomic import write_text  # imported here: it loads torch, which `--help` does not need
 
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+read_json = read_json_object
 
 
 def rows_to_text(rows: list[Row]) -> str:

@@ -16,9 +16,9 @@ from sparse_decode import HashSelector, QueryHeadHasher
 
 from evals.commands import CodelengthCommand
 from evals.documents import TokenDocument
-from evals.lengths import AT, sentences
 from evals.methods import LoadedMethod, load_methods, without_hasher
 from evals.metrics import Estimate, bootstrap, resampled_means
+from evals.report import AT, sentences
 from evals.result import Result, Row
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 from evals.tasks.iou import Cell, heads_measured, measure

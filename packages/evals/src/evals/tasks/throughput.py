@@ -44,7 +44,7 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     model: PreTrainedModel = cast(Any, made.eval()).to(command.device)
     with attach(model, RecentSelector(), dense_layers=command.dense_layers):  # rejects models without attention
         pass
-    sizes = {"bits": command.bits, "planes": command.planes, "hidden": command.hidden}
+    sizes: Any = {"bits": command.bits, "planes": command.planes, "hidden": command.hidden}
     hasher = Hasher(HasherConfig("planes", shape, **sizes), command.seed)
     speed = roofline(command, console)
     rows: list[Row] = []
