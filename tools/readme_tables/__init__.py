@@ -6,7 +6,7 @@ from functools import partial
 
 from evals import report
 from evals.grid import Grid, to_markdown
-from evals.lengths import codelength_grid
+from evals.report import codelength_grid
 from evals.result import Result
 
 from readme_tables import (
@@ -14,16 +14,11 @@ from readme_tables import (
     codes,
     decoding,
     errors,
-    families,
     gpu,
     headline,
-    missed,
     paper,
     quality,
-    rivals,
     robustness,
-    searching,
-    serving,
     speed,
     training,
 )
@@ -57,7 +52,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "ablations": lambda results: to_markdown(training.hashers_grid(stored(results / "ablations.json"))),
     "quest": quality.of_run("quest", report.ppl_grid),
     "magicpig": partial(quality.with_matches, "magicpig"),
-    "rivals": rivals.rivals,
+    "rivals": quality.rivals,
     "ppl-decode": partial(quality.with_matches, "ppl_decode"),
     "paper-protocol": quality.of_run("ppl_paper_protocol", report.ppl_grid),
     "two-dense": quality.of_run("demo_two_dense", report.ppl_grid),
@@ -81,12 +76,10 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     **{name.replace("_", "-"): quality.of_run(name, second_ppl) for name in paper.SECOND_PERPLEXITY},
     "suspects": paper.suspects,
     "best-form": paper.best_form,
-    "missed": missed.missed,
+    "missed": errors.missed,
     "bytes": partial(quality.bytes_read, headline.SHORT_RUNS, "behind a dense prompt"),
     "bytes-divided": partial(quality.bytes_read, headline.DIVIDED_RUNS, "behind a dense prompt"),
-    "bytes-every": partial(
-        quality.bytes_read, headline.EVERY_RUNS, "with every row sparse, the last 1,024 of 8,192 scored"
-    ),
+    "bytes-every": partial(quality.bytes_read, headline.EVERY_RUNS, headline.EVERY_ROWS),
     "rank-one": quality.of_run("rank_one", report.ppl_grid),
     "rank-one-second": quality.of_run("rank_one_smol", second_ppl),
     "output-errors": partial(errors.errors, errors.RUNS),
@@ -102,15 +95,15 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "gpu-step": gpu.step,
     "gpu-model": gpu.model,
     "gpu-shortlist": gpu.shortlist,
-    "serving": serving.serving,
-    "serving-checks": serving.checks,
+    "serving": decoding.serving,
+    "serving-checks": decoding.checks,
     "shortlist": decoding.shortlist,
     "exact": decoding.exact,
     "llama-cpp": decoding.beside_llama_cpp,
-    "families": families.families,
+    "families": robustness.families,
     "fuzz": robustness.fuzz,
     "transformers-tests": robustness.transformers_tests,
-    "hashcore-index-recall": searching.index_recall,
-    "hashcore-index-times": searching.index_times,
+    "hashcore-index-recall": decoding.index_recall,
+    "hashcore-index-times": decoding.index_times,
 }
 """By name: each returns Markdown, a table or sentences, of stored results. Raises: ValueError if one is missing."""

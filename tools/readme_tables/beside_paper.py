@@ -64,9 +64,8 @@ def table(results: pathlib.Path) -> str:
     lines = []
     for row in ROWS:
         config = load(results / f"{row.run}.json").config
-        ours = f"{our_cost(results, row):+.1%}".replace("%", " %")
-        theirs = f"{papers_cost(row.table, row.line):+.1%}".replace("%", " %")
-        lines.append([f"{row.table}: {row.line}", str(config["model"]), ours, theirs])
+        costs = our_cost(results, row), papers_cost(row.table, row.line)
+        lines.append([f"{row.table}: {row.line}", str(config["model"]), *(f"{100 * cost:+.1f} %" for cost in costs)])
     title = (
         "Perplexity over dense attention's, in the paper's protocol: here (demo model: 8 contexts of 4,096 tokens; "
         "smollm2: 6 of 2,048, three layers sparse) and in the paper (LLaMA3-8B, PG19)"
@@ -81,7 +80,7 @@ def sentences(results: pathlib.Path) -> str:
         ours, theirs = our_cost(results, row), papers_cost(row.table, row.line)
         if disagree(ours, theirs):
             more = "more" if ours > theirs else "less"
-            shown = f"{ours:+.1%} here, {theirs:+.1%} there".replace("%", " %")
+            shown = f"{100 * ours:+.1f} % here, {100 * theirs:+.1f} % there"
             said.append(f"- {row.table[0].upper()}{row.table[1:]}, {row.line}: costs {more} here ({shown}).")
     found = times_shorter(results)
     said.append(

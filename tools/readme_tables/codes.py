@@ -9,7 +9,7 @@ from evals.result import Result, Row
 from evals.tasks.codes import ADDED, BY_HEAD, OURS, WORST
 
 from readme_tables.headline import SECOND_MODEL
-from readme_tables.stored import load
+from readme_tables.stored import load, spread
 
 RUNS = {"demo model": "codes_demo", SECOND_MODEL: "codes_smol"}
 """Stored runs by model."""
@@ -43,10 +43,7 @@ def differences(names: dict[str, str], results: pathlib.Path) -> str:
     for subject, name in names.items():
         result = load(results / f"{name}.json")
         others = dict.fromkeys(row.against for row in result.rows if row.against in CODES)
-        pairs = {
-            name: [cell for way in (ADDED, BY_HEAD) for cell in _pair(result, name, way)] for name in map(str, others)
-        }
-        sections.append([[subject, name, *cells] for name, cells in pairs.items()])
+        sections.append([[subject, o, *_pair(result, o, ADDED), *_pair(result, o, BY_HEAD)] for o in map(str, others)])
     title = (
         f"`{OURS}` less each other code, paired over contexts [95 % interval], and in how many layers it finds "
         "more mass; below zero the other is better"
@@ -80,7 +77,7 @@ def _lines(result: Result) -> list[list[str]]:
         line = [name, _HASHED[name] if name in _HASHED else CODES[name].stored]
         for way in (ADDED, BY_HEAD):
             iou, mass, worst = (_one(result, name, way, metric, None) for metric in METRICS)
-            line += [f"{iou.value:.3f} [{iou.low:.3f}, {iou.high:.3f}]", f"{mass.value:.4f}", f"{worst.value:.2f}"]
+            line += [spread(iou, ".3f"), f"{mass.value:.4f}", f"{worst.value:.2f}"]
         lines.append(line)
     return lines
 
@@ -101,7 +98,7 @@ def _pair(result: Result, other: str, way: str) -> list[str]:
     numbers = sorted({row.layer for row in result.rows if row.layer is not None})
     mass = {name: [_one(result, name, way, "mass", n).value for n in numbers] for name in (OURS, other)}
     won = sum(mine > theirs for mine, theirs in zip(mass[OURS], mass[other], strict=True))
-    return [*(f"{row.value:+.3f} [{row.low:+.3f}, {row.high:+.3f}]" for row in found), f"{won} of {len(numbers)}"]
+    return [*(spread(row, "+.3f") for row in found), f"{won} of {len(numbers)}"]
 
 
 def _contexts(found: dict[str, Result]) -> str:

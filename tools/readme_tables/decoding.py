@@ -1,4 +1,4 @@
-"""Tables of sparse-decode: times of attention, of decode steps and of prefill."""
+"""Tables of decode steps and searches: sparse-decode, sparse-serve and hashcore's index."""
 
 import pathlib
 from typing import Any
@@ -43,9 +43,8 @@ def beside_llama_cpp(results: pathlib.Path) -> str:
     both = [stored(results / f"{name}.json") for name in ("llama_cpp", "llama_cpp_qwen")]
     found = both[0]
     built = f" (built for {', '.join(name for name in found['llama_cpp_uses'] if name.startswith('AVX'))})"
-    versions = ", ".join(
-        f"{name} {number}{built * (name == 'xllamacpp')}" for name, number in found["versions"].items()
-    )
+    numbers = found["versions"].items()
+    versions = ", ".join(f"{name} {number}{built * (name == 'xllamacpp')}" for name, number in numbers)
     title = (
         f"Milliseconds a decode step, 16-bit weights and caches, 2 % selected, {found['threads']} threads, "
         f"{found['processor']}, {found['date']}, {versions}; median of rounds in turns; "
@@ -63,3 +62,97 @@ def _beside_llama_cpp(model: str, row: dict[str, Any]) -> list[str]:
     ratios = [f"{other / taken[0]:.2f} x" for other in taken[1:]]
     plain = [f"{ms:,.1f}" for ms in taken]
     return [f"{model}, {row['tokens']:,}", plain[0], about + plain[1], plain[2], about + ratios[0], ratios[1]]
+
+
+def serving(results: pathlib.Path) -> str:
+    """Return the table of decode step times by processor and context, from benchmarks/throughput.py."""
+    runs = [stored(results / f"{name}.json") for name in ("serving_without_amx", "serving")]
+    first = runs[0]
+    shape, what = first["shape"], "Processor milliseconds" if first["processor_time"] else "Milliseconds"
+    title = (
+        f"{what} of a decode step of {first['requests']} requests: {shape['num_hidden_layers']} layers of "
+        f"{shape['num_attention_heads']} query and {shape['num_key_value_heads']} KV heads of {shape['head_dim']} in "
+        f"bfloat16, random weights, {first['bits']}-bit codes of an untrained `{first['hasher']}`, "
+        f"{first['fraction']:.0%} selected from {first['dense_below']:,} tokens on"
+    )
+    header = ["processor", "tokens each", "vLLM", "sparse", "vLLM / sparse"]
+    return to_markdown(Grid(title, header, [_steps(found) for found in runs]))
+
+
+def _steps(found: dict[str, Any]) -> list[list[str]]:
+    threads = found["threads"]
+    where = f"{found['processor']}, {threads} thread{'s' * (threads != 1)}, {found['engine']}, {found['date']}"
+    where += ", taken beside other work" * found["busy"]
+    return [
+        [where, f"{row['context']:,}", f"{row['stock']:.1f}", f"{row['ours']:.1f}", f"{row['ratio']:.2f} x"]
+        for row in sorted(found["rows"], key=lambda row: row["context"])
+    ]
+
+
+_PARTS = ("exact", "budgets", "crossing", "arrivals", "ranks", "preemption", "poison", "others", "clients", "start")
+_SEEN = {
+    "preemptions": "{:,} preemptions",
+    "poisoned": "{:,} pages poisoned",
+    "abandoned": "{:,} abandoned",
+    "lasted": "{:,.0f} s of requests",
+}
+
+
+def checks(results: pathlib.Path) -> str:
+    """Return the table of what the serving checks found, by part, from tools/check_serving.py and check_server.py."""
+    found = stored(results / "serving_checks.json")["parts"]
+    lines = [_part(name, found[name]) for name in _PARTS if name in found]
+    machines = sorted({(part["engine"], part["processor"], part["hash"]) for part in found.values()})
+    dates = sorted({part["date"] for part in found.values()})
+    title = (
+        f"What the checks found, {'; '.join(f'{a}, {b}, {c} hash' for a, b, c in machines)}, "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+    )
+    header = ["part", "answers", "equal", "at near-ties", "wrong", "seen", "seconds"]
+    return to_markdown(Grid(title, header, [lines]))
+
+
+def _part(name: str, part: dict[str, Any]) -> list[str]:
+    total = {key: sum(row[key] for row in part["rows"] if key in row) for key in ("answers", "equal", "ties", *_SEEN)}
+    # Rows whose answers have nothing to be equal to: preempted ones below 100 %, and the README's.
+    alone = sum(row["answers"] for row in part["rows"] if "equal" not in row)
+    equal = f"{total['equal']:,}" + f" of {total['answers'] - alone:,}" * bool(alone)
+    seen = ", ".join(text.format(total[key]) for key, text in _SEEN.items() if total[key])
+    wrong = str(len(part["wrong"]))
+    return [name, f"{total['answers']:,}", equal, f"{total['ties']:,}", wrong, seen, f"{part['seconds']:,.0f}"]
+
+
+def index_recall(results: pathlib.Path) -> str:
+    found = stored(results / "hashcore_index.json")
+    sets = found["recall"]
+    title = (
+        f"Recall@{found['k']} of exact search by cosine, {found['count']:,} embeddings of {found['dim']} numbers in "
+        f"{found['bits']} bits, {found['queries']} queries, mean and standard error"
+    )
+    lines = [
+        [
+            "code against code" if row["planes"] == 0 else f"{row['planes']} plane{'s' * (row['planes'] > 1)}",
+            str(row["rerank"] or "-"),
+            *(f"{at['recall']:.3f} ± {at['error']:.3f}" for at in rows),
+        ]
+        for row, rows in ((rows[0], rows) for rows in zip(*sets.values(), strict=True))
+    ]
+    return to_markdown(Grid(title, ["query", "rerank", *(f"{name} spread" for name in sets)], [lines]))
+
+
+def index_times(results: pathlib.Path) -> str:
+    found = stored(results / "hashcore_index.json")
+    columns, file = found["times"], found["file"]
+    index, vectors = (f"{found[name] / 1e6:,.0f} MB" for name in ("index_bytes", "vector_bytes"))
+    verified, unverified = (1e3 * file[name] for name in ("load_seconds", "load_unverified_seconds"))
+    title = (
+        f"Milliseconds of processor time a query for the best {found['k']} of the same {found['count']:,} codes, one "
+        f"thread, {found['processor']}, {found['date']}. The index takes {index}, the float32 vectors {vectors}. "
+        f"Adding takes {found['add_microseconds']:.1f} us a vector, saving {file['save_seconds']:.2f} s, "
+        f"loading from a warm cache {verified:.0f} ms with verification and {unverified:.1f} ms without"
+    )
+    names = columns[0]["milliseconds"]
+    lines = [[name, *(f"{at['milliseconds'][name]:.2f}" for at in columns)] for name in names]
+    ratios = ["faiss / BitIndex on codes, median ratio", *(f"{at['faiss_over_codes']:.2f}" for at in columns)]
+    header = ["search", *(f"{at['queries']} quer{'y' if at['queries'] == 1 else 'ies'} a call" for at in columns)]
+    return to_markdown(Grid(title, header, [lines, [ratios]]))

@@ -1,6 +1,7 @@
 """Tables of docs/gpu.md: counts on a simulated GPU, and the times they predict for real ones."""
 
 import pathlib
+from collections.abc import Sequence
 
 from evals.grid import Grid, to_markdown
 from sparse_decode.costs.gpu_model import CARDS, Layer, predicted_us
@@ -43,6 +44,14 @@ def _case(name: str) -> str:
     return ", ".join(said if "remainder" in more else [*said, "no remainder"])
 
 
+def _predicted(steps: Sequence[tuple[float, int]]) -> list[str]:
+    """Return the microseconds on each card of steps with these bytes and launches."""
+    return [
+        " / ".join(f"{predicted_us(size, launches, card.bytes_per_us):,.0f}" for size, launches in steps)
+        for card in CARDS
+    ]
+
+
 def shortlist(results: pathlib.Path) -> str:
     """Return the table of the bytes that a search with a shortlist moves, and the predicted times of a layer."""
     launches = stored(results / "gpu_step.json")["transform+remainder"]["launches"]
@@ -50,13 +59,9 @@ def shortlist(results: pathlib.Path) -> str:
     for tokens in LENGTHS:
         whole, *parts = (LAYER.search_bytes(tokens, shortlist=times) for times in (0, *SHORTLISTS))
         line = [f"{tokens:,}", f"{whole / 2**20:,.1f}", *(f"{x / 2**20:,.1f} ({x / whole:.2f})" for x in parts)]
-        for card in CARDS:
-            sizes = (
-                (LAYER.sparse_bytes(tokens, shortlist=x), n) for x, n in zip((0, *SHORTLISTS), (1, 2, 2), strict=True)
-            )
-            times = (predicted_us(size, launches + more, card.bytes_per_us) for size, more in sizes)
-            line.append(" / ".join(f"{time:,.0f}" for time in times))
-        lines.append(line)
+        # A shortlist takes one launch more.
+        steps = [(LAYER.sparse_bytes(tokens, shortlist=x), launches + (2 if x else 1)) for x in (0, *SHORTLISTS)]
+        lines.append([*line, *_predicted(steps)])
     header = ["context", "MiB", *(f"MiB of {times} x" for times in SHORTLISTS), *(card.name for card in CARDS)]
     title = (
         f"Predicted, not measured: what a search moves, of all keys and of shortlists of {SHORTLISTS[0]} and "
@@ -78,9 +83,7 @@ def model(results: pathlib.Path) -> str:
             (LAYER.sparse_bytes(tokens, masked=True), masked + 1),
         )
         line = [f"{tokens:,}", *(f"{size / 2**20:,.1f}" for size, _ in steps)]
-        for card in CARDS:
-            line.append(" / ".join(f"{predicted_us(size, n, card.bytes_per_us):,.0f}" for size, n in steps))
-        lines.append(line)
+        lines.append([*line, *_predicted(steps)])
     header = ["context", "MiB dense", "MiB sparse", "MiB with a mask", *(card.name for card in CARDS)]
     title = (
         f"Predicted, not measured: microseconds of one layer's attention in a decode step, dense / sparse with the "

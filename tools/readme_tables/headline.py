@@ -6,7 +6,7 @@ from typing import Any
 from evals.grid import Grid, to_markdown
 from evals.result import Result
 
-from readme_tables.quality import cell, change
+from readme_tables.quality import change, scores
 from readme_tables.stored import load, stored
 
 OURS, WINDOW = "transform+remainder", "recent"
@@ -26,7 +26,8 @@ these with budgets by layer."""
 DIVIDED_RUNS = {"demo model, Python": tuple(f"divided_{how}" for how in ("not", "layers", "heads", "both"))}
 """Stored runs of one hasher after a dense prompt: a budget alike everywhere, by layer, by head, and both."""
 EVERY_RUNS = {f"{SECOND_MODEL}, English": ("every_english",), f"{SECOND_MODEL}, Python": ("every_python",)}
-"""Stored runs with every row sparse."""
+EVERY_ROWS = "with every row sparse, the last 1,024 of 8,192 scored"
+"""Stored runs with every row sparse, and what they score."""
 FRONTIER_RUNS = ("second_english", "short_english", "values_english")
 """Stored runs of one model and text with any budgets and settings, for quality against bytes."""
 
@@ -68,10 +69,7 @@ def short_table(results: pathlib.Path) -> str:
     runs = {kind: load(results / f"{name}.json") for kind, name in SECOND_RUNS.items()}
     first = next(iter(runs.values()))
     title = f"{SECOND_MODEL}, {100 * first.config['budgets'][0]:g} % of the tokens in every layer: change from dense"
-    lines = [
-        [name, *(shown for run in runs.values() for shown in (change(run, name), f"{cell(run, name, 'kl'):.4f}"))]
-        for name in SHOWN
-    ]
+    lines = [[name, *scores(runs.values(), name)] for name in SHOWN]
     header = ["method", *(name for kind in runs for name in (f"perplexity, {kind}", "KL, nats"))]
     return to_markdown(Grid(title, header, [lines]))
 

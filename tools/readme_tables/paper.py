@@ -7,17 +7,18 @@ from typing import Literal, NamedTuple, cast
 from evals import paper
 from evals.grid import Grid, percent, to_markdown
 from evals.metrics import bootstrap
-from evals.report import grids
+from evals.report import grids, signed_percent
 from evals.result import Result, Row
 
 from readme_tables.headline import SECOND_MODEL
-from readme_tables.stored import load, named, stored
+from readme_tables.stored import load, named, spread, stored
 
 ORDER = ("paper-exact-untrained", "lsh", "linear-exact", "paper-exact")
 """The order in the paper's table 1, worst first."""
 _COLUMN = {"dense": 1, "oracle": 2, "lsh": 3, "linear-exact": 4, "paper-exact-untrained": 5, "paper-exact": 6}
 """Column of each method in the paper's table 1."""
 _HEADS = "query_head"
+_FOUND = ("iou", "mass")
 
 
 def papers(method: str) -> str:
@@ -34,7 +35,10 @@ def order(results: pathlib.Path) -> str:
     lines = []
     for method in ("dense", "oracle", *ORDER, "paper-exact-mse"):
         found = ["", ""] if method in ("dense", "oracle") else [f"{overlap(iou, method, m):.3f}" for m in _FOUND]
-        cost = ["", "0"] if method == "dense" else [f"{cost_of(ppl, method, m):{how}}" for m, how in _COSTS]
+        cost = ["", "0"]
+        if method != "dense":
+            ratio, kl = _costs(ppl, method)
+            cost = [f"{ratio.value:.4f}", f"{kl.value:.5f}"]
         lines.append([method, *found, *cost, papers(method)])
     layers = _layers(iou)
     title = (
@@ -45,10 +49,6 @@ def order(results: pathlib.Path) -> str:
     )
     header = ["method", "IoU", "mass", "perplexity over dense's", "KL, nats", "the paper: IoU / perplexity, LLaMA3-8B"]
     return to_markdown(Grid(title, header, [lines]))
-
-
-_FOUND = ("iou", "mass")
-_COSTS = (("perplexity_ratio", ".4f"), ("kl", ".5f"))
 
 
 PROTOCOL = {
@@ -66,9 +66,8 @@ def protocol(results: pathlib.Path) -> str:
     lines = []
     for label, (name, method) in PROTOCOL.items():
         found = load(results / f"{name}.json")
-        at = {"method": method, "against": None, "budget": min(found.config["budgets"])}
-        ratio, kl = (found.one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
-        lines.append([label, f"{100 * (ratio.value - 1):+.1f} %", f"{kl.value:.4f}", percent(ratio.density or 0)])
+        ratio, kl = _costs(found, method)
+        lines.append([label, signed_percent(ratio.value), f"{kl.value:.4f}", percent(ratio.density or 0)])
     config = load(results / "exact_down_proj.json").config
     title = (
         f"{config['documents']} held-out contexts of {config['context']:,} tokens, model `{config['model']}`, all "
@@ -97,10 +96,9 @@ def second(results: pathlib.Path) -> str:
     runs = {name: load(results / f"second_exact_{name}.json") for name, _ in SECOND_PROTOCOL.values()}
     lines = []
     for label, (name, method) in SECOND_PROTOCOL.items():
-        at = {"method": method, "against": None}
-        ratio, kl = (runs[name].one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
+        ratio, kl = _costs(runs[name], method)
         found = f"{overlap(iou, method):.3f}" if label in ORDER else ""
-        lines.append([label, found, _percent(ratio), f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}]"])
+        lines.append([label, found, _percent(ratio), spread(kl, ".4f")])
     config = runs["order"].config
     title = (
         f"All layers of {SECOND_MODEL} but the first {config['dense_layers']} sparse, 2 % of the full length, one "
@@ -130,9 +128,10 @@ def overlap(result: Result, method: str, metric: str = "iou") -> float:
     return result.one(method=method, metric=metric, heads=_HEADS, layer=None, head=None).value
 
 
-def cost_of(result: Result, method: str, metric: str) -> float:
-    """Return a method's cost; the run has one rule and budget."""
-    return result.one(method=method, metric=metric, against=None).value
+def _costs(result: Result, method: str) -> tuple[Row, Row]:
+    """Return the rows of a method's perplexity over dense's, and of its KL, at a run's one rule and least budget."""
+    at = {"method": method, "against": None, "budget": min(result.config["budgets"])}
+    return result.one(metric="perplexity_ratio", **at), result.one(metric="kl", **at)
 
 
 Better = Literal["holds", "does not hold", "undecided"]
@@ -173,22 +172,20 @@ def links(results: pathlib.Path, runs: Runs = SOME) -> list[Link]:
     for worse, better in LINKS:
         at = {"metric": "iou", "heads": _HEADS, "layer": None, "head": None}
         low, high = (iou.one(method=name, **at) for name in (worse, better))
-        found.append(Link("IoU", worse, better, _apart(low, high), _both(high, low, ".3f")))
+        found.append(
+            Link("IoU", worse, better, _apart(low, high), f"{spread(high, '.3f')} against {spread(low, '.3f')}")
+        )
         for name, metric, paired in (("perplexity", "perplexity_ratio", "nll"), ("KL", "kl", "kl")):
-            costs = [ppl.one(method=method, metric=metric, against=None) for method in (worse, better)]
-            decided, shown = _apart(costs[1], costs[0]), _both(costs[1], costs[0], ".4f")
-            if pair := _paired(ppl, worse, better, paired):
-                decided, shown = pair
-            found.append(Link(name, worse, better, decided, shown))
+            high, low = (ppl.one(method=method, metric=metric, against=None) for method in (worse, better))
+            own = _apart(low, high), f"{spread(low, '.4f')} against {spread(high, '.4f')}"
+            found.append(Link(name, worse, better, *(_paired(ppl, worse, better, paired) or own)))
     return found
 
 
 def _apart(low: Row, high: Row) -> Better:
     """Whether the second of two rows is above the first, by their intervals."""
-    assert None not in (low.low, low.high, high.low, high.high)
-    if cast(float, low.high) < cast(float, high.low):
-        return "holds"
-    return "does not hold" if cast(float, high.high) < cast(float, low.low) else "undecided"
+    (a, b), (c, d) = ((cast(float, row.low), cast(float, row.high)) for row in (low, high))
+    return "holds" if b < c else "does not hold" if d < a else "undecided"
 
 
 def _paired(ppl: Result, worse: str, better: str, metric: str) -> tuple[Better, str] | None:
@@ -202,20 +199,15 @@ def _paired(ppl: Result, worse: str, better: str, metric: str) -> tuple[Better, 
     return None
 
 
-def _both(first: Row, second: Row, how: str) -> str:
-    return " against ".join(f"{row.value:{how}} [{row.low:{how}}, {row.high:{how}}]" for row in (first, second))
-
-
 SAID = {"holds": "holds", "does not hold": "does **not** hold", "undecided": "is **undecided**"}
 
 
 def sentences(results: pathlib.Path, runs: Runs = SOME) -> str:
     """Return one sentence per link of the paper's order: whether it holds here."""
-    lines = [
+    return "\n".join(
         f"- {link.metric}: that `{link.better}` is better than `{link.worse}` {SAID[link.found]}: {link.shown}."
         for link in links(results, runs)
-    ]
-    return "\n".join(lines)
+    )
 
 
 def plain(name: str, model: str, results: pathlib.Path) -> str:
@@ -248,12 +240,11 @@ def why(results: pathlib.Path) -> str:
     names = [name for name in WHY if any(line["method"] == name for line in found["lines"])]
     lines = []
     for suspect in dict.fromkeys(line["suspect"] for line in found["lines"]):
-        excess = {
-            name: [line["excess"] for line in found["lines"] if (line["suspect"], line["method"]) == (suspect, name)]
-            for name in names
-        }
+        own = [line for line in found["lines"] if line["suspect"] == suspect]
+        excess = {name: [line["excess"] for line in own if line["method"] == name] for name in names}
         shown = [_mean_of(values, ".3f") for values in excess.values()]
-        lines.append([suspect, *shown, _mean_of(_minus(excess["paper"], excess["lsh"]), "+.3f")])
+        differences = [a - b for a, b in zip(excess["paper"], excess["lsh"], strict=True)]
+        lines.append([suspect, *shown, _mean_of(differences, "+.3f")])
     spread = "the two texts" if found["documents"] == 2 else "95 % bootstrap interval over the texts"
     title = (
         f"{SECOND_MODEL}, nats of negative log-likelihood over dense attention, second half of {found['documents']} "
@@ -287,7 +278,7 @@ def suspects(results: pathlib.Path) -> str:
     for name, run in runs.items():
         at = {"method": "lsh" if name == "lsh" else "paper", "heads": "kv_head", "layer": None, "head": None}
         rows = [run.one(metric=metric, **at) for metric in _FOUND]
-        lines.append([SUSPECTS[name], *(f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in rows)])
+        lines.append([SUSPECTS[name], *(spread(row, ".3f") for row in rows)])
     found = runs["base"]
     layers = _layers(found)
     title = (
@@ -309,10 +300,8 @@ def best_form(results: pathlib.Path) -> str:
     )
     lines = []
     for said, run, method in cells:
-        excess, kl = (
-            runs[run].one(metric=metric, method=method, against=None) for metric in ("perplexity_ratio", "kl")
-        )
-        lines.append([said, _percent(excess), f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}]"])
+        excess, kl = _costs(runs[run], method)
+        lines.append([said, _percent(excess), spread(kl, ".4f")])
     found = runs["base"]
     dense = found.config["dense_at"]
     sparse = ", ".join(str(layer) for layer in range(max(dense)) if layer not in dense)
@@ -323,10 +312,5 @@ def best_form(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, ["selection", "perplexity, %", "KL, nats"], [lines]))
 
 
-def _minus(first: list[float], second: list[float]) -> list[float]:
-    return [a - b for a, b in zip(first, second, strict=True)]
-
-
 def _mean_of(values: list[float], how: str) -> str:
-    (found,) = bootstrap([[value] for value in values], 0)
-    return f"{found.mean:{how}} [{found.low:{how}}, {found.high:{how}}]"
+    return spread(bootstrap([[value] for value in values], 0)[0], how)

@@ -1,16 +1,20 @@
 """Tables of the methods' selection quality and their effect on the model."""
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from evals import report
 from evals.frontier import Point, points, require_comparable
 from evals.frontier import grid as frontier_grid
-from evals.grid import Grid, to_markdown
+from evals.grid import Grid, percent, to_markdown
+from evals.methods import OURS as RANKED
+from evals.metrics import Estimate
+from evals.report import signed_percent
 from evals.result import Result
+from evals.tasks.ppl import AS
 
-from readme_tables.stored import load, stored
+from readme_tables.stored import load, spread, stored
 from readme_tables.training import training_grid
 
 
@@ -33,6 +37,11 @@ def with_matches(name: str, results: pathlib.Path) -> str:
     return "\n\n".join(map(to_markdown, found))
 
 
+def scores(runs: Iterable[Result], method: str) -> list[str]:
+    """Return a method's change of perplexity and its KL in each run."""
+    return [text for run in runs for text in (change(run, method), f"{cell(run, method, 'kl'):.4f}")]
+
+
 class Measured(NamedTuple):
     """The stored runs of one model: every row sparse, sparse after a dense prompt, and the training."""
 
@@ -50,9 +59,7 @@ def glance(names: Measured, subject: str, results: pathlib.Path) -> str:
     for name in sorted(runs[0].config["methods"], key=lambda name: cell(runs[0], name, "kl")):
         found = trained["hashers"].get(name.removesuffix("+remainder"))
         line = [name, *(f"{found['kv_head']['mean'][k]:.3f}" if found else "" for k in ("iou", "mass"))]
-        for run in runs:
-            line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
-        lines.append(line)
+        lines.append([*line, *scores(runs, name)])
     scored = runs[1].config["scored"]
     prompt = "half the context" if scored is None else f"{context - scored - 1:,} tokens"
     title = (
@@ -62,8 +69,8 @@ def glance(names: Measured, subject: str, results: pathlib.Path) -> str:
         f"({runs[0].config['documents']} contexts) and behind a dense prompt of {prompt} "
         f"({runs[1].config['documents']} contexts)"
     )
-    scores = ["perplexity", "KL from dense, nats", "perplexity, prompt dense", "KL, prompt dense"]
-    return to_markdown(Grid(title, ["method", "IoU with exact top-k", "attention mass found", *scores], [lines]))
+    titles = ["perplexity", "KL from dense, nats", "perplexity, prompt dense", "KL, prompt dense"]
+    return to_markdown(Grid(title, ["method", "IoU with exact top-k", "attention mass found", *titles], [lines]))
 
 
 def texts(names: dict[str, str], trained_name: str, subject: str, results: pathlib.Path) -> str:
@@ -81,9 +88,7 @@ def texts(names: dict[str, str], trained_name: str, subject: str, results: pathl
         heads = found["kv_head"] if found else None
         low = f"{min(layer['low'] for layer in heads['layers']):.2f}" if heads else ""
         line = [name, *(f"{heads['mean'][k]:.3f}" if heads else "" for k in ("iou", "mass")), low]
-        for run in runs.values():
-            line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
-        lines.append(line)
+        lines.append([*line, *scores(runs.values(), name)])
     counts = ", ".join(f"{run.config['documents']} of {kind}" for kind, run in runs.items())
     config, budget = first.config, 100 * first.config["budgets"][0]
     where = f"the last {config['scored']:,} of {config['context']:,} tokens behind a dense prompt"
@@ -92,8 +97,8 @@ def texts(names: dict[str, str], trained_name: str, subject: str, results: pathl
         f"{trained['bits']}-bit codes, {subject}: {where}, held-out texts: {counts}; "
         f"IoU and mass per KV head, on {trained['held_out']} contexts"
     )
-    scores = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
-    header = ["method", "IoU", "mass", "mass, 5th percentile in the worst head", *scores]
+    titles = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
+    header = ["method", "IoU", "mass", "mass, 5th percentile in the worst head", *titles]
     return to_markdown(Grid(title, header, [lines]))
 
 
@@ -106,8 +111,7 @@ def always_read(names: dict[str, str], bare: dict[str, str], subject: str, resul
     first, other = next(iter(pairs.values()))
     lines = []
     for name in sorted(other.config["methods"], key=lambda name: cell(other, name, "kl")):
-        found = [(change(run, name), f"{cell(run, name, 'kl'):.4f}") for pair in pairs.values() for run in pair]
-        lines.append([name, *(text for both in found for text in both)])
+        lines.append([name, *scores((run for pair in pairs.values() for run in pair), name)])
     title = (
         f"Perplexity and KL of {subject} behind a dense prompt, 2 % of the visible tokens: "
         f"{report.protocol(first.config)} ({first.config['documents']} texts of each kind), or "
@@ -146,7 +150,7 @@ HEAD_DIM = 64  # of both models
 
 def _bytes_line(point: Point) -> list[str]:
     read = f"{100 * point.budget:g} %", point.settings or "all codes, all values", f"{100 * point.share:.1f} %"
-    return [*read, f"{100 * (point.perplexity.value - 1):+.1f} %", f"{point.kl.value:.4f}"]
+    return [*read, signed_percent(point.perplexity.value), f"{point.kl.value:.4f}"]
 
 
 def cell(ppl: Result, method: str, metric: str, budget: float | None = None) -> float:
@@ -157,4 +161,36 @@ def cell(ppl: Result, method: str, metric: str, budget: float | None = None) -> 
 
 def change(ppl: Result, method: str, budget: float | None = None) -> str:
     """Return a method's change of perplexity at a run's first rule, and at its first budget unless one is given."""
-    return f"{100 * (cell(ppl, method, 'perplexity_ratio', budget) - 1):+.1f} %"
+    return signed_percent(cell(ppl, method, "perplexity_ratio", budget))
+
+
+def _differences(results: pathlib.Path) -> Iterator[tuple[str, dict[str, Estimate]]]:
+    """Yield each comparison's label, and the mean difference of each metric with its interval."""
+    found: dict[str, dict[str, Estimate]] = {}
+    for entry in stored(results / "differences.json")["table 2"]:
+        (ours, own), (rival, theirs) = entry["a"], entry["b"]
+        label = f"{ours} at {percent(own)}, {rival} at {percent(theirs)}"
+        found.setdefault(label, {})[entry["metric"]] = Estimate(entry["mean"], entry["low"], entry["high"])
+    for row in load(results / "magicpig.json").rows:
+        if row.method not in RANKED or row.against is None or not row.against.startswith("magicpig"):
+            continue
+        matched = row.rule == AS + row.against
+        if matched or (row.rule == "visible" and row.against == "magicpig-bare"):
+            at = f"as many tokens as {row.against} took" if matched else f"{percent(row.budget or 0)}, {row.against}"
+            found.setdefault(f"{row.method} at {at}", {})[row.metric] = Estimate(row.value, row.low, row.high)
+    yield from found.items()
+
+
+def rivals(results: pathlib.Path) -> str:
+    """Return the table of differences, one line per comparison."""
+    lines = [
+        [label, *(spread(values[name], "+.3f") for name in ("kl", "nll"))] for label, values in _differences(results)
+    ]
+    config = load(results / "magicpig.json").config
+    title = (
+        f"Mean difference over {config['documents']} held-out contexts of {config['context']:,} tokens, model "
+        f"`{config['model']}`, every row sparse, {report.protocol(config)} [95 % paired bootstrap "
+        "interval]; below zero is better for ours"
+    )
+    header = ["ours less the rival's", "KL from dense, nats", "loss, nats a token"]
+    return to_markdown(Grid(title, header, [lines]))

@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text
+from evals.metrics import Estimate
+from evals.result import Result, Row, read_json, read_result, rows_from_json, rows_to_text
 from hashtrain.files.atomic import write_text
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -34,10 +35,8 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
     Returns: the file. Raises: ValueError if there is no finished run, or no table for such runs.
     """
     if (run / "metrics.json").is_file():
-        target, text = (
-            results / f"{name or 'training'}.json",
-            _compact(_trim_metrics(read_json(run / "metrics.json", "run again"))),
-        )
+        target = results / f"{name or 'training'}.json"
+        text = _compact(_trim_metrics(read_json(run / "metrics.json", "run again")))
     elif (run / DIFFERENCES).is_file():
         target = results / f"{name or 'differences'}.json"
         text = json.dumps(rounded(read_json(run / DIFFERENCES, "run `evals paper --all` again")), indent=1)
@@ -70,6 +69,13 @@ def named(result: Result, model: str) -> Result:
     return replace(result, config={**result.config, "model": model})
 
 
+def spread(found: Row | Estimate, how: str) -> str:
+    """Format a value and its 95 % interval, if it has one, with a format such as `.3f`."""
+    value = found.value if isinstance(found, Row) else found.mean
+    interval = "" if found.low is None or found.high is None else f" [{found.low:{how}}, {found.high:{how}}]"
+    return f"{value:{how}}{interval}"
+
+
 def stored(path: pathlib.Path) -> dict[str, Any]:
     """Read the JSON of a stored result. Raises: ValueError if it is missing or damaged."""
     if not path.is_file():
@@ -86,11 +92,9 @@ def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     for name, found in metrics["hashers"].items():
         hashers[name] = {key: found[key] for key in ("dense_layers", "failing", "repaired", "cost") if key in found}
         for heads in ("kv_head", "query_head", "remainder"):
-            kept = worst if heads == "kv_head" else set()
-            layers = [
-                {k: v for k, v in layer.items() if k in kept or not k.endswith("_by_head")}
-                for layer in found[heads]["layers"]
-            ]
+            names = {key for layer in found[heads]["layers"] for key in layer if not key.endswith("_by_head")}
+            names |= worst if heads == "kv_head" else set()
+            layers = [{k: v for k, v in layer.items() if k in names} for layer in found[heads]["layers"]]
             hashers[name][heads] = {"layers": layers, "mean": found[heads]["mean"]}
         hashers[name]["curve"] = _curve(found["losses"])
     return rounded({**metrics, "hashers": hashers})

@@ -13,8 +13,8 @@ if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
 from evals.harness import load
-from evals.harness.attributes import FILES, FOLDER, lines_of
 from evals.harness.load import as_guest, load_tasks
+from example_data import FILES, FOLDER, lines_of
 
 
 def test_the_example_is_reproducible():

@@ -22,7 +22,7 @@ if os.environ.get("CI") != "true":
 
 from evals.harness import measure
 from evals.harness.adapter import SparseLM
-from evals.harness.attributes import FOLDER
+from example_data import FOLDER
 
 QUIET = Console(quiet=True)
 RUNS = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from evals import figures
 from evals.commands import CodelengthCommand
-from evals.lengths import codelength_grid, sentences
+from evals.report import codelength_grid, sentences
 from evals.result import Result, Row
 from evals.tasks import codelength
 from hashtrain import Hasher

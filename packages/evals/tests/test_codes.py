@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from evals.codes import CODES
+from evals.codes import CODES, require_usable
 from evals.codes.base import (
     BYTES,
     Metric,
@@ -20,7 +20,6 @@ from evals.codes.base import (
 from evals.codes.product import ProductCode, balanced, kmeans, nearest
 from evals.codes.scores import Coded, Hashed, exact, fit_factor, probabilities
 from evals.codes.signs import ItqCode, RaBitQCode, TurboMseCode, TurboProductCode, itq_rotation, round_evenly
-from evals.codes.table import require_usable
 from hashtrain import Hasher, HasherConfig, ModelShape
 
 D = 64

@@ -112,11 +112,12 @@ class MethodsCommand:
     """Whether the task chooses between the two forms of a method itself."""
     always_prompted: ClassVar[bool] = False
     """Whether the task has a dense prompt whatever its settings."""
+    unstored: ClassVar[tuple[str, ...]] = ("out", "hashers", "tuned", "device")
+    """Fields that are no settings of a run: local paths, and what does not change its results."""
 
     def __post_init__(self) -> None:
         require_counts(self, documents=1, dense_layers=0, dense_at=0, sink=0, recent=0, shortlist=1)
-        if not 0 < self.values <= 1:
-            raise UsageError(f"--values must be above 0 and at most 1, got {self.values:g}; 1 reads all values")
+        each_a_share(self, "values", "; 1 reads all values")
         require_seed(self.seed)
         require_device_name(self.device)
         for name in ("methods", "budgets"):
@@ -153,9 +154,7 @@ class MethodsCommand:
 
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the results, as JSON values without local paths."""
-        given = {k: v for k, v in asdict(self).items() if k not in ("out", "hashers", "tuned", "device")}
-        given["model"] = self.model if self.model == DEMO else Path(self.model).name
-        return {"task": task, **{k: _plain(v) for k, v in given.items()}, "versions": versions()}
+        return settings_of(self, task, self.model, "model", *self.unstored)
 
 
 @dataclass(frozen=True)
@@ -175,6 +174,12 @@ class TaskCommand(MethodsCommand):
     @property
     def longest(self) -> tuple[str, int]:
         return "--context", self.context
+
+
+def settings_of(command: Any, task: str, model: str, *left_out: str) -> dict[str, Any]:
+    """Return the task, the model's name and a command's other fields as JSON values without local paths."""
+    given = {name: _plain(value) for name, value in asdict(command).items() if name not in left_out}
+    return {"task": task, "model": model if model == DEMO else Path(model).name, **given, "versions": versions()}
 
 
 def _plain(value: Any) -> Any:

@@ -45,6 +45,7 @@ class BenchmarkCommand(MethodsCommand):
 
     folders: ClassVar[tuple[str, ...]] = ()
     """Folders of lm-evaluation-harness with the default tasks; reading all of its folders takes half a minute."""
+    unstored: ClassVar[tuple[str, ...]] = (*MethodsCommand.unstored, "documents", "batch_size", "include_path")
     truncation: ClassVar[Truncation] = "left"
     """Which part of a prompt that is too long for the model is dropped."""
 
@@ -71,12 +72,8 @@ class BenchmarkCommand(MethodsCommand):
         return self.rows == "continuation"
 
     def settings(self, task: str) -> dict[str, Any]:
-        given = super().settings(task)
-        for name in ("documents", "batch_size", "include_path"):  # a digest identifies a task's data
-            del given[name]
-        if self.tokens:
-            given["budgets"] = []
-        return {**given, "truncation": self.truncation}
+        given = {**super().settings(task), "truncation": self.truncation}  # a digest identifies a task's data
+        return given | {"budgets": []} if self.tokens else given
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import tyro
@@ -35,28 +35,26 @@ from evals.study import CompareCommand, FrontierCommand, PaperCommand, ReportCom
 if TYPE_CHECKING:
     from evals.result import Result
 
-TASKS = {  # name: command, module of evals.tasks
-    "ppl": (PplCommand, "ppl"),
-    "iou": (IouCommand, "iou"),
-    "output-error": (OutputErrorCommand, "output_error"),
-    "fidelity": (FidelityCommand, "fidelity"),
-    "needle": (NeedleCommand, "needle"),
-    "ruler-synthetic": (RulerCommand, "ruler"),
-    "longbench": (LongbenchCommand, "benchmark"),
-    "ruler": (RulerBenchmarkCommand, "benchmark"),
-    "fewshot": (FewshotCommand, "benchmark"),
-    "cones": (ConesCommand, "cones"),
-    "codelength": (CodelengthCommand, "codelength"),
-    "codes": (CodesCommand, "codes"),
-    "codesize": (CodesizeCommand, "codesize"),
-    "complexity": (ComplexityCommand, "complexity"),
-    "suggest": (SuggestCommand, "suggest"),
-    "tune": (TuneCommand, "tune"),
-    "throughput": (ThroughputCommand, "throughput"),
-    "kernels": (KernelsCommand, "kernels"),
+TASKS = {  # name: command, and module:function of evals.tasks
+    "ppl": (PplCommand, "ppl:run"),
+    "iou": (IouCommand, "iou:run"),
+    "output-error": (OutputErrorCommand, "output_error:run"),
+    "fidelity": (FidelityCommand, "fidelity:run"),
+    "needle": (NeedleCommand, "needle:run"),
+    "ruler-synthetic": (RulerCommand, "ruler:run"),
+    "longbench": (LongbenchCommand, "benchmark:run"),
+    "ruler": (RulerBenchmarkCommand, "benchmark:run"),
+    "fewshot": (FewshotCommand, "benchmark:run"),
+    "cones": (ConesCommand, "cones:run"),
+    "codelength": (CodelengthCommand, "codelength:run"),
+    "codes": (CodesCommand, "codes:run"),
+    "codesize": (CodesizeCommand, "formula:codesize"),
+    "complexity": (ComplexityCommand, "formula:complexity"),
+    "suggest": (SuggestCommand, "suggest:run"),
+    "tune": (TuneCommand, "tune:run"),
+    "throughput": (ThroughputCommand, "throughput:run"),
+    "kernels": (KernelsCommand, "kernels:run"),
 }
-STUDIES = {"report": ReportCommand, "compare": CompareCommand, "frontier": FrontierCommand, "paper": PaperCommand}
-COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in TASKS.items()}, **STUDIES}
 _HEADLINE = {"ppl": ("perplexity", "perplexity_ratio", "kl"), "iou": ("iou", "mass")}
 
 
@@ -88,11 +86,10 @@ def _parse(arguments: list[str] | None) -> Any:
 
 def _run(command: Any, console: Console) -> dict[str, Any]:
     began = time.monotonic()
-    module = next(module for kind, module in TASKS.values() if type(command) is kind)
-    result: Result = importlib.import_module(f"evals.tasks.{module}").run(command, console)
-    console.print(
-        f"stored in {command.out}: report.md, figure.png, rows.json, rows.parquet and samples", highlight=False
-    )
+    run = next(run for kind, run in TASKS.values() if type(command) is kind)
+    result: Result = resolve_name(f"evals.tasks.{run}")(command, console)
+    files = "report.md, figure.png, rows.json, rows.parquet and samples"
+    console.print(f"stored in {command.out}: {files}", highlight=False)
     seconds = round(time.monotonic() - began, 1)
     return {"task": result.config["task"], "out": str(command.out), "seconds": seconds, "results": headline(result)}
 
@@ -101,10 +98,8 @@ def headline(result: Result) -> list[dict[str, Any]]:
     """Return the results for the last line on stdout: one object per case, method, budget and rule."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     chosen = _HEADLINE.get(result.config["task"])
-    for row in result.rows:
-        if chosen is not None and row.metric not in chosen:
-            continue
-        if row.against is None and row.layer is None and row.head is None:
+    for row in result.select(against=None, layer=None, head=None):
+        if chosen is None or row.metric in chosen:
             at = {"method": row.method, "budget": row.budget, "rule": row.rule, "heads": row.heads, "where": row.where}
             at = {name: value for name, value in at.items() if value is not None}
             found.setdefault(tuple(at.values()), at)[row.metric] = float(f"{row.value:.5g}")
@@ -207,19 +202,25 @@ def _paper_list(command: PaperCommand, console: Console) -> dict[str, Any]:
         words = "\n  ".join((*item.lines(command), stored))
         console.print(f"{item.name}: {item.title}\n  {words}", highlight=False, soft_wrap=True)
     found = shares(ITEMS, {name for name, files in kept.items() if files})
-    for text in found.lines():
-        console.print(text, highlight=False)
-    return {"items": list(kept), "stored": kept, "shares": asdict(found)}
+    parts, numbers = found.stored_parts / max(1, found.parts), found.stored_numbers / max(1, found.numbers)
+    console.print(
+        f"{found.stored_parts} of {found.parts} parts have a stored result ({100 * parts:.0f} %)\n"
+        f"{found.stored_numbers} of {found.numbers} tables and figures have one ({100 * numbers:.0f} %), "
+        f"{found.whole_numbers} of them for every part\n"
+        f"{found.nothing_to_store} more are drawings, listings or quotations: nothing to store",
+        highlight=False,
+    )
+    return {"items": list(kept), "stored": kept, "shares": found._asdict()}
 
 
-_SPECIAL: dict[type, Callable[[Any, Console], dict[str, Any]]] = {
-    ListCommand: _list,
-    ReportCommand: _report,
-    CompareCommand: _compare,
-    FrontierCommand: _frontier,
-    PaperCommand: _paper,
+STUDIES: dict[str, tuple[type, Callable[[Any, Console], dict[str, Any]]]] = {
+    "report": (ReportCommand, _report),
+    "compare": (CompareCommand, _compare),
+    "frontier": (FrontierCommand, _frontier),
+    "paper": (PaperCommand, _paper),
 }
-
+COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in (TASKS | STUDIES).items()}}
+_SPECIAL = {ListCommand: _list, **dict(STUDIES.values())}
 
 if __name__ == "__main__":
     raise SystemExit(main())

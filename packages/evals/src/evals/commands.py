@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import tyro
-from hashtrain.demo import DEMO
 from hashtrain.usage import UsageError, require_counts
 
-from evals.base_commands import DividedCommand, Methods, MethodsCommand, TaskCommand
-from evals.checks import each_a_share, each_among, each_once, each_positive
+from evals.base_commands import DividedCommand, Methods, MethodsCommand, TaskCommand, settings_of
+from evals.checks import each_a_share, each_among, each_once, each_positive, left_out, one_budget
 from evals.codes import CODES
 from evals.methods import CODED_NAMES, DEFAULT_NAMES
-from evals.result import versions
 from evals.shapes import PLANES
 from evals.synthetic import KINDS, NEEDLE, QUESTION
 
@@ -26,7 +24,6 @@ class OutputErrorCommand(DividedCommand):
     methods: Methods = (*DEFAULT_NAMES, "quest", "quest-heads")
     """Methods to measure; see `evals list`."""
     documents: int = 8
-    """Contexts to measure; a run can be continued with more."""
     rows: int = 64
     """Rows measured per context, drawn from its last three quarters."""
     out: Path = Path("runs/output-error")
@@ -42,7 +39,6 @@ class FidelityCommand(TaskCommand):
     the stored answers of a run of longbench, by task."""
 
     documents: int = 10
-    """Contexts to continue; a run can be continued with more."""
     context: int = 2048
     """Tokens of prompt and continuation together."""
     new_tokens: int = 64
@@ -53,17 +49,14 @@ class FidelityCommand(TaskCommand):
     out: Path = Path("runs/fidelity")
 
     always_prompted: ClassVar[bool] = True
+    # A run of stored answers has the settings of the other run.
+    unstored: ClassVar[tuple[str, ...]] = (*TaskCommand.unstored, "from_run")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_counts(self, new_tokens=1)
         if self.new_tokens >= self.context:
             raise UsageError(f"--new-tokens must be below --context = {self.context}, got {self.new_tokens}")
-
-    def settings(self, task: str) -> dict[str, Any]:
-        given = super().settings(task)
-        del given["from_run"]  # such a run stores the settings of the other one
-        return given
 
 
 @dataclass(frozen=True)
@@ -135,15 +128,13 @@ class ConesCommand(TaskCommand):
     methods: Methods = ("lsh", "paper", "transform")
     """Hashers whose codes to examine."""
     documents: int = 4
-    """Contexts to examine; a run can be continued with more."""
     out: Path = Path("runs/cones")
 
     both_heads: ClassVar[bool] = True  # only codes are examined, not selections
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.heads is not None:
-            raise UsageError(f"cones takes no --heads, got {self.heads}: it examines only codes; leave it out")
+        left_out(self, "heads", "cones", "it examines only codes")
         each_among(self, "methods", CODED_NAMES, "cones")
 
 
@@ -159,7 +150,6 @@ class CodelengthCommand(TaskCommand):
     bits: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
     """Code lengths of untrained LSH, multiples of 32."""
     documents: int = 8
-    """Contexts to measure; a run can be continued with more."""
     rows: int = 64
     """Rows measured per context."""
     out: Path = Path("runs/codelength")
@@ -172,8 +162,7 @@ class CodelengthCommand(TaskCommand):
         each_once(self, "bits")
         if odd := [bits for bits in self.bits if bits < 32 or bits % 32]:
             raise UsageError(f"--bits must be multiples of 32, got {odd[0]}")
-        if len(self.budgets) > 1:
-            raise UsageError(f"--budgets of codelength takes one, got {len(self.budgets)}")
+        one_budget(self, "codelength")
         each_among(self, "methods", CODED_NAMES, "codelength")
 
 
@@ -193,7 +182,6 @@ class CodesCommand(TaskCommand):
     training_keys: int = 4096
     """Tokens of each of them whose keys are used, drawn at random."""
     documents: int = 4
-    """Contexts to measure; a run can be continued with more."""
     rows: int = 64
     """Rows measured per context, drawn from its last three quarters."""
     out: Path = Path("runs/codes")
@@ -207,8 +195,7 @@ class CodesCommand(TaskCommand):
         each_among(self, "codes", CODES)
         each_among(self, "methods", CODED_NAMES, "codes")
         for name, usual in (("heads", None), ("shortlist", None), ("values", 1.0)):
-            if getattr(self, name) != usual:
-                raise UsageError(f"codes takes no --{name}: it compares whole codes; leave it out")
+            left_out(self, name, "codes", "it compares whole codes", usual)
 
 
 @dataclass(frozen=True)
@@ -233,9 +220,7 @@ class ShapeCommand:
 
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the results, as JSON values without local paths."""
-        model = DEMO if self.shape == DEMO else Path(self.shape).name
-        sizes = {"bits": self.bits, "planes": self.planes, "hidden": self.hidden}
-        return {"task": task, "model": model, **sizes, "versions": versions()}
+        return settings_of(self, task, self.shape, "shape", "out")
 
 
 @dataclass(frozen=True)
@@ -259,6 +244,3 @@ class ComplexityCommand(ShapeCommand):
         super().__post_init__()
         each_positive(self, "contexts")
         each_a_share(self, "budget")
-
-    def settings(self, task: str) -> dict[str, Any]:
-        return {**super().settings(task), "contexts": list(self.contexts), "budget": self.budget}

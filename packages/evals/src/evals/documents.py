@@ -7,26 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from hashtrain.data.corpus import Document, contexts, held_out_sources, read_texts
 from hashtrain.data.shares import room_for
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-
-
-class Measured(Protocol):
-    """What a stored sample is measured on."""
-
-    @property
-    def name(self) -> str:
-        """A name that a report may print."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Identifies the content."""
-        ...
 
 
 @dataclass(frozen=True)

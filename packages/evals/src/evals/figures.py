@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hashtrain.files.atomic import replace
@@ -10,9 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from evals.grid import HEADS, heads_of, percent
-from evals.lengths import LSH, code_of
 from evals.methods import REMAINDER
-from evals.report import PHASES, RULES, ordered
+from evals.report import LSH, PHASES, RULES, code_of, ordered
 from evals.result import Result, Row
 
 # One colour per method in all figures (Okabe and Ito's palette, safe for colour-blind readers).
@@ -46,14 +46,19 @@ def draw(result: Result, path: Path) -> None:
     {"ppl": _draw_ppl, "iou": _draw_iou, "codelength": draw_codelength}.get(result.config["task"], _draw_plain)(
         result, figure
     )
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path, dpi: int = 120) -> None:
+    """Replace a PNG by a figure, atomically."""
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=dpi, format="png"))
 
 
 def _draw_ppl(result: Result, figure: Figure) -> None:
     """Draw KL from dense over budget, both logarithmic, one panel per rule."""
     rules, budgets = result.config["rules"], sorted(result.config["budgets"])
     for axes, rule in zip(figure.subplots(1, len(rules), sharey=True, squeeze=False)[0], rules, strict=True):
-        axes.set_xscale("log")
+        _log_ticks(axes, budgets, 10, percent)
         axes.set_xlabel(f"budget, {RULES[rule]}")
         for method in _methods(result):
             at = {"method": method, "rule": rule, "metric": "kl", "against": None}
@@ -61,9 +66,6 @@ def _draw_ppl(result: Result, figure: Figure) -> None:
             _line(axes, method, budgets, rows)
             if any(row.value > 0 for row in rows):  # otherwise matplotlib warns that there is nothing to scale
                 axes.set_yscale("log", nonpositive="mask")  # at a budget of 100 % the KL is 0
-        axes.xaxis.set_major_locator(FixedLocator(budgets))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: percent(value)))
-        axes.xaxis.set_minor_locator(NullLocator())
     figure.axes[0].set_ylabel("mean KL from dense, nats")
     figure.suptitle(PHASES[result.config["phase"]])
     _legend(figure)
@@ -93,10 +95,7 @@ def draw_codelength(result: Result, figure: Figure) -> None:
         for kind in dict.fromkeys((LSH, *result.config["methods"])):
             own = sorted(code for code in codes if code.kind == kind)
             _line(axes, kind, [float(code.bits) for code in own], [codes[code] for code in own])
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(sorted({code.bits for code in codes})))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-        axes.xaxis.set_minor_locator(NullLocator())
+        _log_ticks(axes, sorted({code.bits for code in codes}), 2, "{:g}".format)
         axes.set(xlabel="bits of a code", title=HEADS[heads])
     figure.axes[0].set_ylabel("IoU with exact attention")
     _legend(figure)
@@ -138,6 +137,14 @@ def _line(axes: Axes, method: str, x: list[float], rows: list[Row]) -> None:
     if all(row.low is not None for row in rows):
         low, high = ([getattr(row, edge) for row in rows] for edge in ("low", "high"))
         axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _log_ticks(axes: Axes, values: Sequence[float], base: int, shown: Callable[[float], str]) -> None:
+    """Make the x axis logarithmic, with a tick at each of these values."""
+    axes.set_xscale("log", base=base)
+    axes.xaxis.set_major_locator(FixedLocator(values))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: shown(value)))
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _legend(figure: Figure) -> None:

@@ -13,20 +13,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hashtrain.files.atomic import replace as replace_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from sparse_decode.budget import Budget
 from sparse_decode.costs.traffic import step_bytes
 
-from evals.figures import COLOURS, MARKERS
+from evals.figures import COLOURS, MARKERS, save
 from evals.grid import Grid, cell_of, percent
-from evals.methods import REMAINDER
+from evals.methods import REMAINDER, TUNED
 from evals.result import Result, Row
 from evals.rivals import RIVALS
 
-ORACLE, _TUNED = "oracle", "-tuned"
+ORACLE = "oracle"
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ def points(results: Iterable[Result], head_dim: int) -> list[Point]:
         _point(result, row, head_dim)
         for result in results
         for row in result.select(metric="kl", against=None)
-        if row.budget is not None and not row.rule.startswith("as ") and _known(row)
+        # Runs do not store the parameters of tuned rivals, which decide their bytes.
+        if row.budget is not None and not row.rule.startswith("as ") and not row.method.endswith(TUNED)
     ]
     found.sort(key=lambda point: (point.share, point.kl.value))
     least, marked = float("inf"), []
@@ -89,21 +89,15 @@ def require_comparable(results: Sequence[Result]) -> None:
             )
 
 
-def _known(row: Row) -> bool:
-    """Whether a method's stored bytes are known; runs do not store the parameters of tuned rivals."""
-    return not row.method.endswith(_TUNED)
-
-
 def _point(result: Result, row: Row, head_dim: int) -> Point:
     config = result.config
     times, values = config.get("shortlist"), config.get("values", 1.0)
     n = config["context"] - (config.get("scored") or config["context"] // 2) // 2
     name, remainder = row.method.removesuffix(REMAINDER), row.method.endswith(REMAINDER)
     rival = RIVALS.get(name)
-    if rival is None:
-        assert row.budget is not None
-        bits, count = row.bits or 0, row.budget
-    else:  # rivals choose their own number of tokens
+    assert row.budget is not None
+    bits, count = row.bits or 0, row.budget
+    if rival is not None:  # rivals choose their own number of tokens
         assert row.density is not None
         bits, count = rival.kept_bits(rival.published[0], head_dim), row.density
     hashes = bits > 0 and rival is None
@@ -117,7 +111,6 @@ def _point(result: Result, row: Row, head_dim: int) -> Point:
     how += [name.replace("_", " ") for name, used in divided.items() if used]
     at = {"method": row.method, "budget": row.budget, "rule": row.rule, "against": None}
     perplexity = result.one(**at, metric="perplexity_ratio")
-    assert row.budget is not None
     return Point(row.method, ", ".join(how), row.budget, budget, read.share, perplexity, row)
 
 
@@ -127,17 +120,10 @@ def grid(found: Sequence[Point], taken: Sequence[float | None] | None = None, wh
     Args: taken: milliseconds of each point's step, where measured; where: how they were measured, for the note.
     """
     header = ["method", "tokens read", "bytes", "perplexity over dense", "KL, nats", "on the frontier"]
-    lines = [
-        [
-            point.line,
-            percent(point.budget),
-            percent(point.share),
-            cell_of(point.perplexity),
-            cell_of(point.kl),
-            "yes" if point.best else "",
-        ]
-        for point in found
-    ]
+    lines: list[list[str]] = []
+    for point in found:
+        shares, measured = (point.budget, point.share), (point.perplexity, point.kl)
+        lines.append([point.line, *map(percent, shares), *map(cell_of, measured), "yes" if point.best else ""])
     note = "Bytes of one layer's decode step, of those of dense attention; `oracle` without what it takes to find them."
     if taken is not None:
         header.append("ms of a step")
@@ -148,11 +134,9 @@ def grid(found: Sequence[Point], taken: Sequence[float | None] | None = None, wh
 
 def draw(found: Sequence[Point], path: Path, taken: Sequence[float | None] | None = None, where: str = "") -> None:
     """Draw the change of perplexity and the KL over bytes to a PNG, and below over the time of a step if measured."""
-    rows = 1 if taken is None else 2
     figure = Figure(figsize=(10, 5 if taken is None else 8), layout="constrained")
-    panels = figure.subplots(rows, 2, squeeze=False)
-    shares = [100 * point.share for point in found]
-    _panels(panels[0], found, shares, "bytes read, % of dense attention's")
+    panels = figure.subplots(1 if taken is None else 2, 2, squeeze=False)
+    _panels(panels[0], found, [100 * point.share for point in found], "bytes read, % of dense attention's")
     for panel in panels[0]:
         panel.set_xscale("log")
         panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -163,7 +147,7 @@ def draw(found: Sequence[Point], path: Path, taken: Sequence[float | None] | Non
         figure.suptitle(f"Steps: {where}", fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    replace_file(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    save(figure, path)
 
 
 def _panels(axes: Sequence[Axes], found: Sequence[Point], places: Sequence[float | None], label: str) -> None:
@@ -174,8 +158,8 @@ def _panels(axes: Sequence[Axes], found: Sequence[Point], places: Sequence[float
         if not own:
             continue
         of, xs = [point for point, _ in own], [x for _, x in own]
-        _line(left, of, xs, [100 * (point.perplexity.value - 1) for point in of])
-        _line(right, of, xs, [point.kl.value for point in of])
+        _line(left, of[0], xs, [100 * (point.perplexity.value - 1) for point in of])
+        _line(right, of[0], xs, [point.kl.value for point in of])
     left.set_yscale("symlog", linthresh=1)
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:+g} %"))
     left.axhline(0, color="#999999", linewidth=0.8)
@@ -185,17 +169,9 @@ def _panels(axes: Sequence[Axes], found: Sequence[Point], places: Sequence[float
         panel.set_xlabel(label)
 
 
-def _line(axes: Axes, own: Sequence[Point], places: Sequence[float], heights: Sequence[float]) -> None:
-    method = own[0].method
-    name = method.removesuffix(REMAINDER)
-    style = "--" if method.endswith(REMAINDER) else "-"
-    dotted = (style, "-.", ":", (0, (1, 3)))[own[0].settings.count(",") + bool(own[0].settings)]
-    axes.plot(
-        places,
-        heights,
-        label=own[0].line,
-        color=COLOURS.get(name),
-        marker=MARKERS.get(name, "o"),
-        markersize=5,
-        linestyle=dotted,
-    )
+def _line(axes: Axes, first: Point, places: Sequence[float], heights: Sequence[float]) -> None:
+    name = first.method.removesuffix(REMAINDER)
+    plain = "-" if first.method == name else "--"
+    dotted = (plain, "-.", ":", (0, (1, 3)))[first.settings.count(",") + bool(first.settings)]
+    style = {"color": COLOURS.get(name), "marker": MARKERS.get(name, "o"), "markersize": 5, "linestyle": dotted}
+    axes.plot(places, heights, label=first.line, **style)

@@ -44,18 +44,14 @@ def clocked(command: FrontierCommand, config: Mapping[str, Any], found: Sequence
     if (identity := model_identity(model)) != config["model_identity"]:
         raise ValueError(f"--model must be the model of the runs, {config['model_identity']}, got {identity}")
     names = dict.fromkeys(point.method for point in found)
-    methods = timed(load_methods([name for name in names if name not in RIVALS], command.hashers, model.config))
+    loaded = load_methods([name for name in names if name not in RIVALS], command.hashers, model.config)
+    methods = {m.name: m for m in loaded if isinstance(m.selector, HashSelector | RecentSelector)}
     dense = {*range(config["dense_layers"]), *config.get("dense_at", ())}
     half: PreTrainedModel = cast(Any, model).to(torch.bfloat16)
     times = measure(half, methods, found, dense, command.tokens or config["context"])
     command.out.mkdir(parents=True, exist_ok=True)
     write_json(command.out / "times.json", times)
     return times
-
-
-def timed(methods: Sequence[LoadedMethod]) -> dict[str, LoadedMethod]:
-    """Return, by name, the methods whose steps are worth timing."""
-    return {m.name: m for m in methods if isinstance(m.selector, HashSelector | RecentSelector)}
 
 
 @torch.inference_mode()

@@ -22,7 +22,6 @@ REMAINDER = "+remainder"
 RANK_ONE = "+rank-one"
 _AFTER_PROMPT = "-after-prompt"
 _QUERY_HEADS = "-query-heads"
-_BY_QUERY_HEAD = tuple(recipe.name for recipe in EXACT)
 
 
 @runtime_checkable
@@ -59,7 +58,6 @@ class LoadedMethod:
     """One set per query head, the paper's quality protocol."""
     remainder: bool = False
     """Whether the unselected tokens are added back (eq. 15, 16), as `attach` does by default."""
-
     by_query_head: bool = False
     """Whether it selects per query head by default, as in the paper's exact setup."""
     heads: str | None = None
@@ -70,19 +68,14 @@ class LoadedMethod:
 
         Raises: ValueError if it has no such form.
         """
-        wanted = heads or ("query" if self.by_query_head else "kv")
-        if self.selector is None or (wanted == "kv" and not self._by_itself):
-            return self
-        if self._by_itself:
+        if self.selector is not None and self.query_head_selector is None:
             if heads == "kv":
                 raise ValueError(f"{self.name} selects only per query head, got --heads kv; leave --heads out")
             return self
+        if self.selector is None or (heads or ("query" if self.by_query_head else "kv")) == "kv":
+            return self
         changed = {"selector": self.query_head_selector, "identity": self.identity + _QUERY_HEADS}
         return replace(self, **changed, heads="query_head")
-
-    @property
-    def _by_itself(self) -> bool:
-        return self.selector is not None and self.query_head_selector is None
 
     def selector_after(self, prompt: int | None) -> Selector | None:
         """Return the selector for rows after a dense prompt of this many tokens; None: every row is sparse.
@@ -109,18 +102,14 @@ class Method:
     load: Callable[[Path], LoadedMethod]
 
 
-def _dense(folder: Path) -> LoadedMethod:
-    return LoadedMethod(DENSE, DENSE, None, DENSE, None, None)
-
-
-def _oracle(folder: Path) -> LoadedMethod:
-    forms = sparse_decode.OracleSelector(), sparse_decode.OracleSelector(per_query_head=True)
-    return LoadedMethod("oracle", "oracle", None, "oracle", *forms)
-
-
-def _recent(folder: Path) -> LoadedMethod:
-    forms = sparse_decode.RecentSelector(), sparse_decode.RecentSelector()
-    return LoadedMethod("recent", "recent", None, "recent", *forms)
+def _plain(name: str, folder: Path) -> LoadedMethod:
+    """Load a method without hashes and parameters."""
+    forms: tuple[Selector | None, Selector | None] = (None, None)
+    if name == "oracle":
+        forms = sparse_decode.OracleSelector(), sparse_decode.OracleSelector(per_query_head=True)
+    elif name == "recent":
+        forms = sparse_decode.RecentSelector(), sparse_decode.RecentSelector()
+    return LoadedMethod(name, name, None, name, *forms)
 
 
 def load_rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMethod:
@@ -156,24 +145,26 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
     first = hasher.layer(0)
-    common = name, hasher.config.variant, first.key_bits, identity
     if not first.has_codes:
         from evals.scored import ScoreSelector  # imported here: `--help` lists the methods without torch
 
         forms = ScoreSelector(hasher), ScoreSelector(hasher, per_query_head=True)
     else:
-        by_query_head = sparse_decode.HashSelector(sparse_decode.QueryHeadHasher(hasher))
-        forms = sparse_decode.HashSelector(hasher), by_query_head
-    return LoadedMethod(*common, *forms, remainder, by_query_head=name in _BY_QUERY_HEAD)
+        by_query_head = sparse_decode.QueryHeadHasher(hasher)
+        forms = sparse_decode.HashSelector(hasher), sparse_decode.HashSelector(by_query_head)
+    own = name in (recipe.name for recipe in EXACT)
+    return LoadedMethod(name, hasher.config.variant, first.key_bits, identity, *forms, remainder, by_query_head=own)
 
 
 def _whole(name: str) -> Method:
     """Return the line of a hasher whose selections are completed by the remainder."""
-    return Method(
-        name + REMAINDER,
-        f"{name}, and what it leaves out as one token",
-        partial(_hashed, name + REMAINDER, remainder=True),
-    )
+    load = partial(_hashed, name + REMAINDER, remainder=True)
+    return Method(name + REMAINDER, f"{name}, and what it leaves out as one token", load)
+
+
+def _coded(name: str, summary: str) -> Method:
+    """Return the line of a hasher."""
+    return Method(name, summary, partial(_hashed, name))
 
 
 def _rank_one(name: str, folder: Path) -> LoadedMethod:
@@ -182,25 +173,22 @@ def _rank_one(name: str, folder: Path) -> LoadedMethod:
 
     found = _hashed(name + REMAINDER, folder, remainder=True)
     assert isinstance(found.selector, sparse_decode.HashSelector)
-    return replace(
-        found, name=name + RANK_ONE, selector=RankOneSelector(found.selector), query_head_selector=None, remainder=False
-    )
+    selector = RankOneSelector(found.selector)
+    return replace(found, name=name + RANK_ONE, selector=selector, query_head_selector=None, remainder=False)
 
 
 DENSE = "dense"
 METHODS = (
-    Method(DENSE, "every visible token: what the others are measured against", _dense),
-    Method("oracle", "the largest exact attention: the bound of any selection", _oracle),
-    Method("recent", "the last tokens: a sliding window of the same size", _recent),
-    Method("lsh", "signs of a random rotation, untrained", partial(_hashed, "lsh")),
-    Method("paper", "the paper's MLP, from a random start", partial(_hashed, "paper")),
-    Method("planes", "one key code per KV head, queries in bit planes", partial(_hashed, "planes")),
-    Method(
-        "transform", "keys as digits of a few coordinates, more where they differ more", partial(_hashed, "transform")
-    ),
+    Method(DENSE, "every visible token: what the others are measured against", partial(_plain, DENSE)),
+    Method("oracle", "the largest exact attention: the bound of any selection", partial(_plain, "oracle")),
+    Method("recent", "the last tokens: a sliding window of the same size", partial(_plain, "recent")),
+    _coded("lsh", "signs of a random rotation, untrained"),
+    _coded("paper", "the paper's MLP, from a random start"),
+    _coded("planes", "one key code per KV head, queries in bit planes"),
+    _coded("transform", "keys as digits of a few coordinates, more where they differ more"),
     *map(_whole, ("lsh", "paper", "planes", "transform")),
-    *(Method(c.name, f"ablation: {c.summary}", partial(_hashed, c.name)) for c in ABLATIONS if c.name != "planes"),
-    *(Method(c.name, f"per query head: {c.summary}", partial(_hashed, c.name)) for c in EXACT),
+    *(_coded(c.name, f"ablation: {c.summary}") for c in ABLATIONS if c.name != "planes"),
+    *(_coded(c.name, f"per query head: {c.summary}") for c in EXACT),
     _whole("transform-start"),
     Method(
         "transform" + RANK_ONE,

@@ -71,6 +71,12 @@ class Estimate(NamedTuple):
     high: float | None
 
 
+def normal(value: float, error: float | None) -> Estimate:
+    """Return a value with the 95 % interval of its standard error; no interval without one."""
+    half = None if error is None else 1.959964 * error
+    return Estimate(value, None, None) if half is None else Estimate(value, value - half, value + half)
+
+
 def bootstrap(samples: ArrayLike, seed: int) -> list[Estimate]:
     """Estimate the mean of each column by resampling rows: documents are the independent samples.
 

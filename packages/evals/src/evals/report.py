@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from hashtrain.config import RECENT, SINK
 from hashtrain.reporting.worst import FIGURES, share
 
 from evals.grid import HEADS, Grid, amount, cell_of, heads_of, percent
-from evals.lengths import codelength_grid
 from evals.methods import DENSE, NAMES, TUNED
 from evals.result import Result, Row
 
 PHASES = {"everywhere": "sparse everywhere", "decode": "after a dense prompt, the scored rows sparse"}
 RULES = {"visible": "of visible tokens", "fixed": "of the context, min 20"}
 
+AT = " at "
+"""Separates the name of a hasher of --more-hashers from its length."""
+LSH = "lsh"
+
 
 def grids(result: Result) -> list[Grid]:
     """Return the tables of a result, depending on its task."""
-    by_task = {"ppl": ppl_grids, "iou": iou_grids, "codelength": codelength_grids}
-    return by_task.get(result.config["task"], plain_grids)(result)
+    task = result.config["task"]
+    own = [codelength_grid(result)] if task == "codelength" else []
+    return [*own, *{"ppl": ppl_grids, "iou": iou_grids}.get(task, plain_grids)(result)]
 
 
 def ppl_grids(result: Result) -> list[Grid]:
@@ -42,10 +47,7 @@ def ppl_grid(result: Result) -> Grid:
         for method in ordered(config["methods"]):
             line = [f"{percent(budget)}, {method}"]
             for rule in rules:
-                at = {"method": method, "budget": budget, "rule": rule, "against": None}
-                found, ratio = result.one(metric="perplexity", **at), result.one(metric="perplexity_ratio", **at)
-                kl, density = result.one(metric="kl", **at), found.density or 0
-                line += [f"{found.value:.3f} ({_signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(density)]
+                line += _ppl_cells(result, {"method": method, "budget": budget, "rule": rule, "against": None})[1]
             section.append(line)
         sections.append(section)
     scored = "second half" if config["scored"] is None else f"last {config['scored']:,} tokens"
@@ -55,6 +57,13 @@ def ppl_grid(result: Result) -> Grid:
         f"{PHASES[config['phase']]}{_heads(config)}, {protocol(config)}"
     )
     return Grid(title, header, sections)
+
+
+def _ppl_cells(result: Result, at: dict[str, Any]) -> tuple[Row, list[str]]:
+    """Return a method's row of perplexity, and its perplexity, KL and density as cells."""
+    found, ratio, kl = (result.one(metric=m, **at) for m in ("perplexity", "perplexity_ratio", "kl"))
+    shown = f"{found.value:.3f} ({signed_percent(ratio.value)})"
+    return found, [shown, f"{kl.value:.4f}", percent(found.density or 0)]
 
 
 def protocol(config: dict[str, Any]) -> str:
@@ -108,20 +117,18 @@ def ppl_pairs_grid(result: Result, method: str) -> Grid:
 
 def matched_grid(result: Result, rival: str) -> Grid:
     """Format our methods at the density of a rival on each document, with the paired differences."""
-    rule, sections = f"as {rival}", []
-    ppl = None
+    rule, sections, ppl = f"as {rival}", [], None
     for budget in result.config["budgets"]:
         at = {"budget": budget, "against": None}
         lines = []
         ours = dict.fromkeys(row.method for row in result.rows if row.rule == rule)
         for method, of in ((rival, result.config["rules"][0]), *((method, rule) for method in ours)):
             at |= {"method": method, "rule": of}
-            ppl, ratio, kl = (result.one(metric=m, **at) for m in ("perplexity", "perplexity_ratio", "kl"))
+            ppl, cells = _ppl_cells(result, at)
             less = [
                 _with_interval(result.one(**at | {"against": rival}, metric=m)) if method in ours else ""
                 for m in ("kl", "nll")
             ]
-            cells = [f"{ppl.value:.3f} ({_signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(ppl.density or 0)]
             tokens = "as many tokens" if method in ours else percent(budget)
             lines.append([f"{tokens}, {method}", *cells, *less])
         sections.append(lines)
@@ -177,9 +184,82 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     return Grid(f"{title}, {protocol(config)}", ["layer", *names], [body, [line("mean", None), interval]])
 
 
-def codelength_grids(result: Result) -> list[Grid]:
-    """Return the table of IoU by code length with the equal LSH lengths, and the tables of all other metrics."""
-    return [codelength_grid(result), *plain_grids(result)]
+class Code(NamedTuple):
+    """A hash at a length."""
+
+    kind: str
+    """`lsh`, `planes`, ..."""
+    bits: int
+    """Bits of one hash function; `paper` has one per query head."""
+
+
+def code_of(result: Result, row: Row) -> Code:
+    """Return the hash and the length that a row belongs to. Raises: ValueError if the result lacks them."""
+    if row.method.startswith("lsh-"):
+        return Code(LSH, int(row.method.removeprefix("lsh-")))
+    kind, _, bits = row.method.partition(AT)
+    if bits:
+        return Code(kind, int(bits))
+    at = {"method": row.method, "heads": row.heads}
+    equal, times = (result.one(metric=metric, **at).value for metric in ("equal_lsh_bits", "times_shorter"))
+    return Code(kind, round(equal / times))
+
+
+def equal_words(result: Result, row: Row) -> tuple[str, str]:
+    """Return the length of untrained LSH that equals a learned hash, with its interval, and the ratio of the lengths.
+
+    Args: row: of the metric `equal_lsh_bits`.
+    """
+    times = result.one(metric="times_shorter", method=row.method, heads=row.heads).value
+    lengths = result.config["bits"]
+    if row.value >= max(lengths):
+        return f"more than {max(lengths)}", f"more than {times:.1f}"
+    if row.value <= min(lengths):
+        return f"{min(lengths)} or fewer", f"{times:.1f} or less"
+    interval = "" if row.low is None or row.high is None else f" [{row.low:.0f}, {row.high:.0f}]"
+    return f"{row.value:.0f}{interval}", f"{times:.1f}"
+
+
+def codelength_grid(result: Result) -> Grid:
+    """Format IoU by hash and length, LSH first, and the LSH length that equals each learned one, for both heads."""
+    kinds = heads_of(result.config)
+    order = {kind: i for i, kind in enumerate((LSH, *result.config["methods"]))}
+    found: dict[Code, dict[str, Row]] = {}
+    for row in result.select(metric="iou"):
+        found.setdefault(code_of(result, row), {})[str(row.heads)] = row
+    sections: dict[str, list[list[str]]] = {}
+    for code in sorted(found, key=lambda code: (order[code.kind], code.bits)):
+        line = [f"{code.kind}{AT}{code.bits}"]
+        for heads in kinds:
+            row = found[code][heads]
+            equal = ["", ""]
+            if code.kind != LSH:
+                own = result.one(metric="equal_lsh_bits", method=row.method, heads=heads)
+                equal = list(equal_words(result, own))
+            line += [cell_of(row), *equal]
+        sections.setdefault(code.kind, []).append(line)
+    first = next(iter(next(iter(found.values())).values()))
+    interval = " [95 % interval]" if first.n > 1 else ""
+    title = (
+        f"IoU with exact top-{percent(result.config['budgets'][0])} by bits of a code, and the length of untrained LSH "
+        f"that equals it, mean of {first.n} held-out context{'s' * (first.n > 1)} of {result.config['context']} tokens"
+        f"{interval}, model `{result.config['model']}`"
+    )
+    header = ["hash at bits"]
+    for name in (HEADS[heads] for heads in kinds):
+        header += [f"IoU {name}", "equal LSH bits", "times as many"]
+    return Grid(title, header, list(sections.values()))
+
+
+def sentences(result: Result) -> Iterator[str]:
+    """Yield a sentence per learned hash about the length of untrained LSH that equals it."""
+    for row in result.select(metric="equal_lsh_bits"):
+        code, (words, times) = code_of(result, row), equal_words(result, row)
+        kept = "" if row.bits == code.bits else f", of which a KV head stores {(row.bits or 0) // code.bits} codes"
+        yield (
+            f"{row.where}: LSH length that equals `{code.kind}` at {code.bits} bits{kept}: {words} bits, {times} times "
+            "as many"
+        )
 
 
 def plain_grids(result: Result) -> list[Grid]:
@@ -230,7 +310,8 @@ def _title(result: Result, rows: list[Row]) -> str:
     return f"`{config['task']}`{measured}, model `{config['model']}`{code}{_unusual(config)}"
 
 
-def _signed_percent(ratio: float) -> str:
+def signed_percent(ratio: float) -> str:
+    """Format the change that a ratio means: 1.125 is `+12.5 %`."""
     return f"{100 * (ratio - 1):+.1f} %"
 
 

@@ -100,9 +100,7 @@ def write_json(path: Path, data: Any) -> None:
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON object. Raises: ValueError naming the file and the remedy if it is anything else."""
-    return read_json_object(path, remedy)
+read_json = read_json_object
 
 
 def rows_to_text(rows: list[Row]) -> str:

@@ -16,20 +16,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from evals.documents import Measured
 from evals.machine import HARDWARE, environment
 from evals.result import read_json, write_json
-
-_GROWS = ("documents",)  # a run can be continued with more documents
 
 
 class RunFolder:
     """The folder of one run.
 
-    Args:
-        folder: created if missing.
-        settings: everything the results depend on, as JSON values.
-        device: where the model runs.
+    Args: folder: created if missing; settings: everything the results depend on, as JSON values; device: where the
+        model runs.
     Raises: ValueError, before anything is written, if the folder holds a run with other settings, or other files.
     """
 
@@ -39,7 +34,12 @@ class RunFolder:
         path = folder / "config.json"
         if path.is_file():
             former = read_json(path, "delete that folder or choose another --out")
-            _require_same(folder, former, settings)
+            for name in sorted((former.keys() | settings.keys()) - {"documents"}):  # a run can be continued with more
+                if (was := former.get(name)) != (now := settings.get(name)):
+                    raise ValueError(
+                        f"{folder} holds a run with other settings: {name} was {was}, now {now}; choose another --out, "
+                        "or delete that folder"
+                    )
         elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no run of evals; choose another --out")
         write_json(path, settings)
@@ -68,22 +68,25 @@ class RunFolder:
                     f"{self.folder} has samples made with {name} {stored.get(name)}, this is {name} "
                     f"{self._here[name]}; choose another --out, or continue with the former version"
                 )
-        added = {name: _joined(stored.get(name, "not stored"), self._here[name]) for name in HARDWARE}
-        if stored != (merged := {**stored, **added}):
+        merged = dict(stored)
+        for name, here in ((name, self._here[name]) for name in HARDWARE):
+            former = stored.get(name, "not stored")
+            merged[name] = former if here in former.split("; ") else f"{former}; {here}"
+        if stored != merged:
             write_json(self._environment, merged)
         self._noted = True
 
     def sample(
         self,
         number: int,
-        document: Measured,
+        document: Any,
         check: Callable[[dict[str, Any]], None],
         compute: Callable[[], dict[str, Any]],
     ) -> tuple[dict[str, Any], bool]:
         """Return the sample of a document, and whether it was computed now: read if stored, else computed and stored.
 
-        Args:
-            check: raises KeyError, TypeError or ValueError if a sample is incomplete.
+        Args: document: has a name that a report may print, and a digest that identifies its content; check: raises
+            KeyError, TypeError or ValueError if a sample is incomplete.
         Raises: ValueError naming the file if it is corrupt or of another text; or, before computing, if earlier samples
             were made with other versions.
         """
@@ -112,20 +115,6 @@ def environment_of(folder: Path) -> dict[str, str]:
     if wrong := [name for name, value in found.items() if not isinstance(value, str)]:
         raise ValueError(f"{path} is corrupt ({wrong[0]} must be a string); {remedy}")
     return found
-
-
-def _joined(former: str, here: str) -> str:
-    """Add hardware to a run's list, without repeats."""
-    return former if here in former.split("; ") else f"{former}; {here}"
-
-
-def _require_same(folder: Path, stored: dict[str, Any], settings: dict[str, Any]) -> None:
-    for name in sorted((stored.keys() | settings.keys()) - set(_GROWS)):
-        if stored.get(name) != settings.get(name):
-            raise ValueError(
-                f"{folder} holds a run with other settings: {name} was {stored.get(name)}, now {settings.get(name)}; "
-                "choose another --out, or delete that folder"
-            )
 
 
 def finite(value: Any) -> float:

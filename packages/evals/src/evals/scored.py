@@ -16,8 +16,7 @@ from torch import Tensor
 class ScoreSelector(NoCodes):
     """Selects by float scores over all keys (`down-proj`); for quality only, because nothing is cached.
 
-    Args:
-        per_query_head: one set per query head, instead of one per KV head.
+    Args: per_query_head: one set per query head, instead of one per KV head.
     """
 
     def __init__(self, hasher: Hasher, per_query_head: bool = False):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.base_commands import Always, MethodsCommand, TaskCommand
-from evals.documents import Measured, TokenDocument, load_documents
+from evals.documents import TokenDocument, load_documents
 from evals.figures import draw
 from evals.grid import to_markdown, to_rich
 from evals.methods import DENSE, LoadedMethod, load_methods
@@ -28,7 +28,7 @@ from evals.metrics import Estimate
 from evals.parquet import write_parquet
 from evals.report import grids
 from evals.result import Result, Row, rows_to_text, versions
-from evals.runner import RunFolder, environment_of, model_identity
+from evals.runner import RunFolder, environment_of, finite, model_identity
 
 Sample = dict[str, Any]
 
@@ -75,15 +75,12 @@ def load(command: MethodsCommand, task: str) -> Ready:
 
 def require_shares(methods: Sequence[LoadedMethod], always: Always) -> None:
     """Raise ValueError if a budget is to be divided and a hash method's hasher does not say how."""
+    hashed = [method for method in methods if isinstance(method.selector, HashSelector)]
     for kind in ("layer", "head"):
-        lacking = [
-            method.name
-            for method in methods
-            if isinstance(method.selector, HashSelector) and not getattr(method.selector, f"{kind}_shares")
-        ]
+        lacking = ", ".join(method.name for method in hashed if not getattr(method.selector, f"{kind}_shares"))
         if lacking and always.divided[f"by_{kind}"]:
             raise ValueError(
-                f"--by-{kind} needs hashers with {kind}_shares, got none in {', '.join(lacking)}; name other --methods"
+                f"--by-{kind} needs hashers with {kind}_shares, got none in {lacking}; name other --methods"
             )
 
 
@@ -172,7 +169,7 @@ def each_document(
             def step(doing: str, name: str = document.name) -> None:
                 advance(f"{name}: {doing}", 1)
 
-            def now(number: int = number, document: Measured = document) -> Sample:
+            def now(number: int = number, document: Any = document) -> Sample:
                 return compute(number, document, step)
 
             sample, computed = folder.sample(number, document, check, now)
@@ -188,14 +185,28 @@ def drawn_rows(command: TaskCommand, rows: int, number: int) -> Tensor:
     return torch.randint(command.context // 4, command.context, (rows,), generator=generator)
 
 
-def require_cells(sample: Sample, cells: Sequence[Any], which: str = "methods or budgets") -> None:
-    """Check that a stored sample has the cells, named tuples, of this run. Raises: ValueError."""
-    if len(sample["cells"]) != len(cells) or any(
+def require_cells(
+    sample: Sample, cells: Sequence[Any], numbers: Sequence[str] = (), which: str = "methods or budgets"
+) -> None:
+    """Check that a stored sample has the cells, named tuples, of this run, with these finite numbers.
+
+    Raises: ValueError or TypeError.
+    """
+    stored = sample["cells"]
+    if len(stored) != len(cells) or any(
         found[name] != value
-        for found, cell in zip(sample["cells"], cells, strict=True)
+        for found, cell in zip(stored, cells, strict=True)
         for name, value in cell._asdict().items()
     ):
         raise ValueError(f"its {which} are not those of the run")
+    for found in stored:
+        for name in numbers:
+            finite(found[name])
+
+
+def mean_density(samples: Sequence[Sample], number: int) -> float:
+    """Return the mean over samples of the density of one cell."""
+    return sum(sample["cells"][number]["density"] for sample in samples) / len(samples)
 
 
 def finish(command: MethodsCommand, ready: Ready, rows: list[Row], console: Console) -> Result:

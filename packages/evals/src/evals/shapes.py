@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.demo import DEMO, model_path
@@ -12,32 +12,26 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _qwen(**sizes: Any) -> PretrainedConfig:
-    from transformers import Qwen2Config  # imported here and below: `--help` does not need it
-
-    return Qwen2Config(**sizes, max_position_embeddings=1 << 22)
-
-
-def _llama(**sizes: Any) -> PretrainedConfig:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**sizes, max_position_embeddings=1 << 22)
-
-
 PLANES = HasherConfig("transform", ModelShape(1, 1, 1, 128)).planes
 """Default number of bit planes of a query: that of `transform`, the default hasher of `attach`."""
 SMALL = "small"
-PRESETS = {
+PRESETS = {  # class of the config, hidden and intermediate size, vocabulary, layers, heads, KV heads
     # Qwen/Qwen2.5-7B and meta-llama/Meta-Llama-3-8B as in their config.json, but with positions for any length.
-    "qwen2.5-7b": lambda: _qwen(hidden_size=3584, intermediate_size=18944, vocab_size=152064, **_sizes(28, 28, 4)),
-    "llama3-8b": lambda: _llama(hidden_size=4096, intermediate_size=14336, vocab_size=128256, **_sizes(32, 32, 8)),
+    "qwen2.5-7b": ("Qwen2Config", 3584, 18944, 152064, 28, 28, 4),
+    "llama3-8b": ("LlamaConfig", 4096, 14336, 128256, 32, 32, 8),
     # Qwen2.5-7B's groups and heads, 4 layers, little besides attention: for two CPU cores.
-    SMALL: lambda: _qwen(hidden_size=896, intermediate_size=896, vocab_size=1024, head_dim=128, **_sizes(4, 28, 4)),
+    SMALL: ("Qwen2Config", 896, 896, 1024, 4, 28, 4),
 }
 
 
-def _sizes(layers: int, heads: int, kv_heads: int) -> dict[str, int]:
-    return {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+def _preset(
+    kind: str, hidden: int, intermediate: int, words: int, layers: int, heads: int, kv: int
+) -> PretrainedConfig:
+    import transformers  # imported here: `--help` does not need it
+
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": words, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv, "max_position_embeddings": 1 << 22}
+    return getattr(transformers, kind)(**sizes, head_dim=128)
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -46,7 +40,7 @@ def load_config(name: str) -> PretrainedConfig:
     Raises: ValueError with one sentence if there is none.
     """
     if name in PRESETS:
-        return PRESETS[name]()
+        return _preset(*PRESETS[name])
     from hashtrain.models import load_config as load
 
     path = model_path(name)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
 
 from evals.base_commands import Methods
 from evals.checks import each_a_share, each_among, each_once, each_positive
-from evals.result import versions
-from evals.shapes import PLANES, SMALL
+from evals.commands import ShapeCommand
+from evals.shapes import SMALL
 
 ENDTOEND = ("sdpa", "eager", "compiled", "planes", "recent", "planes-compiled")
 DENSE_ENDTOEND = ("sdpa", "eager", "compiled")
@@ -20,7 +20,7 @@ STEPS = ("hash", "score", "select", "search", "attend", "dense")
 
 
 @dataclass(frozen=True)
-class SpeedCommand:
+class SpeedCommand(ShapeCommand):
     """Options shared by the commands that measure time."""
 
     shape: str = SMALL
@@ -29,12 +29,6 @@ class SpeedCommand:
     """Numbers of cached tokens."""
     budget: float = 0.02
     """Share of the cached tokens to attend to."""
-    bits: int = 128
-    """Bits per code."""
-    planes: int = PLANES
-    """Bit planes of a query. Default: those of `transform`, the hasher of `attach`; `planes` has 3."""
-    hidden: int = 128
-    """Hidden width of the hash functions."""
     repeats: int = 5
     """Number of turns of each method."""
     steps: int = 8
@@ -49,26 +43,16 @@ class SpeedCommand:
     """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available)."""
     seed: int = 0
     """Draws weights, caches and the bootstrap."""
-    out: Path = Path("runs/speed")
-    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_seed(self.seed)
-        require_counts(self, bits=32, planes=1, hidden=1, repeats=1, steps=1, warmup=0)
+        require_counts(self, repeats=1, steps=1, warmup=0)
         require_device_name(self.device)
         each_positive(self, "contexts")
         each_a_share(self, "budget")
-        if self.bits % 32:
-            raise UsageError(f"--bits must be a multiple of 32, got {self.bits}")
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise UsageError(f"--bandwidth must be above 0, got {self.bandwidth:g}")
-
-    def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the results, as JSON values without local paths."""
-        plain = {
-            k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k not in ("out", "shape")
-        }
-        return {"task": task, "model": Path(self.shape).name, **plain, "versions": versions()}
 
 
 @dataclass(frozen=True)

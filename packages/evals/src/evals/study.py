@@ -11,7 +11,7 @@ from hashtrain.demo import DEMO
 from hashtrain.usage import UsageError, require_counts, require_device_name
 
 from evals.base_commands import Dtype, Methods, Phase, TaskCommand
-from evals.checks import each_among, each_positive
+from evals.checks import each_a_share, each_among, each_positive, left_out, one_budget
 from evals.methods import REMAINDER, RIVAL_NAMES, SELECTION_NAMES, SPARSE_NAMES
 
 
@@ -114,8 +114,7 @@ class SuggestCommand(TaskCommand):
             raise UsageError(f"give one target, --kl or --mass, got {'neither' if self.kl is None else 'both'}")
         if self.kl is not None and not self.kl > 0:
             raise UsageError(f"--kl must be above 0, got {self.kl:g}")
-        if self.mass is not None and not 0 < self.mass <= 1:
-            raise UsageError(f"--mass must be above 0 and at most 1, got {self.mass:g}")
+        each_a_share(self, "mass", "")
         if self.mass is not None and self.phase != "everywhere":
             raise UsageError(
                 f"--mass uses rows drawn from a dense pass and takes no --phase, got {self.phase}; leave --phase out, "
@@ -147,7 +146,6 @@ class TuneCommand(TaskCommand):
     """Text not used for evaluation: UTF-8 files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME. Default: the
     training sources of our hashers."""
     documents: int = 4
-    """Contexts to measure; a run can be continued with more."""
     pages: tuple[int, ...] = (4, 8, 16, 32)
     """Quest: tokens per page."""
     bits: tuple[int, ...] = (8, 10, 12, 15)
@@ -165,16 +163,13 @@ class TuneCommand(TaskCommand):
         super().__post_init__()
         for name in ("pages", "bits", "tables"):
             each_positive(self, name)
-        if self.heads is not None:
-            raise UsageError(f"tune takes no --heads, got {self.heads}: each rival has its own heads; leave it out")
+        left_out(self, "heads", "tune", "each rival has its own heads")
         if max(self.bits) > 31 or min(self.tables) < 2:
             raise UsageError(
                 f"--bits must be at most 31 and --tables at least 2, got {max(self.bits)} and {min(self.tables)}"
             )
-        if self.density is not None and not 0 < self.density <= 1:
-            raise UsageError(f"--density must be above 0 and at most 1, got {self.density:g}")
-        if len(self.budgets) != 1:
-            raise UsageError(f"--budgets of tune takes one, got {len(self.budgets)}")
+        each_a_share(self, "density", "")
+        one_budget(self, "tune")
         each_among(self, "methods", RIVAL_NAMES, "tune")
 
 
@@ -215,5 +210,4 @@ class PaperCommand:
         if sum([self.table is not None, self.figure is not None, self.all, self.list]) > 1:
             raise UsageError("give one of --table, --figure, --all and --list, got several")
         require_device_name(self.device)
-        if self.documents is not None:
-            require_counts(self, documents=1)
+        require_counts(self, documents=1)

@@ -12,9 +12,9 @@ from hashtrain.data.capture import capturing
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from evals.codes import CODES
 from evals.codes.base import Training
 from evals.codes.scores import Coded, Hashed, Scorer, exact, fit_factor
-from evals.codes.table import CODES
 
 EXACT = "exact keys"
 _ROWS = 8

@@ -34,7 +34,6 @@ class ProductCode:
         return (y @ self.directions).unflatten(-1, (self.parts, -1)).movedim(-2, 0)
 
     def encode(self, k: Tensor) -> Tensor:
-        """See `Code.encode`."""
         numbers = nearest(self._split(self.metric.keys(k)), self.centroids).T
         pairs = numbers.unflatten(-1, (BYTES, -1))
         return (pairs * torch.tensor([1, 16][: pairs.shape[-1]], device=k.device)).sum(-1).to(torch.uint8)
@@ -47,7 +46,6 @@ class ProductCode:
         return self.centroids[torch.arange(self.parts, device=stored.device), numbers].flatten(-2)
 
     def query(self, q: Tensor) -> Tensor:
-        """See `Code.query`: not rounded."""
         return self.metric.queries(q) @ self.directions
 
 

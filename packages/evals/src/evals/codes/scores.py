@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from hashtrain.layers import LayerHasher
@@ -25,12 +26,8 @@ class Scores(NamedTuple):
     """Of each query head, float32 [1, Hq, R, T]: estimates of q . k, up to a factor per head and a constant per row."""
 
 
-class Scorer(Protocol):
-    """Scores the keys of one layer by what a code stores of them."""
-
-    def __call__(self, q: Tensor, k: Tensor) -> Scores:
-        """Score queries [1, Hq, R, D] against keys [1, Hkv, T, D]."""
-        ...
+Scorer = Callable[[Tensor, Tensor], Scores]
+"""Scores queries [1, Hq, R, D] against keys [1, Hkv, T, D] of one layer by what a code stores of the keys."""
 
 
 def exact(q: Tensor, k: Tensor) -> Scores:
@@ -66,7 +63,6 @@ class Hashed:
     layer: LayerHasher
 
     def __call__(self, q: Tensor, k: Tensor) -> Scores:
-        """See `Scorer`."""
         added = self.layer.scores(q, k)
         if not isinstance(self.layer, Transform):
             return Scores(added, self.layer.scores(q, k, per_query_head=True).float())

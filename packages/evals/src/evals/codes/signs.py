@@ -47,7 +47,6 @@ class ItqCode:
         self.decoder: Tensor = least_squares(signs, y)
 
     def encode(self, k: Tensor) -> Tensor:
-        """See `Code.encode`."""
         rest, stored = k.float() - self.mean, []
         for directions, decoder in self.blocks:
             stored.append(pack_signs(rest @ directions))
@@ -55,7 +54,6 @@ class ItqCode:
         return torch.cat(stored, 1)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """See `Code.decode`."""
         return unpack_signs(stored) @ self.decoder
 
     def query(self, q: Tensor) -> Tensor:
@@ -81,7 +79,24 @@ def itq_rotation(y: Tensor, generator: torch.Generator, rounds: int = _ROUNDS) -
     return rotation
 
 
-class RaBitQCode:
+class Rotated:
+    """Keys that are centred, padded with zeros and rotated at random to `bits` coordinates."""
+
+    bits: int = 8 * (BYTES - _FACTOR)
+
+    def __init__(self, training: Training):
+        self.mean: Tensor = training.keys.mean(0)
+        self.rotation: Tensor = orthonormal(len(self.mean), self.bits, training.generator).to(training.keys)
+
+    def rotated(self, k: Tensor) -> Tensor:
+        return (k.float() - self.mean) @ self.rotation
+
+    def query(self, q: Tensor) -> Tensor:
+        """See `Code.query`: not rounded."""
+        return q.float() @ self.rotation
+
+
+class RaBitQCode(Rotated):
     """RaBitQ (Gao and Long 2024, arXiv 2405.12497, section 3): signs of a randomly rotated, centred, unit vector.
 
     <x, q> / <x, o> is an unbiased estimate of <o, q>, where x are the signs over sqrt(bits), o is the unit vector and q
@@ -91,27 +106,21 @@ class RaBitQCode:
     nearest level.
     """
 
-    bits = 8 * (BYTES - _FACTOR)
-
     def __init__(self, training: Training, query_bits: int = 8):
-        self.mean: Tensor = training.keys.mean(0)
-        self.rotation: Tensor = orthonormal(len(self.mean), self.bits, training.generator).to(training.keys)
+        super().__init__(training)
         self.query_bits: int = query_bits
 
     def encode(self, k: Tensor) -> Tensor:
-        """See `Code.encode`."""
-        y = (k.float() - self.mean) @ self.rotation
+        y = self.rotated(k)
         signs = pack_signs(y)
         product = (unpack_signs(signs) * y).sum(-1) / math.sqrt(self.bits)  # <x, o> |y|
         return torch.cat([signs, pack_factors(y.square().sum(-1) / product.clamp(min=1e-20))], -1)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """See `Code.decode`."""
         return unpack_signs(stored[:, :-_FACTOR]) / math.sqrt(self.bits) * unpack_factors(stored[:, -_FACTOR:])
 
     def query(self, q: Tensor) -> Tensor:
-        """See `Code.query`."""
-        return round_evenly(q.float() @ self.rotation, self.query_bits)
+        return round_evenly(super().query(q), self.query_bits)
 
 
 def round_evenly(x: Tensor, bits: int) -> Tensor:
@@ -121,33 +130,21 @@ def round_evenly(x: Tensor, bits: int) -> Tensor:
     return ((x - least) / step).round() * step + least
 
 
-class TurboMseCode:
+class TurboMseCode(Rotated):
     """TurboQuant (Zandieh, Daliri, Hadian and Mirrokni 2025, arXiv 2504.19874), algorithm 1, with 1 bit: the rotated
-    unit vector by a 1-bit Lloyd-Max quantiser, and its length in 16 bits. Centred and padded as `RaBitQCode`.
+    unit vector by a 1-bit Lloyd-Max quantiser, and its length in 16 bits.
     """
 
-    bits = 8 * (BYTES - _FACTOR)
-
-    def __init__(self, training: Training):
-        self.mean: Tensor = training.keys.mean(0)
-        self.rotation: Tensor = orthonormal(len(self.mean), self.bits, training.generator).to(training.keys)
-
     def encode(self, k: Tensor) -> Tensor:
-        """See `Code.encode`."""
-        y = (k.float() - self.mean) @ self.rotation
+        y = self.rotated(k)
         return torch.cat([pack_signs(y), pack_factors(y.norm(dim=-1))], -1)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """See `Code.decode`."""
         signs, length = unpack_signs(stored[:, :-_FACTOR]), unpack_factors(stored[:, -_FACTOR:])
         return signs * length * (_LEVEL / math.sqrt(self.bits))
 
-    def query(self, q: Tensor) -> Tensor:
-        """See `Code.query`: not rounded."""
-        return q.float() @ self.rotation
 
-
-class TurboProductCode:
+class TurboProductCode(Rotated):
     """TurboQuant's form for inner products (algorithm 2): 1-bit Lloyd-Max, then signs of random projections of what it
     leaves (QJL), which make the estimate unbiased. 64 and 32 bits, and 16 each for the length and that of the rest.
     """
@@ -156,17 +153,15 @@ class TurboProductCode:
     bits: int = 8 * (BYTES - 2 * _FACTOR) - rest_bits
 
     def __init__(self, training: Training):
-        self.mean: Tensor = training.keys.mean(0)
-        d, generator = len(self.mean), training.generator
-        self.rotation: Tensor = orthonormal(d, self.bits, generator).to(training.keys)
-        self.projection: Tensor = torch.randn(self.bits, self.rest_bits, generator=generator).to(training.keys)
+        super().__init__(training)
+        drawn = torch.randn(self.bits, self.rest_bits, generator=training.generator)
+        self.projection: Tensor = drawn.to(training.keys)
 
     def _first(self, signs: Tensor) -> Tensor:
         return unpack_signs(signs) * (_LEVEL / math.sqrt(self.bits))
 
     def encode(self, k: Tensor) -> Tensor:
-        """See `Code.encode`."""
-        y = (k.float() - self.mean) @ self.rotation
+        y = self.rotated(k)
         length = y.norm(dim=-1)
         unit = y / length.clamp(min=1e-20)[:, None]
         signs = pack_signs(unit)
@@ -174,12 +169,7 @@ class TurboProductCode:
         return torch.cat([signs, pack_signs(rest @ self.projection), pack_factors(length, rest.norm(dim=-1))], -1)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """See `Code.decode`."""
         first, second = self.bits // 8, (self.bits + self.rest_bits) // 8
         length, of_rest = unpack_factors(stored[:, second:]).split(1, -1)
         rest = unpack_signs(stored[:, first:second]) @ self.projection.mT * math.sqrt(math.pi / 2) / self.rest_bits
         return length * (self._first(stored[:, :first]) + of_rest * rest)
-
-    def query(self, q: Tensor) -> Tensor:
-        """See `Code.query`: not rounded."""
-        return q.float() @ self.rotation

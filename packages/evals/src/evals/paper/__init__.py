@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from evals.paper.item import Item
-from evals.paper.items import ITEMS
-from evals.paper.shares import Shares, shares
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from evals.paper.item import ITEMS, Item
 from evals.shapes import load_config, shape_of
 from evals.study import PaperCommand
 
@@ -22,10 +23,10 @@ def why_not(item: Item, settings: PaperCommand) -> str | None:
         return "it needs --other-hashers"
     if lacking := item.lacking(settings):
         return f"{settings.hashers} lacks {', '.join(lacking)}: train them with `uv run hashtrain --only all`"
-    if item.dense_at:
-        layers = shape_of(load_config(settings.model)).num_layers
-        if max(item.dense_at) >= layers:
-            return f"layer {max(item.dense_at)} is dense in it, and the model has {layers} layers: give another --model"
+    if dense_at := item.values("--dense-at"):
+        last, layers = max(map(int, dense_at)), shape_of(load_config(settings.model)).num_layers
+        if last >= layers:
+            return f"layer {last} is dense in it, and the model has {layers} layers: give another --model"
     return None
 
 
@@ -39,10 +40,40 @@ def chosen(settings: PaperCommand) -> list[Item]:
         return [item for item in items if item.task and why_not(item, settings) is None]
     for kind, number in (("table", settings.table), ("figure", settings.figure)):
         if number is not None:
-            found = [item for item in items if item.is_number(kind, number)]
+            found = [item for item in items if item.number == f"{kind} {number}"]
             if not found:
-                last = len({item.name.partition(" (")[0] for item in ITEMS if item.name.startswith(kind)})
+                last = len({item.number for item in ITEMS if item.name.startswith(kind)})
                 raise ValueError(f"--{kind} takes 1 to {last}, got {number}")
             # Parts that cannot run are left out; if none can, the first says why.
             return [item for item in found if why_not(item, settings) is None] or found
     return []
+
+
+class Shares(NamedTuple):
+    """Counts of parts, and of numbered tables and figures, that have something to store."""
+
+    parts: int
+    stored_parts: int
+    numbers: int
+    stored_numbers: int
+    """Tables and figures of which at least one part has a stored result."""
+    whole_numbers: int
+    """Those of which every part has one."""
+    nothing_to_store: int
+    """Drawings, listings and quotations, which the other counts leave out."""
+
+
+def shares(items: Sequence[Item], stored: Collection[str]) -> Shares:
+    """Count items with a stored result, given the names of those that have one."""
+    counted = [item for item in items if not item.nothing_to_store]
+    parts: dict[str, list[bool]] = {}
+    for item in (item for item in counted if item.name.startswith(("table", "figure"))):
+        parts.setdefault(item.number, []).append(item.name in stored)
+    return Shares(
+        len(counted),
+        sum(item.name in stored for item in counted),
+        len(parts),
+        sum(map(any, parts.values())),
+        sum(map(all, parts.values())),
+        len(items) - len(counted),
+    )

@@ -1,9 +1,12 @@
-"""One table or figure of the paper, and our commands that reproduce it."""
+"""The tables and figures of the paper, and our commands that reproduce them."""
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from evals.compare import compare
@@ -33,7 +36,7 @@ class Item:
         against: (method, budget, other, its budget): differences to show, paired over documents.
         twice: also run it with --other-hashers, and show the difference.
         hub: whether its data come from a hub, so that --all skips it.
-        stored: names of stored runs that show it, on the demo model or another, in the folder of --results.
+        stored: names of stored runs that show it, on any model, in the folder of --results.
         nothing_to_store: whether it is a drawing, a listing or a quotation, which no result can show.
     """
 
@@ -46,7 +49,7 @@ class Item:
     against: tuple[tuple[str, float, str, float], ...] = ()
     twice: bool = False
     hub: bool = False
-    stored: tuple[str, ...] = ()
+    stored: Sequence[str] = ()
     nothing_to_store: bool = False
 
     @property
@@ -72,12 +75,12 @@ class Item:
             if self.task not in _ON_CPU:
                 words += ["--device", settings.device]
             if self.task not in _BY_SHAPE:
-                words += ["--dtype", settings.dtype]
-                words += ["--model", settings.model, "--hashers", str(made)]
+                words += ["--dtype", settings.dtype, "--model", settings.model, "--hashers", str(made)]
                 words += ["--documents", count] if self.documents else []
             if self.task == "codelength" and settings.more_hashers:
                 words += ["--more-hashers", *map(str, settings.more_hashers)]
-            if self.rivals and settings.tuned is not None:
+            # Tuned rivals are measured where rivals are, by perplexity.
+            if settings.tuned is not None and self.task == "ppl" and set(RIVAL_NAMES) & set(words):
                 words += ["--tuned", str(settings.tuned)]
             found.append(words)
         return found
@@ -107,24 +110,19 @@ class Item:
         methods: dict[Any, set[str]] = {}
         for config in runs.values():
             methods.setdefault(config["model"], set()).update(config.get("methods", ()))
-        wanted = set(self._values("--methods"))
+        wanted = set(self.values("--methods"))
         found = [file for file, config in runs.items() if wanted <= methods[config["model"]]]
         return found if len(found) > self.twice else []
-
-    @property
-    def rivals(self) -> bool:
-        """Whether it measures perplexity of rivals, to which --tuned can add tuned ones."""
-        return self.task == "ppl" and not set(RIVAL_NAMES).isdisjoint(self.command.split())
 
     def lacking(self, settings: PaperCommand) -> list[str]:
         """Return the required hashers that are missing; tasks that take a shape need none."""
         if self.task in _BY_SHAPE:
             return []
-        return without_hasher(self._values("--methods"), settings.hashers)
+        return without_hasher(self.values("--methods"), settings.hashers)
 
     def fitting(self, settings: PaperCommand) -> Item:
         """Return the item without `planes` if that is all that the hashers lack, and it measures `transform`, too."""
-        methods = self._values("--methods")
+        methods = self.values("--methods")
         if self.task in _BY_SHAPE or "transform" not in methods:
             return self
         other = [settings.other_hashers] if self.twice and settings.other_hashers is not None else []
@@ -135,12 +133,7 @@ class Item:
         against = tuple(pair for pair in self.against if not {pair[0], pair[2]} & set(PLANES))
         return replace(self, command=" ".join(words), against=against)
 
-    @property
-    def dense_at(self) -> list[int]:
-        """The layers that its command leaves dense by index."""
-        return [int(layer) for layer in self._values("--dense-at")]
-
-    def _values(self, option: str) -> list[str]:
+    def values(self, option: str) -> list[str]:
         """Return the values of an option of its command; none if it is not given."""
         words = self.command.split()
         start = words.index(option) + 1 if option in words else len(words)
@@ -152,10 +145,6 @@ class Item:
         """Its table or figure, without the part."""
         return self.name.partition(" (")[0]
 
-    def is_number(self, kind: str, number: int) -> bool:
-        """Whether it shows this table or figure, or a part of it."""
-        return self.number == f"{kind} {number}"
-
     def differences(self, settings: PaperCommand) -> tuple[list[dict[str, Any]], list[Grid]]:
         """Return the paired differences from finished runs: as entries of `compare`, and as tables."""
         first, last = self.folders(settings)[0], self.folders(settings)[-1]
@@ -166,6 +155,31 @@ class Item:
         if self.twice:
             found.append(compare(first, last, (None, None), (None, None)))
         return [entry for entries, _ in found for entry in entries], _joined([grid for _, grid in found])
+
+
+def _items() -> tuple[Item, ...]:
+    """Read every table and figure, in the paper's order: tables, then parts without a number, then figures."""
+    data = tomllib.loads(Path(__file__).with_name("items.toml").read_text("utf-8"))
+    words = {name: Template(text).safe_substitute(data["words"]) for name, text in data["words"].items()}
+    found: list[Item] = []
+    for given in data["items"]:
+        if printed := given.pop("paper", None):
+            title, header, *lines = printed
+            given["paper"] = Grid(f"The paper's: {title}", header.split("|"), [[line.split("|") for line in lines]])
+        given["command"] = Template(given["command"]).substitute(words)
+        given["differs"] = tuple(Template(text).substitute(words) for text in given["differs"])
+        given["against"] = tuple(map(tuple, given.get("against", ())))
+        found.append(Item(**given))
+
+    def place(item: Item) -> tuple[int, int]:
+        kind, number, *_ = item.name.split()
+        return ("table", "code", "figure").index(kind), int(number) if number.isdigit() else 0
+
+    return tuple(sorted(found, key=place))
+
+
+ITEMS = _items()
+"""Every table and figure; those in the paper's own protocol follow those that suit the demo model."""
 
 
 def _joined(grids: list[Grid]) -> list[Grid]:

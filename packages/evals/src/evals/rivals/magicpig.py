@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ def log_draw_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
     return torch.where(tables * bucket < _SMALL, first, w.clamp(min=1e-300).log())
 
 
+@dataclass(eq=False)
 class MagicPigSelector(NoCodes):
     """Selects, per query head, the tokens that the tables draw, and corrects their logits for the draw probability.
 
@@ -52,25 +54,20 @@ class MagicPigSelector(NoCodes):
             local one. They attend to their own token, where the original divides zero by zero.
     """
 
-    bits: int
-    tables: int
-    sink: int
-    local: int
-    prefill: int
-    seed: int
-    sampled: int
-    empty: int
+    bits: int = 15
+    tables: int = 100
+    sink: int = 4
+    local: int = 64
+    prefill: int = 1024
+    seed: int = 0
+    sampled: int = field(default=0, init=False)
+    empty: int = field(default=0, init=False)
 
-    def __init__(
-        self, bits: int = 15, tables: int = 100, sink: int = 4, local: int = 64, prefill: int = 1024, seed: int = 0
-    ):
-        if not 1 <= bits <= 31 or tables < 2:
-            raise ValueError(f"bits must be 1 to 31 and tables 2 or more, got {bits} and {tables}")
-        if sink < 0 or local < 0 or prefill <= sink + local:
-            raise ValueError(f"prefill must be above sink + local, got {prefill}, {sink} and {local}")
-        self.bits, self.tables, self.sink, self.local = bits, tables, sink, local
-        self.prefill, self.seed = prefill, seed
-        self.sampled = self.empty = 0
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 31 or self.tables < 2:
+            raise ValueError(f"bits must be 1 to 31 and tables 2 or more, got {self.bits} and {self.tables}")
+        if self.sink < 0 or self.local < 0 or self.prefill <= self.sink + self.local:
+            raise ValueError(f"prefill must be above sink + local, got {self.prefill}, {self.sink} and {self.local}")
 
     def after_prompt(self, tokens: int) -> MagicPigSelector:
         """Return the selector for rows after a dense prompt of this many tokens, as in the authors' code.

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from sparse_decode import Rows
 from sparse_decode.oracle import best_floats
@@ -16,6 +18,7 @@ from torch import Tensor
 from evals.rivals.seen import listed, ranks, seen_by
 
 
+@dataclass(eq=False)
 class QuestSelector(NoCodes):
     """Selects pages of tokens.
 
@@ -30,21 +33,19 @@ class QuestSelector(NoCodes):
         min_pages: smallest number of pages of a sparse row.
     """
 
-    per_query_head: bool
-    page: int
-    dense_rows: int
-    min_pages: int
+    per_query_head: bool = False
+    page: int = 16
+    dense_rows: int = 128
+    min_pages: int = 3
 
-    def __init__(self, per_query_head: bool = False, page: int = 16, dense_rows: int = 128, min_pages: int = 3):
-        if page < 1 or dense_rows < 0 or min_pages < 1:
-            raise ValueError(
-                f"page and min_pages must be 1 or more, dense_rows 0 or more, got {page}, {min_pages}, {dense_rows}"
-            )
-        self.per_query_head, self.page, self.dense_rows, self.min_pages = per_query_head, page, dense_rows, min_pages
+    def __post_init__(self) -> None:
+        if self.page < 1 or self.dense_rows < 0 or self.min_pages < 1:
+            got = f"{self.page}, {self.min_pages}, {self.dense_rows}"
+            raise ValueError(f"page and min_pages must be 1 or more, dense_rows 0 or more, got {got}")
 
     def after_prompt(self, tokens: int) -> QuestSelector:
         """Return the selector for rows after a dense prompt: all are sparse, however short the prompt is."""
-        return QuestSelector(self.per_query_head, self.page, 0, self.min_pages)
+        return replace(self, dense_rows=0)
 
     def select(self, rows: Rows) -> Tensor:
         """Select whole pages, int64 [B, Hq or Hkv, Q, K]; see `Selector`."""

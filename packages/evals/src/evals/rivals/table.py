@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,27 +59,20 @@ def _bucket_bits(parameters: Parameters, head_dim: int = 0) -> int:
     return parameters["bits"] * parameters["tables"]
 
 
-def _quest(**parameters: Any) -> Selector:
-    from evals.rivals.quest import QuestSelector
-
-    return QuestSelector(**parameters)
-
-
-def _quest_heads(**parameters: Any) -> Selector:
-    return _quest(per_query_head=True, **parameters)
+def _built(where: str, **parameters: Any) -> Selector:
+    """Build a selector from where it is: a module below this package, and a class."""
+    return resolve_name(f"evals.rivals.{where}")(**parameters)
 
 
-def _sampling(**parameters: Any) -> Selector:
-    from evals.rivals.magicpig import MagicPigSelector
-
-    return MagicPigSelector(**parameters)
+_quest = partial(_built, "quest:QuestSelector")
+_quest_heads = partial(_quest, per_query_head=True)
 
 
 def _magicpig(name: str, summary: str, published: tuple[Parameters, ...], sink: int = 4, local: int = 64) -> Rival:
     return Rival(
         name,
         summary,
-        partial(_sampling, sink=sink, local=local),
+        partial(_built, "magicpig:MagicPigSelector", sink=sink, local=local),
         published,
         _bucket_bits,
         {"bits": "bits", "tables": "tables"},
@@ -123,8 +117,6 @@ RIVALS = {
 def rival_named(name: str) -> Rival:
     """Return a rival's entry. Raises: ValueError if there is none."""
     if name not in RIVALS:
-        raise ValueError(
-            f"unknown rival {name}: expected one of {', '.join(RIVALS)}; use one of these, or add an entry for it to "
-            "RIVALS"
-        )
+        known = ", ".join(RIVALS)
+        raise ValueError(f"unknown rival {name}: expected one of {known}; use one of these, or add an entry to RIVALS")
     return RIVALS[name]

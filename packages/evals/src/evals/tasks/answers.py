@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from sparse_decode import Budget
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,9 +17,9 @@ from evals.commands import SyntheticCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
 from evals.metrics import bootstrap
-from evals.result import Row
+from evals.result import Result, Row
 from evals.runner import finite
-from evals.setup import Ready, Sample, rows_of
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.synthetic import Exercise
 
 
@@ -44,6 +45,10 @@ def methods_of(ready: Ready) -> dict[str, LoadedMethod]:
 def as_document(name: str, exercises: Sequence[Exercise]) -> TokenDocument:
     """Combine exercises into a named document, so that a stored sample of other exercises is noticed."""
     return TokenDocument(name, torch.cat([part for x in exercises for part in (x.prompt, x.answer)]))
+
+
+How = tuple[LoadedMethod, float | None, Always]
+"""A method, its budget, and the settings of all methods."""
 
 
 class Answer(NamedTuple):
@@ -93,13 +98,55 @@ def to_text(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def run_exercises(
+    command: SyntheticCommand,
+    names: tuple[str, str],
+    console: Console,
+    make: Callable[[PreTrainedTokenizerBase], Callable[[int], list[Exercise]]],
+    score: Callable[[Ready, Exercise, How], dict[str, Any]],
+    places: Sequence[str],
+    metrics: Sequence[str],
+    where: Callable[[dict[str, Any]], str],
+) -> Result:
+    """Score every method's answers to exercises, and store the results.
+
+    Args:
+        names: of the task, and of its documents.
+        make: returns a function that creates the exercises of a document, given a seed.
+        score: returns an answer's `metrics`, and its density.
+        places: attributes of an exercise that its answers are stored with; `where` names them in a table.
+    """
+    made: list[list[Exercise]] = []
+
+    def documents(tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
+        of_seed = make(tokenizer)
+        made.extend(of_seed(command.seed * 1_000_003 + trial) for trial in range(command.documents))
+        return [as_document(f"{names[1]} {i + 1}", found) for i, found in enumerate(made)]
+
+    ready = prepare(command, names[0], console, documents)
+    cells, methods = cells_of(command, ready), methods_of(ready)
+
+    def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
+        found: list[dict[str, Any]] = []
+        for cell in cells:
+            how = methods[cell.method], cell.budget, command.always
+            for x in made[number]:
+                at = {name: getattr(x, name) for name in places}
+                found.append({**cell._asdict(), **at, **score(ready, x, how)})
+            step(cell.method)
+        return {"answers": found}
+
+    def check(sample: Sample) -> None:
+        require_answers(sample, cells, made[0], places, (*metrics, "density"))
+
+    samples = each_document(command, ready, console, len(cells), check, compute)
+    return finish(command, ready, list(answer_rows(command, ready, samples, metrics, where)), console)
+
+
 def require_answers(
     sample: Sample, cells: Sequence[Cell], exercises: Sequence[Exercise], places: Sequence[str], metrics: Sequence[str]
 ) -> None:
-    """Check that a stored sample has the answers of this run, with finite metrics. Raises: ValueError.
-
-    Args: places: attributes of an exercise that its answers are stored with.
-    """
+    """Check that a stored sample has the answers of this run, with finite metrics. Raises: ValueError."""
     wanted = [[*cell, *(getattr(x, place) for place in places)] for cell in cells for x in exercises]
     if [[answer[name] for name in (*Cell._fields, *places)] for answer in sample["answers"]] != wanted:
         raise ValueError(f"its methods, budgets, {'s or '.join(places)}s are not those of the run")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from evals.benchmarks import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from evals.methods import DENSE
-from evals.metrics import Estimate, bootstrap
+from evals.metrics import bootstrap, normal
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, each_document, finish, load, rows_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 NAMES = {LongbenchCommand: "longbench", RulerBenchmarkCommand: "ruler", FewshotCommand: "fewshot"}
 PHASES = {"all": "everywhere", "continuation": "decode"}
-_NORMAL = 1.959964  # two-sided 95 %
 _FEW = 500  # items; means over more are nearly normal, and resampling them would need much memory
 
 
@@ -86,7 +85,7 @@ def _rows(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Ite
                 if mean and len(values) <= _FEW:
                     (estimate,) = bootstrap([[item] for item in values], command.seed)
                 else:
-                    estimate = _normal(value, error)
+                    estimate = normal(value, error)
                 yield row(cell["method"], metric, estimate, stderr=error, where=cell["task"], **_at(cell))
 
 
@@ -105,14 +104,8 @@ def _means(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> It
                 mean = sum(value for value, _ in pairs) / len(pairs)
                 errors = [error for _, error in pairs if error is not None]
                 error = math.hypot(*errors) / len(pairs) if len(errors) == len(pairs) else None
-                yield row(first["method"], metric, _normal(mean, error), stderr=error, **at)
+                yield row(first["method"], metric, normal(mean, error), stderr=error, **at)
 
 
 def _at(cell: dict[str, Any]) -> dict[str, Any]:
     return {"budget": cell["budget"], "rule": cell["rule"], "density": cell["density"]}
-
-
-def _normal(value: float, error: float | None) -> Estimate:
-    if error is None:
-        return Estimate(value, None, None)
-    return Estimate(value, value - _NORMAL * error, value + _NORMAL * error)

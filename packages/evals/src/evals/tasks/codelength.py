@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from sparse_decode import HashSelector, QueryHeadHasher
 
 from evals.commands import CodelengthCommand
 from evals.documents import TokenDocument
-from evals.lengths import AT, sentences
 from evals.methods import LoadedMethod, load_methods, without_hasher
 from evals.metrics import Estimate, bootstrap, resampled_means
+from evals.report import AT, sentences
 from evals.result import Result, Row
-from evals.runner import finite
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 from evals.tasks.iou import Cell, heads_measured, measure
 
@@ -42,18 +42,13 @@ def run(command: CodelengthCommand, console: Console) -> Result:
         found = measure(ready.model, document.ids, positions, ready.methods, command.budgets, command.always, heads_of)
         step("selections")
         sparse = command.always.sparse(ready.shape.num_layers)
-        means = {
-            m: {cell: float(np.mean([found[cell][m][layer] for layer in sparse])) for cell in cells}
-            for m in Quality._fields
-        }
-        return {"cells": [{**cell._asdict(), **{m: means[m][cell] for m in Quality._fields}} for cell in cells]}
 
-    def check(sample: Sample) -> None:
-        require_cells(sample, cells)
-        for cell in sample["cells"]:
-            for metric in Quality._fields:
-                finite(cell[metric])
+        def means(by_layer: dict[str, Any]) -> dict[str, float]:
+            return {m: float(np.mean([by_layer[m][layer] for layer in sparse])) for m in Quality._fields}
 
+        return {"cells": [{**cell._asdict(), **means(found[cell])} for cell in cells]}
+
+    check = partial(require_cells, cells=cells, numbers=Quality._fields)
     samples = each_document(command, ready, console, 1, check, compute)
     result = finish(command, ready, list(_rows(command, ready, cells, samples)), console)
     for sentence in sentences(result):

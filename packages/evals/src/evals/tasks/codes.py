@@ -25,16 +25,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evals.base_commands import Always
+from evals.codes import require_usable
 from evals.codes.base import BYTES
 from evals.codes.fit import EXACT, Fitted, fit
 from evals.codes.scores import probabilities
-from evals.codes.table import require_usable
 from evals.commands import CodesCommand
 from evals.documents import TokenDocument, load_documents
 from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row
-from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, require_cells, rows_of
 from evals.tasks.iou import by_layer, require_by_head
 
 ADDED, BY_HEAD = "added", "by head"
@@ -86,7 +86,7 @@ def run(command: CodesCommand, console: Console) -> Result:
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
     def check(sample: Sample) -> None:
-        require_cells(sample, cells, "codes or budgets")
+        require_cells(sample, cells, which="codes or budgets")
         for cell in sample["cells"]:
             require_by_head(cell, METRICS, ready.shape.num_layers, ready.shape.num_kv_heads)
 
@@ -161,15 +161,14 @@ def _rows(command: CodesCommand, ready: Ready, cells: list[Cell], samples: list[
     sparse = command.always.sparse(ready.shape.num_layers)
     means: dict[Cell, dict[str, np.ndarray]] = {}
     for i, cell in enumerate(cells):
-        density = sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
-        at = {"budget": cell.budget, "rule": "visible", "density": density, "where": cell.where, "heads": "kv_head"}
+        at = {"budget": cell.budget, "rule": "visible", "where": cell.where, "heads": "kv_head"}
+        at["density"] = mean_density(samples, i)
         values = {m: np.array([sample["cells"][i][m] for sample in samples]) for m in METRICS}  # [documents, L, H]
         means[cell] = {metric: values[metric][:, sparse].mean((1, 2)) for metric in ("iou", "mass")}
         for metric in ("iou", "mass"):
             columns = np.concatenate([means[cell][metric][:, None], values[metric].mean(2)], 1)
-            for layer, estimate in zip(
-                (None, *range(columns.shape[1] - 1)), bootstrap(columns, command.seed), strict=True
-            ):
+            places = (None, *range(ready.shape.num_layers))
+            for layer, estimate in zip(places, bootstrap(columns, command.seed), strict=True):
                 yield row(cell.method, metric, estimate, layer=layer, **at)
         for layer, among in ((None, sparse), *((n, [n]) for n in range(ready.shape.num_layers))):
             yield row(cell.method, WORST, worst(values["low"][:, among], command.seed), layer=layer, **at)
@@ -184,9 +183,6 @@ def _rows(command: CodesCommand, ready: Ready, cells: list[Cell], samples: list[
 
 
 def worst(low: np.ndarray, seed: int) -> Estimate:
-    """Return the mean over documents of the head with the least mean, with that head's interval.
-
-    Args: low: [documents, layers, heads].
-    """
+    """Return the least mean of a head over documents, of low [documents, layers, heads], and its interval."""
     heads = low.reshape(len(low), -1)
     return bootstrap(heads[:, [heads.mean(0).argmin()]], seed)[0]

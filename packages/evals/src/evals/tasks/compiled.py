@@ -31,10 +31,8 @@ def require_compiler(methods: tuple[str, ...], device: str) -> None:
         return
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise ValueError(
-            f"torch.compile needs a C++ compiler on {device}, found no {compiler} on PATH; install g++, set CXX, "
-            f"{remedy}"
-        )
+        need = f"torch.compile needs a C++ compiler on {device}, found no {compiler} on PATH"
+        raise ValueError(f"{need}; install g++, set CXX, {remedy}")
 
 
 class CompiledSteps:
@@ -86,7 +84,7 @@ class CompiledSteps:
         """Return the bytes of keys and values, including the static cache's room, and of codes."""
         if self.attachment is not None:
             return self.attachment.memory(self.cache)
-        return sum(_nbytes(layer.keys) + _nbytes(layer.values) for layer in layers_of(self.cache)), 0
+        return bytes_of(self.cache), 0
 
 
 def static_copy(model: PreTrainedModel, filled: DynamicCache, length: int) -> StaticCache:
@@ -104,5 +102,6 @@ def layers_of(cache: Cache) -> list[CacheLayerMixin]:
     return cast(list[CacheLayerMixin], cache.layers)
 
 
-def _nbytes(x: Tensor | None) -> int:
-    return 0 if x is None else x.nbytes
+def bytes_of(cache: Cache) -> int:
+    """Return the bytes of a cache's keys and values."""
+    return sum(x.nbytes for layer in layers_of(cache) for x in (layer.keys, layer.values) if x is not None)

@@ -15,7 +15,6 @@ import hashcore
 import numpy as np
 import torch
 from hashtrain.data.capture import capturing
-from hashtrain.files.atomic import replace
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 
 from evals.commands import ConesCommand
 from evals.documents import TokenDocument
-from evals.figures import COLOURS
+from evals.figures import COLOURS, save
 from evals.methods import DENSE, LoadedMethod
 from evals.metrics import bootstrap
 from evals.result import Result, Row
@@ -110,8 +109,7 @@ def geometry(q: Tensor, k: Tensor, generator: torch.Generator) -> dict[str, floa
 def occupancy(codes: Tensor) -> dict[str, float]:
     """Measure the mean entropy of a bit, and the share of codes that differ from all earlier ones.
 
-    Args:
-        codes: int32 [H, T, W].
+    Args: codes: int32 [H, T, W].
     """
     p = hashcore.unpack(codes).double().mean(1)  # [H, bits]
     entropy = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)) / math.log(2)
@@ -157,9 +155,8 @@ def draw_cones(result: Result, points: dict[str, list[list[float]]], path: Path)
     second.legend(framealpha=0.6, fontsize="small")
     for name in dict.fromkeys(row.method for row in result.select(metric="bit_entropy")):
         rows = [row for row in result.select(metric="bit_entropy", method=name) if row.layer is not None]
-        third.plot(
-            [r.layer or 0 for r in rows], [r.value for r in rows], marker="o", label=name, color=COLOURS.get(name)
-        )
+        values = [row.value for row in rows]
+        third.plot([row.layer or 0 for row in rows], values, marker="o", label=name, color=COLOURS.get(name))
     third.set(xlabel="layer", ylabel="entropy of a bit", title="key codes", ylim=(0, 1.03))
     third.legend()
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))
+    save(figure, path, 110)

@@ -26,9 +26,8 @@ from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, require_cells, rows_of
 
-PHASE = "rows"
 METRICS = (*Quality._fields, "low", "lost")
 """`low`: the 5th percentile of the rows' mass; `lost`: the share of rows that find less than half of the oracle's."""
 HEADS = ("kv_head", "query_head")
@@ -99,11 +98,7 @@ def measure(
 ) -> dict[Cell, dict[str, Any]]:
     """Compare every method's selections with the target on some rows of one context.
 
-    Args:
-        ids: int64 [T].
-        positions: the rows, int64 [R].
-        always: the tokens that every row reads without a search.
-        heads_of: the kinds of heads to measure.
+    Args: ids: int64 [T]; positions: the rows, int64 [R]; always: the tokens that every row reads without a search.
     Returns: for each cell its `density`, and as [layer][head] `iou`, `recall` and `mass`, means over the rows, and
         `low` and `lost` (see `METRICS`).
     """
@@ -149,10 +144,9 @@ def by_layer(layers: list[tuple[Quality, Tensor]]) -> dict[str, Any]:
 
 def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
     """Convert samples to rows: the mean over sparse layers and heads, the mean of each layer, and each head."""
-    row = rows_of(command, ready, PHASE, len(samples))
+    row = rows_of(command, ready, "rows", len(samples))
     for i, cell in enumerate(cells):
-        density = sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
-        at = {"budget": cell.budget, "rule": "visible", "density": density, "heads": cell.heads}
+        at = {"budget": cell.budget, "rule": "visible", "density": mean_density(samples, i), "heads": cell.heads}
         for metric in METRICS:
             values = np.array([sample["cells"][i][metric] for sample in samples])  # [documents, layers, heads]
             for (layer, head), estimate in _estimates(values, command.always.sparse(values.shape[1]), command.seed):
@@ -163,9 +157,7 @@ def _estimates(
     values: np.ndarray, sparse: list[int], seed: int
 ) -> Iterator[tuple[tuple[int | None, int | None], Estimate]]:
     documents, layers, heads = values.shape
-    by_layer = values.mean(2)
-    columns = np.concatenate(
-        [by_layer[:, sparse].mean(1, keepdims=True), by_layer, values.reshape(documents, -1)], axis=1
-    )
+    means = values.mean(2)
+    columns = np.concatenate([means[:, sparse].mean(1, keepdims=True), means, values.reshape(documents, -1)], axis=1)
     keys = [(None, None), *((i, None) for i in range(layers)), *((i, h) for i in range(layers) for h in range(heads))]
     yield from zip(keys, bootstrap(columns, seed), strict=True)

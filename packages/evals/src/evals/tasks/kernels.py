@@ -17,7 +17,8 @@ from evals.metrics import Estimate
 from evals.result import Result, Row
 from evals.shapes import load_config, shape_of
 from evals.speed import STEPS, KernelsCommand
-from evals.tasks.clocked import bandwidth_of, open_run, store_times, timed_row
+from evals.tasks.formula import open_run, store_rows
+from evals.tasks.throughput import roofline, timed_row
 from evals.timing import Turn, in_turns, nothing, quantiles
 
 _BEYOND_CACHE = 1 << 27  # bytes: smallest total size of the copies of a step's input
@@ -29,8 +30,7 @@ def run(command: KernelsCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`."""
     shape = shape_of(load_config(command.shape)).at(0)
     settings = open_run(command, "kernels")
-    speed = bandwidth_of(command)
-    console.print(f"roofline: {speed / 1e9:.1f} GB/s of memory", highlight=False)
+    speed = roofline(command, console)
     rows: list[Row] = []
     for n in command.contexts:
         bounds = bounds_of(shape, n, command)
@@ -42,11 +42,10 @@ def run(command: KernelsCommand, console: Console) -> Result:
             named = quantiles(found, command.seed)
             at = {"where": f"{n} tokens, {step}", "budget": None if step == "dense" else command.budget}
             method = "dense" if step == "dense" else "planes"
-            for metric, estimate in named.items():
-                rows.append(timed_row(command, "kernels", method, metric, estimate, **at))
-            share = Estimate(1e3 * bounds[step] / speed / named["p50_ms"].mean, None, None)
-            rows.append(timed_row(command, "kernels", method, "share_of_roofline", share, **at))
-    return store_times(command, settings, rows, console)
+            share = 1e3 * bounds[step] / speed / named["p50_ms"].mean
+            named["share_of_roofline"] = Estimate(share, None, None)
+            rows += [timed_row(command, "kernels", method, metric, found, **at) for metric, found in named.items()]
+    return store_rows(command, settings, rows, console)
 
 
 def bounds_of(shape: ModelShape, n: int, command: KernelsCommand) -> dict[str, int]:
@@ -74,11 +73,8 @@ def steps_of(shape: ModelShape, n: int, command: KernelsCommand) -> dict[str, Ca
     generator = torch.Generator().manual_seed(command.seed)
     hq, hkv, d, words = shape.num_query_heads, shape.num_kv_heads, shape.head_dim, command.bits // 32
     config = HasherConfig("planes", shape, bits=command.bits, planes=command.planes, hidden=command.hidden)
-    hasher, dtype, k = (
-        Hasher(config, command.seed).layer(0),
-        getattr(torch, command.dtype),
-        top_count(n, command.budget),
-    )
+    hasher, dtype = Hasher(config, command.seed).layer(0), getattr(torch, command.dtype)
+    k = top_count(n, command.budget)
 
     def copies(size: int) -> range:
         return range(min(_MOST_COPIES, -(-_BEYOND_CACHE // size)))
@@ -96,17 +92,13 @@ def steps_of(shape: ModelShape, n: int, command: KernelsCommand) -> dict[str, Ca
     scores = [hashcore.score(query, one[:, :, None], weights=weights) for one in codes]
     chosen = [hashcore.topk(one, k)[1] for one in scores]
 
-    def dense(i: int) -> object:
-        found = kv[i % len(kv)]
-        return F.scaled_dot_product_attention(q, *found, enable_gqa=True)
-
     steps: dict[str, Callable[[int], object]] = {
         "hash": lambda i: (hasher.encode_queries(q), hasher.encode_keys(key)),
         "score": lambda i: hashcore.score(query, codes[i % len(codes)][:, :, None], weights=weights),
         "select": lambda i: hashcore.topk(scores[i % len(scores)], k),
         "search": lambda i: hashcore.search(query, codes[i % len(codes)][:, :, None], k, weights, order="index"),
         "attend": lambda i: attend(q, *kv[i % len(kv)], chosen[i % len(chosen)], d**-0.5),
-        "dense": dense,
+        "dense": lambda i: F.scaled_dot_product_attention(q, *kv[i % len(kv)], enable_gqa=True),
     }
     assert tuple(steps) == STEPS
     return steps

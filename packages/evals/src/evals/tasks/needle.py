@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hashtrain.data.corpus import read_texts
 from hashtrain.data.shares import room_for
-from hashtrain.files.atomic import replace
 from matplotlib.figure import Figure
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from evals.commands import NeedleCommand
-from evals.documents import TokenDocument
+from evals.figures import save
 from evals.methods import DENSE
 from evals.result import Result
-from evals.setup import Sample, each_document, finish, prepare
+from evals.setup import Ready
 from evals.synthetic import Exercise, exercise, prose
-from evals.tasks.answers import (
-    answer_rows,
-    as_document,
-    cells_of,
-    continue_greedily,
-    methods_of,
-    read_answer,
-    require_answers,
-    to_text,
-)
+from evals.tasks.answers import How, continue_greedily, read_answer, run_exercises, to_text
 from evals.text import holds, rouge_l, word_recall
 
 METRICS = ("rouge_l", "recall", "substring", "log_prob")
@@ -37,40 +29,24 @@ _BEYOND = 4  # tokens generated in addition to the answer's length
 
 def run(command: NeedleCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`."""
-    made: list[list[Exercise]] = []
 
-    def make(tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
+    def make(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], list[Exercise]]:
         hidden = _hiding(command, tokenizer)
-        for trial in range(command.documents):
-            seed = command.seed * 1_000_003 + trial
-            made.append([hidden(n, depth, seed) for n in command.lengths for depth in command.depths])
-        return [as_document(f"needle {i + 1}", found) for i, found in enumerate(made)]
+        return lambda seed: [hidden(n, depth, seed) for n in command.lengths for depth in command.depths]
 
-    ready = prepare(command, "needle", console, make)
-    cells, methods = cells_of(command, ready), methods_of(ready)
+    def score(ready: Ready, x: Exercise, how: How) -> dict[str, Any]:
+        answer = read_answer(ready.model, x, *how)
+        written, density = continue_greedily(ready.model, x.prompt, len(x.answer) + _BEYOND, *how)
+        text = to_text(ready.tokenizer, written)
+        line = next(iter(text.strip().splitlines()), "")  # the answer is a single line
+        scores = {"rouge_l": rouge_l(x.text, line), "recall": word_recall(x.text, line)}
+        scores |= {"substring": holds(x.text, line), "log_prob": answer.log_prob, "density": density}
+        return {"written": text, **scores}
 
-    def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        found = []
-        for cell in cells:
-            how = methods[cell.method], cell.budget, command.always
-            for x in made[number]:
-                answer = read_answer(ready.model, x, *how)
-                written, density = continue_greedily(ready.model, x.prompt, len(x.answer) + _BEYOND, *how)
-                text = to_text(ready.tokenizer, written)
-                line = next(iter(text.strip().splitlines()), "")  # the answer is a single line
-                scores = {"rouge_l": rouge_l(x.text, line), "recall": word_recall(x.text, line)}
-                scores |= {"substring": holds(x.text, line), "log_prob": answer.log_prob, "density": density}
-                where = {"length": x.length, "depth": x.depth, "written": text}
-                found.append({**cell._asdict(), **where, **scores})
-            step(cell.method)
-        return {"answers": found}
+    def where(answer: dict[str, Any]) -> str:
+        return where_of(answer["length"], answer["depth"])
 
-    def check(sample: Sample) -> None:
-        require_answers(sample, cells, made[0], ("length", "depth"), (*METRICS, "density"))
-
-    samples = each_document(command, ready, console, len(cells), check, compute)
-    rows = answer_rows(command, ready, samples, METRICS, lambda x: where_of(x["length"], x["depth"]))
-    result = finish(command, ready, list(rows), console)
+    result = run_exercises(command, ("needle", "needle"), console, make, score, ("length", "depth"), METRICS, where)
     draw_heat(result, command, command.out / "figure.png")
     return result
 
@@ -82,8 +58,7 @@ def _hiding(command: NeedleCommand, tokenizer: PreTrainedTokenizerBase) -> Calla
     room = room_for(max(command.lengths) * command.documents)
     texts = read_texts(list(command.haystack), room=room, seed=command.seed)
     haystack = "\n".join(document.text for document in texts)
-    asked = command.needle, command.question
-    return lambda length, depth, seed: prose(tokenizer, haystack, length, depth, seed, *asked)
+    return partial(prose, tokenizer, haystack, needle=command.needle, question=command.question)
 
 
 def where_of(length: int, depth: float) -> str:
@@ -96,13 +71,12 @@ def draw_heat(result: Result, command: NeedleCommand, path: Path) -> None:
 
     Of prose it shows Rouge-L of the answer, as the paper does; of Python the log-probability of the correct one.
     """
-    metric, best, worst = ("rouge_l", 1.0, 0.0) if command.haystack else ("log_prob", 0.0, None)
+    metric, best = ("rouge_l", 1.0) if command.haystack else ("log_prob", 0.0)
 
     def grid(method: str, budget: float | None) -> np.ndarray:
         at = {"method": method, "budget": budget, "metric": metric}
-        return np.array(
-            [[result.one(where=where_of(n, d), **at).value for n in command.lengths] for d in command.depths]
-        )
+        places = [[where_of(n, depth) for n in command.lengths] for depth in command.depths]
+        return np.array([[result.one(where=where, **at).value for where in line] for line in places])
 
     dense, budget = grid(DENSE, None), command.budgets[0]
     names = list(dict.fromkeys(row.method for row in result.rows if row.method != DENSE))
@@ -110,7 +84,7 @@ def draw_heat(result: Result, command: NeedleCommand, path: Path) -> None:
     axes = figure.subplots(len(names) + 1, 2, squeeze=False)
     axes[0, 1].set_axis_off()
     found = {name: grid(name, budget) for name in names}
-    least = worst if worst is not None else min(values.min() for values in (dense, *found.values()))
+    least = 0.0 if command.haystack else min(values.min() for values in (dense, *found.values()))
     widest = max(1e-6, *(abs(values - dense).max() for values in found.values()))
     panels = [(axes[0, 0], dense, DENSE)]
     for i, name in enumerate(names):
@@ -127,4 +101,4 @@ def draw_heat(result: Result, command: NeedleCommand, path: Path) -> None:
     figure.suptitle("Rouge-L" if command.haystack else "log-probability of the answer, nats a token")
     figure.supxlabel("length, tokens")
     figure.supylabel("depth")
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=100, format="png"))
+    save(figure, path, 100)

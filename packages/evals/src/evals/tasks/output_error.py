@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,16 +27,10 @@ from evals.methods import LoadedMethod
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, require_cells, rows_of
+from evals.tasks.answers import Cell
 
 METRIC = "error"
-
-
-class Cell(NamedTuple):
-    """A method at a budget."""
-
-    method: str
-    budget: float
 
 
 def run(command: OutputErrorCommand, console: Console) -> Result:
@@ -76,12 +70,13 @@ def measure(
 ) -> dict[Cell, dict[str, Any]]:
     """Compare each method's attention output with dense attention's, on some rows of one context.
 
-    Args:
-        ids: int64 [T]; positions: the rows, int64 [R]; always: the tokens that every row reads.
+    Args: ids: int64 [T]; positions: the rows, int64 [R]; always: the tokens that every row reads.
     Returns: for each cell `error`, by layer the mean over rows of |out - dense| / |dense|, norms over all heads; and
         its `density`.
     """
-    probe = _Probe(positions.to(model.device), methods, budgets, always, ModelShape.of(model.config))
+    shape = ModelShape.of(model.config)
+    reads = {Cell(m.name, budget): _budgets(m, budget, always, shape) for budget in budgets for m in methods}
+    probe = _Probe(positions.to(model.device), methods, reads, always)
     with attach(model, probe, Budget(1.0), dense_layers=0, sparse_rows=0):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return {cell: probe.read(cell) for cell in probe.errors}
@@ -91,22 +86,12 @@ class _Probe(NoCodes):
     """Attends densely, and also measures what each method would have returned."""
 
     def __init__(
-        self,
-        positions: Tensor,
-        methods: list[LoadedMethod],
-        budgets: tuple[float, ...],
-        always: Always,
-        shape: ModelShape,
+        self, positions: Tensor, methods: list[LoadedMethod], reads: dict[Cell, dict[int, Budget]], always: Always
     ):
-        self.positions, self.methods, self.budgets, self.always = positions, methods, budgets, always
-        cells = [Cell(method.name, budget) for budget in budgets for method in methods]
-        self.reads: dict[tuple[str, float], dict[int, Budget]] = {
-            (method.name, budget): _budgets(method, budget, always, shape) for budget in budgets for method in methods
-        }
-        self.errors: dict[Cell, dict[int, list[Tensor]]] = {cell: {} for cell in cells}
-        self.counts: dict[Cell, Tensor] = {
-            cell: torch.zeros(2, dtype=torch.int64, device=positions.device) for cell in cells
-        }
+        self.positions, self.methods, self.reads, self.always = positions, methods, reads, always
+        self.errors: dict[Cell, dict[int, list[Tensor]]] = {cell: {} for cell in reads}
+        none = torch.zeros(2, dtype=torch.int64, device=positions.device)
+        self.counts: dict[Cell, Tensor] = dict.fromkeys(reads, none)
         """Numbers of selected and of visible tokens, on the device until the end."""
 
     def read(self, cell: Cell) -> dict[str, Any]:
@@ -120,9 +105,8 @@ class _Probe(NoCodes):
         return rows.counts.new_empty(rows.q.shape[0], rows.k.shape[1], rows.q.shape[2], 0)
 
     def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
-        dense = F.scaled_dot_product_attention(
-            rows.q, rows.k, v, rows.visible, scale=rows.scaling, enable_gqa=True
-        ).transpose(1, 2)
+        how: Any = {"scale": rows.scaling, "enable_gqa": True}
+        dense = F.scaled_dot_product_attention(rows.q, rows.k, v, rows.visible, **how).transpose(1, 2)
         assert rows.visible is not None  # one pass over the whole context, with its causal mask
         total = rows.visible[0, 0].sum(-1)
         at = torch.isin(total - 1, self.positions).nonzero()[:, 0]
@@ -133,13 +117,13 @@ class _Probe(NoCodes):
     def _measure(self, rows: Rows, v: Tensor, dense: Tensor, at: Tensor, total: Tensor) -> None:
         assert rows.visible is not None
         q, visible = rows.q[:, :, at], rows.visible[:, :, at]
+        sink, recent, shortlist = self.always.sink, self.always.recent, self.always.shortlist
         for method in self.methods:
             selector = method.selector
             assert selector is not None
             codes = selector.encode_keys(rows.layer, rows.k) if selector.needs_codes else None
-            for budget in self.budgets:
-                sink, recent, shortlist = self.always.sink, self.always.recent, self.always.shortlist
-                counts = self.reads[method.name, budget][rows.layer].count(total[None])
+            for cell in (cell for cell in self.reads if cell.method == method.name):
+                counts = self.reads[cell][rows.layer].count(total[None])
                 part = Rows(rows.layer, q, rows.k, codes, visible, counts, rows.scaling, rows.softcap, rows.sinks)
                 if isinstance(selector, AttendingSelector):
                     indices = selector.select(part)
@@ -148,7 +132,6 @@ class _Probe(NoCodes):
                     part = replace(part, counts=searched, sink=sink, recent=recent, shortlist=shortlist)
                     indices = with_ends(selector.select(part), 0, total[None], sink, recent)
                 out = _attend(method, part, v, indices, total, self.always.values)
-                cell = Cell(method.name, budget)
                 gap = (out.float() - dense.float()).flatten(2).norm(dim=-1) / dense.float().flatten(2).norm(dim=-1)
                 self.errors[cell].setdefault(rows.layer, []).append(gap[0].double())
                 counts = (indices >= 0).sum(), total.sum() * indices.shape[1]
@@ -191,10 +174,8 @@ def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples:
     row = rows_of(command, ready, "rows", len(samples))
     for i, cell in enumerate(cells):
         values = np.array([sample["cells"][i][METRIC] for sample in samples])  # [documents, layers]
-        density = sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
-        at = {"budget": cell.budget, "rule": "visible", "density": density}
-        columns = np.concatenate(
-            [values[:, command.always.sparse(values.shape[1])].mean(1, keepdims=True), values], axis=1
-        )
+        at = {"budget": cell.budget, "rule": "visible", "density": mean_density(samples, i)}
+        sparse = command.always.sparse(values.shape[1])
+        columns = np.concatenate([values[:, sparse].mean(1, keepdims=True), values], axis=1)
         for layer, estimate in zip((None, *range(values.shape[1])), bootstrap(columns, command.seed), strict=True):
             yield row(cell.method, METRIC, estimate, layer=layer, **at)

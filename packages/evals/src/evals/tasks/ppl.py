@@ -31,9 +31,6 @@ from evals.setup import Ready, Sample, each_document, finish, identities_of, pre
 from evals.tuned import Tuned, read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
-_MEASURED = ("nll", "kl", "density", "seconds")
-
-
 AS = "as "
 LSH = "lsh"
 """The method that others must not be worse than on any text: `nll_most` is the largest of the paired differences."""
@@ -65,8 +62,7 @@ def cells_of(command: PplCommand, names: list[str]) -> list[Cell]:
 def budget_of(rule: str, fraction: float, beside: int = 0, length: int = 1) -> Budget:
     """Return the budget of a rule (eq. 7).
 
-    Args:
-        beside: tokens added to the budget of the `fixed` rule, for contexts of `length` tokens.
+    Args: beside: tokens added to the budget of the `fixed` rule, for contexts of `length` tokens.
     """
     if rule == "fixed":
         share = min(1.0, fraction + beside / length)
@@ -88,10 +84,10 @@ def run(command: PplCommand, console: Console) -> Result:
 
     def check(sample: Sample) -> None:
         finite(sample["dense"]["nll"])
-        require_cells(sample, cells, "methods, rules or budgets")
+        require_cells(sample, cells, ("nll", "kl", "density", "seconds"), "methods, rules or budgets")
         for cell in sample["cells"]:
-            for name in _MEASURED + (("empty",) if isinstance(methods[cell["method"]].selector, Sampling) else ()):
-                finite(cell[name])
+            if isinstance(methods[cell["method"]].selector, Sampling):
+                finite(cell["empty"])
 
     samples = each_document(command, ready, console, 1 + len(cells), check, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
@@ -137,7 +133,9 @@ def measure(
     found = []
     for cell in cells:
         began = time.monotonic()
-        fraction = _density_of(cell.rival, cell.budget, found) if cell.rival else cell.budget
+        fraction = cell.budget
+        if cell.rival:  # as much as it selected on this context
+            fraction = next(x["density"] for x in found if (x["method"], x["budget"]) == (cell.rival, cell.budget))
         budget = budget_of(cell.rule, fraction, always.beside * (always.sink + always.recent), len(ids))
         other, attended = sparse_rows(model, ids, scored, methods[cell.method], budget, always, prompt, cache)
         nll, kl = reference.compare(other, targets)
@@ -146,11 +144,6 @@ def measure(
         found.append({**cell._asdict(), **measured, **empty})
         step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
     return {"scored": scored, "dense": dense, "cells": found}
-
-
-def _density_of(rival: str, budget: float, found: list[dict[str, Any]]) -> float:
-    """Return the share of the visible tokens that a method selected on this context."""
-    return next(cell["density"] for cell in found if cell["method"] == rival and cell["budget"] == budget)
 
 
 def prompt_of(phase: Phase, length: int, scored: int) -> int | None:
@@ -249,15 +242,8 @@ def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
     """
     names = {cell.method for cell in cells}
     ours = names & set(OURS) or names & {recipe.name for recipe in EXACT} or {cell.method for cell in cells[-1:]}
-    for cell in cells:
-        if cell.method in ours:
-            for other in cells:
-                if other.method != cell.method and _comparable(cell, other, cells):
-                    yield cell, other
-
-
-def _comparable(cell: Cell, other: Cell, cells: list[Cell]) -> bool:
-    """Whether two cells have the same rule and budget, or the first one matches the second."""
-    if cell.rival == other.method:
-        return other == next(c for c in cells if c.method == other.method and c.budget == cell.budget)
-    return other[1:] == cell[1:]
+    for cell in (cell for cell in cells if cell.method in ours):
+        for other in (other for other in cells if other.method != cell.method):
+            matched = (c for c in cells if c.method == other.method and c.budget == cell.budget)
+            if other == next(matched) if cell.rival == other.method else other[1:] == cell[1:]:
+                yield cell, other

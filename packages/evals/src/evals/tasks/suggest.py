@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -42,7 +41,8 @@ def run(command: SuggestCommand, console: Console) -> Result:
                 finite(value)
 
         def compute() -> Sample:
-            return {"budget": budget, "values": [_value(command, ready, method, budget, i) for i in _numbers(ready)]}
+            values = [_value(command, ready, method, budget, i) for i in range(len(ready.documents))]
+            return {"budget": budget, "values": values}
 
         sample, _ = folder.sample(index, everything, check, compute)
         (probed[budget],) = bootstrap([[value] for value in sample["values"]], command.seed)
@@ -82,10 +82,6 @@ def satisfied(found: Estimate, command: SuggestCommand) -> bool:
     return (found.mean if found.high is None else found.high) <= command.kl
 
 
-def _numbers(ready: Ready) -> range:
-    return range(len(ready.documents))
-
-
 def _value(command: SuggestCommand, ready: Ready, method: LoadedMethod, budget: float, number: int) -> float:
     """Measure one document: its KL from dense, or the attention mass of its selections relative to the oracle's."""
     ids = ready.documents[number].ids
@@ -94,8 +90,6 @@ def _value(command: SuggestCommand, ready: Ready, method: LoadedMethod, budget: 
         return ppl.measure(ready.model, ids, cells, methods, dense, phase=command.phase)["cells"][0]["kl"]
     positions = drawn_rows(command, command.rows, number)
     heads = "query_head" if command.heads == "query" or (command.heads is None and method.by_query_head) else "kv_head"
-    found: Any = iou.measure(ready.model, ids, positions, [method], (budget,), command.always, (heads,))[
-        iou.Cell(method.name, budget, heads)
-    ]
+    ((_, found),) = iou.measure(ready.model, ids, positions, [method], (budget,), command.always, (heads,)).items()
     sparse = [found["mass"][layer] for layer in command.always.sparse(len(found["mass"]))]
     return sum(map(sum, sparse)) / sum(map(len, sparse))

@@ -17,16 +17,15 @@ from hashtrain.models import from_config
 from rich.console import Console
 from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, Selector, attach
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from evals.costs import dense_step, sparse_step
 from evals.metrics import Estimate
 from evals.result import Result, Row, write_json
 from evals.shapes import load_config, shape_of
-from evals.speed import COMPILED, DENSE_ENDTOEND, ThroughputCommand
-from evals.tasks.clocked import bandwidth_of, open_run, store_times, timed_row
-from evals.tasks.compiled import CompiledSteps, layers_of, require_compiler
-from evals.timing import Turn, in_turns, nothing, quantiles, read_peak, reset_peak
+from evals.speed import COMPILED, DENSE_ENDTOEND, SpeedCommand, ThroughputCommand
+from evals.tasks.compiled import CompiledSteps, bytes_of, require_compiler
+from evals.tasks.formula import formula_row, open_run, store_rows
+from evals.timing import Turn, in_turns, nothing, quantiles, read_bandwidth, read_peak, reset_peak
 
 
 @torch.inference_mode()
@@ -39,38 +38,48 @@ def run(command: ThroughputCommand, console: Console) -> Result:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     require_compiler(command.methods, command.device)
     reset_peak(command.device)  # fails early, before anything is written, if peaks cannot be read
-    settings = open_run(command, "throughput")
+    settings = open_run(command, "throughput", command.device)
     torch.manual_seed(command.seed)
     made = from_config(config, dtype=getattr(torch, command.dtype))
     model: PreTrainedModel = cast(Any, made.eval()).to(command.device)
     with attach(model, RecentSelector(), dense_layers=command.dense_layers):  # rejects models without attention
         pass
-    hasher = Hasher(
-        HasherConfig("planes", shape, bits=command.bits, planes=command.planes, hidden=command.hidden), command.seed
-    )
-    speed = bandwidth_of(command)
-    console.print(f"roofline: {speed / 1e9:.1f} GB/s of memory", highlight=False)
+    sizes: Any = {"bits": command.bits, "planes": command.planes, "hidden": command.hidden}
+    hasher = Hasher(HasherConfig("planes", shape, **sizes), command.seed)
+    speed = roofline(command, console)
     rows: list[Row] = []
     for n in command.contexts:
         for batch in command.batches:
-            sizes = {method: step_bytes(model, shape, method, n, batch, command) for method in command.methods}
-            for method, size in sizes.items():
+            least = {method: step_bytes(model, shape, method, n, batch, command) for method in command.methods}
+            for method, size in least.items():
                 console.print(f"  {n} tokens x {batch}, {method}: at least {1e3 * size / speed:.3f} ms a step")
-            rows += _measure(command, model, hasher, n, batch, sizes, speed)
-    return store_times(command, settings, rows, console)
+            rows += _measure(command, model, hasher, n, batch, least, speed)
+    return store_rows(command, settings, rows, console)
+
+
+def roofline(command: SpeedCommand, console: Console) -> float:
+    """Return the memory bandwidth in bytes per second, as given or measured now, and print it."""
+    speed = read_bandwidth(command.device) if command.bandwidth is None else command.bandwidth * 1e9
+    console.print(f"roofline: {speed / 1e9:.1f} GB/s of memory", highlight=False)
+    return speed
+
+
+def timed_row(command: SpeedCommand, task: str, method: str, metric: str, found: Estimate, **more: Any) -> Row:
+    """Return a row of a measured time; n is the number of repeats."""
+    interval = {"low": found.low, "high": found.high, "phase": "decode", "n": command.repeats, "seed": command.seed}
+    return formula_row(task, method, metric, found.mean, **interval | more)
 
 
 def step_bytes(
     model: PreTrainedModel, shape: ModelShape, method: str, n: int, batch: int, command: ThroughputCommand
 ) -> int:
     """Return the bytes that a decode step must at least read: every weight once, and each sequence's attention."""
-    weights = sum(p.nbytes for p in model.parameters())
+    total = sum(p.nbytes for p in model.parameters())
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert head is not None
     if head.weight is not embeddings.weight:  # a step reads only one row of the embeddings per sequence
-        weights -= sum(p.nbytes for p in embeddings.parameters())
+        total -= sum(p.nbytes for p in embeddings.parameters())
     element = 1 if command.dtype == "bfloat16" else 2  # the formulas assume 2 bytes
-    total = weights
     for layer in range(shape.num_layers):
         own, budget = shape.at(layer), Budget(command.budget)
         k = int(budget.count(torch.tensor(n)))
@@ -109,10 +118,23 @@ class _Cell:
         dtype = getattr(torch, command.dtype)
         fill(self._cache, hasher.config.shape, n, batch, dtype, command.seed, command.device)
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
-        self._compiled = _compiled(command, model, self._cache, self._selectors, self._token)
+        self._compiled = self._compile()
         self.memory: dict[str, tuple[int, int]] = {}
         self.density: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
+
+    def _compile(self) -> dict[str, CompiledSteps]:
+        """Compile the compiled methods' steps before anything is timed."""
+        torch._dynamo.reset()  # its limit on graphs should apply to one of our shapes at a time
+        command, found = self._command, dict[str, CompiledSteps]()
+        how = Budget(command.budget), command.dense_layers
+        for method in (name for name in command.methods if name in COMPILED):
+            selector = self._selectors.get(method.removesuffix("-compiled"))
+            own = CompiledSteps(self._model, self._cache, command.warmup + command.steps, selector, *how)
+            own.step(self._token)
+            own.rewind()
+            found[method] = own
+        return found
 
     def turn(self, method: str) -> Turn:
         """Return the turn of a method."""
@@ -149,7 +171,7 @@ class _Cell:
             if attached[0] is not None:
                 self.memory[method] = attached[0].memory(cache)
             else:
-                self.memory[method] = sum(_nbytes_of(layer) for layer in layers_of(cache)), 0
+                self.memory[method] = bytes_of(cache), 0
             cache.crop(-(command.warmup + command.steps))
             stack.close()
 
@@ -190,33 +212,7 @@ def _measure(
             "peak_bytes": cell.peaks[method],
         }
         named |= {name: Estimate(float(value), None, None) for name, value in totals.items()}
-        is_dense = method in DENSE_ENDTOEND
-        at = {"where": f"{n} tokens x {batch}", "budget": None if is_dense else command.budget}
+        at = {"where": f"{n} tokens x {batch}", "budget": None if method in DENSE_ENDTOEND else command.budget}
         at |= {"density": cell.density.get(method, 1.0), "dense_layers": command.dense_layers}
         rows += [timed_row(command, "throughput", method, name, found, **at) for name, found in named.items()]
     return rows
-
-
-def _compiled(
-    command: ThroughputCommand,
-    model: PreTrainedModel,
-    cache: DynamicCache,
-    selectors: dict[str, Selector | None],
-    token: torch.Tensor,
-) -> dict[str, CompiledSteps]:
-    """Compile the compiled methods' steps before anything is timed."""
-    torch._dynamo.reset()  # its limit on graphs should apply to one of our shapes at a time
-    found: dict[str, CompiledSteps] = {}
-    for method in (name for name in command.methods if name in COMPILED):
-        selector = selectors.get(method.removesuffix("-compiled"))
-        room = command.warmup + command.steps
-        found[method] = CompiledSteps(model, cache, room, selector, Budget(command.budget), command.dense_layers)
-        found[method].step(token)
-        found[method].rewind()
-    return found
-
-
-def _nbytes_of(layer: CacheLayerMixin) -> int:
-    assert layer.keys is not None
-    assert layer.values is not None
-    return layer.keys.nbytes + layer.values.nbytes

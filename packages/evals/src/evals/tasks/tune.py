@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from hashtrain.data.corpus import python_sources
@@ -23,8 +24,7 @@ from evals.methods import load_rival
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row, write_json
 from evals.rivals import rival_named
-from evals.runner import finite
-from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, require_cells, rows_of
 from evals.study import TuneCommand
 from evals.tasks import ppl
 from evals.tuned import FILE
@@ -48,10 +48,7 @@ class Setting(NamedTuple):
 
 
 def run(command: TuneCommand, console: Console) -> Result:
-    """Run the task and store its results, and the choice, below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task and store the choice, too: see `evals.tasks`."""
 
     def make(tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
         count, seed = command.documents, command.seed
@@ -66,27 +63,12 @@ def run(command: TuneCommand, console: Console) -> Result:
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         return ppl.measure(ready.model, document.ids, cells, methods, command.always, step, command.phase)
 
-    def check(sample: Sample) -> None:
-        if [cell["method"] for cell in sample["cells"]] != list(methods):
-            raise ValueError("its settings are not those of the run")
-        for cell in sample["cells"]:
-            for name in ("kl", "nll", "density"):
-                finite(cell[name])
-
+    check = partial(require_cells, cells=cells, numbers=("kl", "nll", "density"), which="settings")
     samples = each_document(command, ready, console, 1 + len(cells), check, compute)
     kl = {label: [sample["cells"][i]["kl"] for sample in samples] for i, label in enumerate(methods)}
-    density = {
-        label: sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
-        for i, label in enumerate(methods)
-    }
+    density = {label: mean_density(samples, i) for i, label in enumerate(methods)}
     chosen = {name: choose(settings, name, kl, density, command.density) for name in command.methods}
     result = finish(command, ready, list(_rows(command, ready, settings, kl, density, chosen)), console)
-    _store(command, ready, chosen, console)
-    return result
-
-
-def _store(command: TuneCommand, ready: Ready, chosen: Mapping[str, Setting], console: Console) -> None:
-    """Store the chosen parameters, and what they were chosen for."""
     data = {
         "parameters": {name: dict(found.parameters) for name, found in chosen.items()},
         "model_identity": ready.settings["model_identity"],
@@ -98,6 +80,7 @@ def _store(command: TuneCommand, ready: Ready, chosen: Mapping[str, Setting], co
     write_json(command.out / FILE, data)
     for name, found in chosen.items():
         console.print(f"{name}: {found.label.partition(', ')[2]}, stored in {command.out / FILE}", highlight=False)
+    return result
 
 
 def grid(command: TuneCommand) -> list[Setting]:
@@ -117,9 +100,7 @@ def choose(
 ) -> Setting:
     """Return a rival's setting with the smallest mean KL among those with a density of at most `limit`.
 
-    Args:
-        kl: per document, by label; density: by label.
-        limit: None: the largest density of a published setting.
+    Args: kl: per document, by label; limit: by default, the largest density of a published setting.
     Raises: ValueError if every setting takes more.
     """
     own = [setting for setting in settings if setting.name == name]

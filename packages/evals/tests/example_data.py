@@ -1,7 +1,7 @@
 """Worked example of local data: Python classes, with a question about one attribute at the end.
 
-`python -m evals.harness.attributes` regenerates the files of the folder `example`. The correct word occurs once in the
-class, after the same prefix; the wrong ones occur there after other prefixes. The demo model can answer these.
+Write its files again with `uv run packages/evals/tests/example_data.py`. The correct word occurs once in the class,
+after the same prefix; the wrong ones occur there after other prefixes. The demo model can answer these.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+import evals
 from hashtrain.files.atomic import write_text
 
-FOLDER = Path(__file__).parent / "example"
+FOLDER = Path(evals.__file__).parent / "harness" / "example"
 PREFIXES = (
     *("marble", "copper", "velvet", "walnut", "garnet", "timber"),
     *("saffron", "pepper", "cobalt", "willow", "juniper", "amber"),
