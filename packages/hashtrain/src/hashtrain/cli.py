@@ -1,7 +1,5 @@
 """The command line: `hashtrain [train|capture|plan|share|convert|inspect|push] ...`."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

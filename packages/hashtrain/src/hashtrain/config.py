@@ -1,7 +1,5 @@
 """The config of a hasher: its variant, its size, and the model it belongs to."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -55,7 +53,7 @@ class ModelShape:
             if hq % hkv:
                 raise ValueError(f"query heads must be a multiple of KV heads, got {hq} and {hkv}")
 
-    def at(self, layer: int) -> ModelShape:
+    def at(self, layer: int) -> "ModelShape":
         """Return the shape of one layer, as a model whose layers are all like it."""
         if not self.per_layer:
             return self
@@ -68,7 +66,7 @@ class ModelShape:
         return self.num_query_heads // self.num_kv_heads
 
     @classmethod
-    def of(cls, model_config: Any) -> ModelShape:
+    def of(cls, model_config: Any) -> "ModelShape":
         """Read the shape from a Hugging Face causal LM's config.
 
         Raises: ValueError if the model stores compressed keys (MLA), which have no per-head key to hash, or its config
@@ -262,12 +260,12 @@ class HasherConfig:
     def _least_head_dim(self) -> int:
         return min((d for _, _, d in self.shape.per_layer), default=self.shape.head_dim)
 
-    def at(self, layer: int) -> HasherConfig:
+    def at(self, layer: int) -> "HasherConfig":
         """Return the config of one layer's hash functions, with that layer's shape."""
         return replace(self, shape=self.shape.at(layer), head_shares=()) if self.shape.per_layer else self
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> HasherConfig:
+    def from_dict(cls, data: dict[str, Any]) -> "HasherConfig":
         """Rebuild a config from its JSON form. Raises: ValueError on unknown or missing fields."""
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(data) - known):

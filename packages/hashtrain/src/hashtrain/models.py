@@ -7,8 +7,6 @@ code of a model, whatever arrives on standard input (tests/test_safety.py).
 # Configs of transformers, and some methods of torch, have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Handle unusable input: one sentence on stderr and exit code 2, for every command line of the project."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -8,8 +8,6 @@ b1, for `h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The file is a zip with a 
 3. its files are read with their checksums and put into a new zip in memory, so torch reads exactly what was checked.
 """
 
-from __future__ import annotations
-
 import io
 import pickletools
 import re

@@ -5,8 +5,6 @@ after its content, and a README. `config.json` is replaced last, so a kill at an
 the new one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -149,7 +147,7 @@ class Hasher(nn.Module, ModelHubMixin):
         force_download: bool = False,
         local_files_only: bool = False,
         token: str | bool | None = None,
-    ) -> Hasher:
+    ) -> "Hasher":
         """Read a hasher that `save_pretrained` wrote.
 
         Args:

@@ -7,8 +7,6 @@ keeps (`hashtrain.data.manifest`). Reading is lazy: training a layer maps only t
 # Configs of transformers, and some methods of torch, have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

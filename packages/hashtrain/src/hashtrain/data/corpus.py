@@ -7,8 +7,6 @@ Nothing is downloaded. The demo model and its hashers are trained on `python_sou
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@
 3. `finish` moves those into the manifest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -12,8 +12,6 @@ Everything except plain text is streamed by `datasets` (the extra of that name):
 # `datasets` has no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import codecs
 import collections
 import hashlib
@@ -60,7 +58,7 @@ class HubText:
     field: str | None
 
     @classmethod
-    def parse(cls, text: str) -> HubText:
+    def parse(cls, text: str) -> "HubText":
         """Parse the form above. Raises: ValueError if the text does not match."""
         place, _, more = text.removeprefix(HUB).partition(":")
         split, _, field = more.partition(":")
@@ -97,8 +95,8 @@ class Texts(Sequence[Document]):
     @overload
     def __getitem__(self, index: int) -> Document: ...
     @overload
-    def __getitem__(self, index: slice) -> Texts: ...
-    def __getitem__(self, index: int | slice) -> Document | Texts:
+    def __getitem__(self, index: slice) -> "Texts": ...
+    def __getitem__(self, index: int | slice) -> "Document | Texts":
         """Read a document. Raises: ValueError if it is binary or not UTF-8."""
         if isinstance(index, slice):
             return Texts(self.parts[index])

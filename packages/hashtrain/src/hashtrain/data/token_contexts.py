@@ -11,8 +11,6 @@ So the first contexts exist after seconds, however much text there is, and a sec
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Evaluate a hasher on held-out rows, per KV head as deployed and per query head as in the paper."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ the logit of the mean key. Each query head has six coefficients, fitted here in 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 

@@ -1,7 +1,5 @@
 """Atomic file writes: a kill leaves either the old file or the new one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Check the files of a model's folder before transformers opens one: it waits for pipes and reads devices for ever."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -4,8 +4,6 @@ JSON must be strict (no NaN, no infinity, no duplicate name, no lone surrogate, 
 of a safetensors file is bounded before it is parsed. No path leads out of its folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

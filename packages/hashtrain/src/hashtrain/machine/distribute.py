@@ -6,8 +6,6 @@ With `--spread layers` the processes train different layers without communicatio
 one process dies, torchrun restarts all of them, and each resumes from its checkpoints. `--spread data` sums gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

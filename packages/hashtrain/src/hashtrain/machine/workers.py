@@ -4,8 +4,6 @@ Two single-threaded layers in parallel take a third less time than one after the
 where other work shares the cores: threads of one operation wait for the slowest (docs/log.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

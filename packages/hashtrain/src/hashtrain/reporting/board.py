@@ -1,7 +1,5 @@
 """Write losses and evaluation results for TensorBoard, an optional dependency."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path

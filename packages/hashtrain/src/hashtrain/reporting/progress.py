@@ -1,7 +1,5 @@
 """Progress: a bar on a terminal, periodic lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """A run's report: the table on the terminal, the figures, and each hasher's card."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Estimate a run's cost: disk and memory by arithmetic, time by running a sample of each kind of work."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

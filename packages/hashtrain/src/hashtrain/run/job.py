@@ -1,7 +1,5 @@
 """What a worker does: train one layer of one hasher and evaluate it on held-out text."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

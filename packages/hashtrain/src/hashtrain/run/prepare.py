@@ -1,7 +1,5 @@
 """Check a run's inputs before anything is written: the model, the texts, the disk space."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -8,8 +8,6 @@ other context, only the keys and the rows of its steps: 4.8 TB instead of 26 for
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Repair heads of `transform` that training made worse, or that fail: each gets the functions that measure best."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@
 machines that are not at hand, such as a GPU that runs the paper's schedule for Llama-3-8B.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

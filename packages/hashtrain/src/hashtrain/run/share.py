@@ -1,7 +1,5 @@
 """Divide the budgets of a trained hasher among KV heads, without training it again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

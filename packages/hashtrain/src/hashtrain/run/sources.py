@@ -1,7 +1,5 @@
 """The contexts of a run and their captures; captures that are missing are made."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -5,8 +5,6 @@ time. The result is bit-identical to training on stored captures: complete check
 resumes.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@
 The folder is removed once the run has stored its hashers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

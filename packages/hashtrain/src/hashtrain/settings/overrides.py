@@ -1,7 +1,5 @@
 """Flags that override the recipes of a run, so that one command can produce one row of an ablation table."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Literal

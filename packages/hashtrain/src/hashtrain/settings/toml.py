@@ -1,7 +1,5 @@
 """A command's settings as a TOML file: read into command-line arguments, and written with the result."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """The settings of one `hashtrain` run, checked before anything is written."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -118,7 +116,7 @@ class TrainCommand(Overrides, _Run):
             raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
 
     @classmethod
-    def for_model(cls, model: str, **settings: Any) -> TrainCommand:
+    def for_model(cls, model: str, **settings: Any) -> "TrainCommand":
         """Return a command with the defaults for this model: the demo's own, or `PAPER`.
 
         Source: paper, section 4: 8,192 samples of 8,192 tokens, batch 1, learning rate 1e-3 to 0, 1 % warm-up.

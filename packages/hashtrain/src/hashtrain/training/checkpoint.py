@@ -1,7 +1,5 @@
 """Checkpoints of a training: one safetensors file with the state as JSON in its header, replaced atomically."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

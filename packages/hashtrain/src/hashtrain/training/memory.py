@@ -1,7 +1,5 @@
 """Memory of a training step, computed before it starts."""
 
-from __future__ import annotations
-
 import math
 
 from hashtrain.config import HasherConfig

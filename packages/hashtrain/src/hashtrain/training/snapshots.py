@@ -1,7 +1,5 @@
 """Keep the weights of a training's best interval, in case its loss rises or diverges."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

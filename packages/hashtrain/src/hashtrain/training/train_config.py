@@ -1,7 +1,5 @@
 """The settings of one layer's training."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal
