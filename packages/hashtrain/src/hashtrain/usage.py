@@ -53,10 +53,14 @@ def require_device_name(device: str) -> None:
 
 def require_plain_file(path: Path, flag: str = "") -> None:
     """Raise UsageError if a path is a pipe or a device, on which a reader might block or never finish."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    if (kind := file_kind(path.stat().st_mode)) not in ("", "a folder"):
         raise UsageError(f"{flag} {path} is {kind}, expected a regular file; copy its output into one".strip())
+
+
+def file_kind(mode: int) -> str:
+    """Name what is not a regular file; "" for a regular file."""
+    kinds = {stat.S_IFREG: "", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def guarded(program: str, call: Callable[[], int], interrupted: str = "stopped") -> int:

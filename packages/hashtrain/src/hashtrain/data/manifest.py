@@ -12,13 +12,14 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hashtrain.data.captured import Capture
 from hashtrain.files.atomic import write_text
 from hashtrain.files.untrusted import read_json_object
 from hashtrain.models import device_of
@@ -26,17 +27,6 @@ from hashtrain.models import device_of
 _NAME, _FORMAT = "manifest.json", 1
 _OURS = re.compile(r"\d{5}\.(safetensors|json)|manifest\.json|\.(\d{5}\.\w+|manifest\.json)\.\w{8}")
 """Names of files that a capture writes, including temporary files left by a killed process."""
-
-
-class Stored(Protocol):
-    """A folder of numbered files (`hashtrain.data.captured.Capture`)."""
-
-    folder: Path
-
-    def __len__(self) -> int: ...
-    def file(self, context: int) -> Path:
-        """Return the path of one of them."""
-        ...
 
 
 def identity(
@@ -65,7 +55,7 @@ def identity(
     }
 
 
-def missing(stored: Stored, wanted: dict[str, Any]) -> list[int]:
+def missing(stored: Capture, wanted: dict[str, Any]) -> list[int]:
     """Return the numbers of the files that a capture of this identity still lacks; nothing is written.
 
     A file counts as complete if its size and modification time match the record, or else its checksum does. So
@@ -77,7 +67,7 @@ def missing(stored: Stored, wanted: dict[str, Any]) -> list[int]:
     return [number for number in range(len(stored)) if not _whole(stored.file(number), manifest["files"])]
 
 
-def begin(stored: Stored, wanted: dict[str, Any]) -> None:
+def begin(stored: Capture, wanted: dict[str, Any]) -> None:
     """Prepare the folder for a capture of this identity: files of any other capture are removed."""
     if _same(_read(stored.folder / _NAME), wanted):
         return
@@ -88,7 +78,7 @@ def begin(stored: Stored, wanted: dict[str, Any]) -> None:
     write_text(stored.folder / _NAME, json.dumps({**wanted, "files": {}}, indent=1) + "\n")
 
 
-def finish(stored: Stored) -> None:
+def finish(stored: Capture) -> None:
     """Collect every file's size and checksum in the manifest."""
     path = stored.folder / _NAME
     manifest = _read(path)
@@ -107,7 +97,7 @@ def checksum(path: Path) -> dict[str, Any]:
     return {"bytes": stat.st_size, "sha256": sha, "written": stat.st_mtime_ns}
 
 
-def _files(stored: Stored) -> list[Path]:
+def _files(stored: Capture) -> list[Path]:
     return [stored.file(number) for number in range(len(stored))]
 
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -63,7 +62,7 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         began = time.perf_counter()
         tensors, scalings = run_context(model, prepared.train.contexts[0])
         once = time.perf_counter() - began
-        sample = cast(Capture, InMemory(tensors, scalings))
+        sample = InMemory(tensors, scalings)
         seconds = {job.recipe.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
     lacking = sum(len(source.lacking) for source in prepared.sources)
     trained = [job for job in jobs if job.recipe.trained] or list(jobs)

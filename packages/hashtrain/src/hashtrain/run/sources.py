@@ -89,18 +89,14 @@ def make_all(
         ranks: torchrun's processes, which share the contexts.
         memory: GB of weights that the device may hold; None: no limit.
     """
-
-    def job(source: Source, number: int) -> _Job:
-        ids, path = source.contexts[number], source.stored.file(number)
-        return _Job(model, device, ids, path, source.name, source.reads.kept(number), memory)
-
     mine = ranks.shard([(source, number) for source in sources for number in source.lacking])
     if ranks.first:
         for source in sources:
             begin(source.stored, source.identity)
     ranks.barrier()
-    if mine:
-        _capture([job(*one) for one in mine], workers, advance)
+    jobs = [_Job(model, device, of.contexts[n], of.stored.file(n), of.name, of.reads.kept(n), memory) for of, n in mine]
+    if jobs:
+        _capture(jobs, workers, advance)
     ranks.barrier()
     if ranks.first:
         for source in sources:
