@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.files.untrusted import first_line
 
 _PER_LAYER = 4
 _MAX_ENTRIES = 1 << 16
@@ -64,10 +65,8 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
         archive = _checked_archive(path, largest)
         found = torch.load(archive, map_location="cpu", weights_only=True)
     except Exception as error:  # on damaged bytes, the zip reader and the unpickler raise all kinds of errors
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ValueError(
-            f"{path} is truncated, damaged or holds more than tensors ({reason}); download it again"
-        ) from error
+        what = f"is truncated, damaged or holds more than tensors ({first_line(error)})"
+        raise ValueError(f"{path} {what}; download it again") from error
     if not isinstance(found, list | tuple):
         raise ValueError(f"{path} must hold a list of tensors, got {type(found).__name__}")
     if len(found) != wanted:

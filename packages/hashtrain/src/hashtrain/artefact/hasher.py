@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.files.atomic import save_tensors, write_text
-from hashtrain.files.untrusted import inside, open_tensors, read_json_object
+from hashtrain.files.untrusted import first_line, inside, open_tensors, read_json_object
 from hashtrain.layers import BY_VARIANT, LayerHasher, shapes
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -192,8 +192,8 @@ def _download(name: str, **settings: Any) -> Path:
     try:
         return Path(cast(str, snapshot_download(name, allow_patterns=_FILES, **settings)))
     except (OSError, ValueError) as error:  # includes HfHubHTTPError and its offline counterpart
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no hasher at {name}: no folder of that name, and none on the hub ({reason})") from error
+        what = f"no folder of that name, and none on the hub ({first_line(error)})"
+        raise ValueError(f"no hasher at {name}: {what}") from error
 
 
 def _read_card(path: Path) -> str:

@@ -25,6 +25,7 @@ from hashtrain.files.untrusted import read_json_object
 from hashtrain.models import device_of
 
 _NAME, _FORMAT = "manifest.json", 1
+_VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 _OURS = re.compile(r"\d{5}\.(safetensors|json)|manifest\.json|\.(\d{5}\.\w+|manifest\.json)\.\w{8}")
 """Names of files that a capture writes, including temporary files left by a killed process."""
 
@@ -41,17 +42,21 @@ def identity(
     The model is identified by its weights in memory, so no name or revision has to be trusted. `seed` is the one that
     drew the contexts, if any; `weights` is `weights_hash(model)`, if known.
     """
+    sha = hashlib.sha256()
+    for ids in contexts:
+        sha.update(len(ids).to_bytes(8, "little"))
+        sha.update(ids.contiguous().numpy().tobytes())
     return {
         "format": _FORMAT,
         "model": weights or weights_hash(model),
         "revision": getattr(model.config, "_commit_hash", None),
-        "corpus": _hash(contexts),
+        "corpus": sha.hexdigest(),
         "contexts": len(contexts),
         "context": max(map(len, contexts), default=0),
         "seed": seed,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device_of(model).type,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": _VERSIONS,
     }
 
 
@@ -80,12 +85,12 @@ def begin(stored: Capture, wanted: dict[str, Any]) -> None:
 
 def finish(stored: Capture) -> None:
     """Collect every file's size and checksum in the manifest."""
-    path = stored.folder / _NAME
+    path, files = stored.folder / _NAME, [stored.file(number) for number in range(len(stored))]
     manifest = _read(path)
     # A recaptured file has its own record beside it, which takes precedence.
-    found = {p.name: _read(p.with_suffix(".json")) or manifest["files"].get(p.name) for p in _files(stored)}
+    found = {p.name: _read(p.with_suffix(".json")) or manifest["files"].get(p.name) for p in files}
     write_text(path, json.dumps({**manifest, "files": found}, indent=1) + "\n")
-    for file in _files(stored):
+    for file in files:
         file.with_suffix(".json").unlink(missing_ok=True)
 
 
@@ -95,10 +100,6 @@ def checksum(path: Path) -> dict[str, Any]:
         sha = hashlib.file_digest(file, "sha256").hexdigest()
         stat = os.fstat(file.fileno())
     return {"bytes": stat.st_size, "sha256": sha, "written": stat.st_mtime_ns}
-
-
-def _files(stored: Capture) -> list[Path]:
-    return [stored.file(number) for number in range(len(stored))]
 
 
 def _whole(path: Path, recorded: dict[str, Any]) -> bool:
@@ -140,7 +141,7 @@ def weights_record(name: str, model: PreTrainedModel) -> dict[str, Any]:
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
         "model": str(folder.absolute()) if files else [name, revision],
         "dtype": str(next(model.parameters()).dtype),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": _VERSIONS,
     }
 
 
@@ -170,11 +171,3 @@ def _on_host(module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
     from accelerate.utils import align_module_device
 
     return align_module_device(module, torch.device("cpu"))
-
-
-def _hash(contexts: Sequence[Tensor]) -> str:
-    sha = hashlib.sha256()
-    for ids in contexts:
-        sha.update(len(ids).to_bytes(8, "little"))
-        sha.update(ids.contiguous().numpy().tobytes())
-    return sha.hexdigest()

@@ -92,6 +92,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @contextlib.contextmanager
 def open_tensors(path: Path, remedy: str) -> Iterator[Any]:
     """Open a safetensors file like `safe_open`, after checking the size of its header.

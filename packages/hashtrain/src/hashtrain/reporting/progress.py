@@ -1,6 +1,7 @@
-"""Progress: a bar on a terminal, periodic lines elsewhere."""
+"""Progress: a bar on a terminal, periodic lines elsewhere; and scalars for TensorBoard, an optional dependency."""
 
 import contextlib
+import importlib.util
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hashtrain.usage import UsageError
 
 Advance = Callable[[str, int], None]
 _INTERVAL = 30.0  # seconds between lines
@@ -52,3 +55,34 @@ def live(path: Path, advance: Advance, board: Callable[[dict[str, Any]], None] |
                 board(line)
 
     return report
+
+
+def require_board() -> None:
+    """Raise UsageError if TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "--tensorboard needs the package tensorboard, which is not installed: in the checkout "
+            "`uv pip install './packages/hashtrain[tensorboard]'` or `uv sync --group tensorboard`"
+        )
+
+
+def open_board(folder: Path) -> Callable[[dict[str, Any]], None]:
+    """Return a function that writes a line of metrics.jsonl as scalars: one chart per hasher, one curve per layer.
+
+    A resumed run adds another event file.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder))
+
+    def write(line: dict[str, Any]) -> None:
+        at, layer = line["hasher"], line["layer"]
+        if "loss" in line:
+            writer.add_scalar(f"{at}/loss/{layer}", line["loss"], line["step"])
+        for heads, iou in line.get("iou", {}).items():
+            writer.add_scalar(f"{at}/iou/{heads}", iou, layer)
+        if "stopped" in line:
+            writer.add_text(f"{at}/stopped", f"layer {layer} {line['stopped']}")
+        writer.flush()
+
+    return write

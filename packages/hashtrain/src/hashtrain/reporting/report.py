@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # files only: no display needed
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from hashtrain.config import HasherConfig
@@ -62,8 +63,7 @@ def draw(metrics: Metrics, path: Path) -> None:
     right.set(xlabel="layer", ylabel="IoU per KV head, held out", ylim=(0, 1), title=f"Top {metrics['fraction']:.1%}")
     right.xaxis.get_major_locator().set_params(integer=True)
     figure.legend(loc="outside right center")
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
-    plt.close(figure)
+    _save(figure, path)
 
 
 def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
@@ -75,13 +75,11 @@ def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
     figure, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
-    shown = None
     for axis, name in zip(axes.flat, names, strict=False):
         by_layer = [layer[what] for layer in metrics["hashers"][name]["kv_head"]["layers"]]
         heads = max(map(len, by_layer))  # layers may differ in heads
-        shown = axis.imshow(
-            [row + [math.nan] * (heads - len(row)) for row in by_layer], vmin=0, vmax=1, cmap="viridis", aspect="auto"
-        )
+        filled = [row + [math.nan] * (heads - len(row)) for row in by_layer]
+        axis.imshow(filled, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axis.set(title=name, xlabel="KV head", xticks=range(heads))
         for row, found in enumerate(by_layer):
             for head, iou in enumerate(found):
@@ -89,10 +87,8 @@ def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
                 axis.text(head, row, f"{iou:.2f}", ha="center", va="center", fontsize=8, color=color)
     for axis in axes[:, 0]:
         axis.set_ylabel("layer")
-    assert shown is not None  # there is no figure of no hashers
-    figure.colorbar(shown, ax=axes.ravel().tolist(), label=label)
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
-    plt.close(figure)
+    figure.colorbar(axes[0, 0].images[0], ax=axes.ravel().tolist(), label=label)
+    _save(figure, path)
 
 
 def draw_bits(metrics: Metrics, path: Path) -> None:
@@ -108,14 +104,17 @@ def draw_bits(metrics: Metrics, path: Path) -> None:
         correlation = [layer["correlation"] for layer in layers]
         right.plot(range(metrics["layers"]), correlation, marker="o", label=name, **style)
     left.axhline(0.5, color="0.7", linewidth=1, zorder=0)
-    left.set(
-        xlabel="bits of the sparse layers, in order", ylabel="share of ones", ylim=(0, 1), title="Balance (0.5 is best)"
-    )
+    left.set(xlabel="bits of the sparse layers, in order", ylabel="share of ones", title="Balance (0.5 is best)")
+    left.set_ylim(0, 1)
     right.set(xlabel="layer", ylabel="mean |correlation| of two bits", title="Redundancy (0 is best)")
     right.set_ylim(bottom=0)
     right.xaxis.get_major_locator().set_params(integer=True)
     if right.lines:
         figure.legend(loc="outside right center")
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     plt.close(figure)
 
@@ -171,9 +170,8 @@ def _made(config: HasherConfig, result: Metrics, metrics: Metrics) -> str:
     planes = config.planes if config.variant in ("planes", "transform") else 1
     budget = f"{metrics['fraction']:.1%} of the visible tokens"
     return (
-        f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: "
-        f"{shape.num_layers} layers, "
-        f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
+        f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: {shape.num_layers} "
+        f"layers, {shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
         f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps per layer, {metrics['contexts']} contexts "
         f"of {metrics['context']} tokens ({metrics['corpus']}).\n"
         f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "

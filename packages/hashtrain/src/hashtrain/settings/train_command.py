@@ -1,22 +1,25 @@
 """The settings of one `hashtrain` run, checked before anything is written."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import DEMO, model_path
-from hashtrain.settings.overrides import Overrides
-from hashtrain.settings.recipes import ALL, RECIPES, Recipe
+from hashtrain.settings.recipes import ALL, RECIPES, Of, Recipe
 from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.training.trainer`)."""
 
+_SAME = ("loss", "estimator", "gamma", "alpha", "beta", "max_top", "max_rest", "target", "first_trained")
+"""Fields of the same name in `Recipe`."""
+
 
 @dataclass(frozen=True)
-class _Run:
-    """What a run reads, trains and writes; the flags of `Overrides` change how its hashers are trained."""
+class TrainCommand:
+    """Train every layer's hashers, compare them on held-out text, and store them."""
 
     model: str = DEMO
     """Folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
@@ -81,14 +84,32 @@ class _Run:
     dry_run: bool = False
     """Print the plan, the disk and memory it needs and an estimate of the time; write nothing."""
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class TrainCommand(Overrides, _Run):
-    """Train every layer's hashers, compare them on held-out text, and store them."""
+    # Flags that override every trained hasher of a run, for one row of an ablation table; None: each one's own.
+    loss: Literal["ranking", "reconstruction", "mse"] | None = None
+    """Training loss: `ranking` (eq. 10), or an ablation that reconstructs attention (eq. 17): `reconstruction` up to
+    scale and shift, `mse` exactly. Default, here and below: each hasher's own."""
+    estimator: Literal["softsign", "straight-through"] | None = None
+    """Surrogate for the sign function in training (eq. 11)."""
+    gamma: float | None = None
+    """Slope of the softsign surrogate; the paper: 64."""
+    alpha: float | None = None
+    """Margin of the ranking loss; the paper: 3."""
+    beta: float | None = None
+    """Slope of the ranking loss; the paper: 1."""
+    max_top: int | None = None
+    """Target tokens drawn per row."""
+    max_rest: int | None = None
+    """Tokens outside the target drawn per step, shared by its rows."""
+    target: Of | None = None
+    """What --fraction is a share of in training: each row's visible tokens, or, as in the paper, the full length."""
+    first_trained: int | None = None
+    """First row to train on; the paper: 0."""
+    target_ends: tuple[int, int] | None = None
+    """Number of first and last tokens excluded from pairs, because every row reads them; the paper: 0 0."""
+    hidden: int | None = None
+    """Hidden width of `paper` and its variations; the paper: 128."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_counts(self, contexts=1, held_out=1, held_out_rows=1, steps=1, rows=1, context=512)
         require_counts(self, workers=0, dense_layers=0)
         require_seed(self.seed)
@@ -114,6 +135,12 @@ class TrainCommand(Overrides, _Run):
         known = ["default", "all", *(c.name for c in ALL)]
         if unknown := [name for name in self.only if name not in known]:
             raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
+        require_counts(self, max_top=1, max_rest=1, first_trained=0, target_ends=0, hidden=1)
+        for name, least in (("gamma", 0.0), ("beta", 0.0), ("alpha", -math.inf)):
+            value = getattr(self, name)
+            if value is not None and not least < value < math.inf:
+                bound = "a finite number" if least < 0 else "a finite number above 0"
+                raise UsageError(f"--{name} must be {bound}, got {value}")
 
     @classmethod
     def for_model(cls, model: str, **settings: Any) -> "TrainCommand":
@@ -125,7 +152,7 @@ class TrainCommand(Overrides, _Run):
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The recipes to train, in table order, with the flags of `Overrides` applied."""
+        """The recipes to train, in table order, with the flags of this command applied."""
         groups = {"default": RECIPES, "all": ALL}
         named = {*self.only, *(c.name for group in self.only for c in groups.get(group, ()))}
         return [self.applied(c) for c in ALL if c.name in named]
@@ -139,3 +166,11 @@ class TrainCommand(Overrides, _Run):
     def first_row(self) -> int:
         """Rows before this one are not evaluated (1,024 of 4,096)."""
         return self.context // 4
+
+    def applied(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with these settings; an untrained one changes only its width."""
+        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        if self.target_ends is not None:
+            given["ends"] = self.target_ends
+        width = {} if self.hidden is None or recipe.variant != "paper" else {"hidden": self.hidden}
+        return replace(recipe, **(given if recipe.trained else {}), **width)
