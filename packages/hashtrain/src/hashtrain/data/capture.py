@@ -168,19 +168,15 @@ def context_bytes(
     Args:
         rows: how many rows' queries are kept, with their int32 positions; None for all. values: whether values are.
     """
-    total = 0
-    for at in (shape.at(layer) for layer in range(shape.num_layers)):
-        heads = (1 + values) * tokens * at.num_kv_heads + (tokens if rows is None else rows) * at.num_query_heads
+    total, queries = 0, tokens if rows is None else rows
+    for at in map(shape.at, range(shape.num_layers)):
+        heads = (1 + values) * tokens * at.num_kv_heads + queries * at.num_query_heads
         total += heads * at.head_dim * dtype.itemsize + 4 * (rows or 0)
     return total
 
 
 def require_disk(folder: Path, needed: int, remedy: str = "") -> None:
-    """Raise OSError if the file system of `folder` has less than 1.1 times `needed` bytes free.
-
-    Args:
-        remedy: ends the error message with what else would help.
-    """
+    """Raise OSError, which ends with `remedy`, if the folder's file system lacks 1.1 times `needed` free bytes."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed * 1.1:

@@ -4,11 +4,6 @@ The cost of a head is the squared error of the layer's output through that head'
 measured at a few budgets, on rows of contexts that run densely, and falls about as a power of the budget.
 """
 
-# Models of transformers have no types.
-# pyright: reportUnknownMemberType=false
-
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

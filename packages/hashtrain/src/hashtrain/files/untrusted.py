@@ -108,9 +108,8 @@ def open_tensors(path: Path, remedy: str) -> Iterator[Any]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise ValueError(
-                f"{path} says its header has {length} bytes, expected at most {MAX_HEADER_BYTES}; {remedy}"
-            )
+            most = f"expected at most {MAX_HEADER_BYTES}; {remedy}"
+            raise ValueError(f"{path} says its header has {length} bytes, {most}")
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError:
@@ -138,15 +137,9 @@ def _finite(text: str) -> float:
     return value
 
 
-def _require_shallow(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+def _require_shallow(value: Any, levels: int = MAX_DEPTH) -> None:
+    if isinstance(value, dict | list):
+        if not levels:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        for inner in value.values() if isinstance(value, dict) else value:
+            _require_shallow(inner, levels - 1)

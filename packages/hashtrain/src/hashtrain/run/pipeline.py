@@ -1,7 +1,5 @@
 """One run from text to stored hashers: capture, train layer by layer, calibrate, evaluate on held-out text, save."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -5,9 +5,6 @@ schedule (`hashtrain.training.rows`). The first contexts, which starts and calib
 other context, only the keys and the rows of its steps: 4.8 TB instead of 26 for Llama-3-8B with the paper's schedule.
 """
 
-# Some methods of torch have no types.
-# pyright: reportUnknownMemberType=false
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

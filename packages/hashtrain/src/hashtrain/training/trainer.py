@@ -3,8 +3,6 @@
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
