@@ -41,9 +41,8 @@ def convert(path: str | Path, model_config: Any, out: str | Path, base_model: st
         anything but the tensors of this model's layers.
     """
     path, shape = Path(path), ModelShape.of(model_config)
-    config = HasherConfig(
-        "paper", shape, bits=shape.head_dim, hidden=shape.head_dim, init="random", residual=True, base_model=base_model
-    )
+    sizes = {"bits": shape.head_dim, "hidden": shape.head_dim}
+    config = HasherConfig("paper", shape, **sizes, init="random", residual=True, base_model=base_model)
     tensors = _read(path, shape)
     state: dict[str, Tensor] = Hasher(config, seed=0).state_dict()
     for layer in range(shape.num_layers):
@@ -70,10 +69,9 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
     if not isinstance(found, list | tuple):
         raise ValueError(f"{path} must hold a list of tensors, got {type(found).__name__}")
     if len(found) != wanted:
-        raise ValueError(
-            f"{path} holds {len(found)} tensors, {len(found) / _PER_LAYER:g} layers; expected {wanted}, "
-            f"{shape.num_layers} layers" + ("; the published file is truncated" if len(found) < wanted else "")
-        )
+        got = f"{len(found)} tensors, {len(found) / _PER_LAYER:g} layers"
+        more = "; the published file is truncated" if len(found) < wanted else ""
+        raise ValueError(f"{path} holds {got}; expected {wanted}, {shape.num_layers} layers{more}")
     return list(found)
 
 

@@ -212,9 +212,7 @@ def _check_header(path: Path, file: Any, config: HasherConfig) -> None:
     names, layers = set(file.keys()), config.shape.num_layers
     if layers > len(names):  # before listing that many shapes
         refuse(f"expected tensors of {layers} layers, got {len(names)} tensors")
-    wanted = {
-        f"layers.{index}.{name}": size for index in range(layers) for name, size in shapes(config.at(index)).items()
-    }
+    wanted = {f"layers.{n}.{name}": size for n in range(layers) for name, size in shapes(config.at(n)).items()}
     if len(names) != len(wanted):
         refuse(f"expected {len(wanted)} tensors, got {len(names)}")
     for name, size in wanted.items():

@@ -1,7 +1,6 @@
 """A run's report: the table on the terminal, the figures, and each hasher's card."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,8 @@ def quality_table(metrics: Metrics, heads: str) -> Table:
         for name, line in cells.items():
             table.add_row(name, line[-1])
         return table
-    table.add_column("layer", justify="right")
-    for name in cells:
-        table.add_column(name, justify="right")
+    for title in ("layer", *cells):
+        table.add_column(title, justify="right")
     for layer in range(metrics["layers"]):
         table.add_row(str(layer), *(line[layer] for line in cells.values()))
     table.add_section()
@@ -123,23 +121,16 @@ def _smooth(values: list[float], width: int) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - width + 1) : i + 1])]
 
 
-def _worst(by_head: list[float], of: Callable[[list[float]], float], text: Callable[[float], str]) -> str:
-    """Return the worst head's value as text, and the head."""
-    worst = of(by_head)
-    return f"{text(worst)} ({by_head.index(worst)})"
-
-
 def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
     """Write a hasher's README: its purpose, its training, and how well it selects."""
     result = metrics["hashers"][name]
-    rows = "\n".join(
-        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {_worst(kv['low_by_head'], min, '{:.2f}'.format)} "
-        f"| {_worst(kv['lost_by_head'], max, share)} | {q['iou']:.3f} | {q['mass']:.3f} "
-        f"| {rest['share']:.3f} | {rest['error']:.3f} |"
-        for layer, (kv, q, rest) in enumerate(
-            zip(*(result[part]["layers"] for part in ("kv_head", "query_head", "remainder")), strict=True)
-        )
-    )
+    rows = ""
+    parts = (result[part]["layers"] for part in ("kv_head", "query_head", "remainder"))
+    for layer, (kv, q, rest) in enumerate(zip(*parts, strict=True)):
+        low, lost = min(kv["low_by_head"]), max(kv["lost_by_head"])
+        worst = f"{low:.2f} ({kv['low_by_head'].index(low)}) | {share(lost)} ({kv['lost_by_head'].index(lost)})"
+        rows += f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {worst} | {q['iou']:.3f} | {q['mass']:.3f} "
+        rows += f"| {rest['share']:.3f} | {rest['error']:.3f} |\n"
     base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
     return f"""---
 library_name: hashtrain
@@ -153,7 +144,6 @@ license: apache-2.0
 | layer | IoU, KV head | mass, KV head | low | lost | IoU, query head | mass, query head | left out | its error |
 |---|---|---|---|---|---|---|---|---|
 {rows}
-
 "Low" is the 5th percentile of the mass over rows, and "lost" the share of rows that find less than half of the mass of
 an exact selection, both of the layer's worst KV head, in parentheses. A head fails if its low is below {LEAST_LOW} or
 its lost above {share(MOST_LOST)}. "Left out" is the share of the softmax that the selection misses (per query

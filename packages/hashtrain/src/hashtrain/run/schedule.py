@@ -100,11 +100,9 @@ def schedule(command: TrainCommand, model_config: Any, disk: float | None = None
     whole = validation + reads.bytes(range(command.contexts))
     (steps, train), read = _steps(command, shape), traffic(command, shape)
     parameters = count_parameters(model_config)
-    attention = sum(
-        2.0 * command.context**2 * at.num_query_heads * at.head_dim for at in map(shape.at, range(shape.num_layers))
-    )
+    width = sum(at.num_query_heads * at.head_dim for at in map(shape.at, range(shape.num_layers)))
     contexts = command.contexts + command.held_out
-    capture = contexts * (2.0 * parameters * command.context + attention)
+    capture = contexts * (2.0 * parameters * command.context + 2.0 * command.context**2 * width)
     launches = command.steps * len(steps) * _LAUNCHES * _LAUNCH
     hours = {
         name: [
@@ -113,19 +111,9 @@ def schedule(command: TrainCommand, model_config: Any, disk: float | None = None
         ]
         for name, device in DEVICES.items()
     }
-    return Schedule(
-        parameters,
-        2 * parameters,
-        whole,
-        always,
-        max((step for step, _ in steps), default=0),
-        together(steps) + reads.step_bytes,
-        read,
-        capture,
-        train,
-        _waves(whole - always, always, disk),
-        hours,
-    )
+    memory = max((step for step, _ in steps), default=0), together(steps) + reads.step_bytes
+    waves = _waves(whole - always, always, disk)
+    return Schedule(parameters, 2 * parameters, whole, always, *memory, read, capture, train, waves, hours)
 
 
 def _steps(command: TrainCommand, shape: ModelShape) -> tuple[list[tuple[int, int]], float]:
