@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Union, cast
 
@@ -172,9 +172,27 @@ def _plan(command: PlanCommand) -> dict[str, Any]:
 
 
 def _share(command: ShareCommand) -> dict[str, Any]:
-    from hashtrain.run.share import share
+    from hashtrain.artefact.hasher import Hasher
+    from hashtrain.data.corpus import contexts, python_sources, read_texts
+    from hashtrain.evaluation.budgets import CONTEXTS, head_shares
+    from hashtrain.machine.distribute import device_for
+    from hashtrain.models import require_vocabulary
+    from hashtrain.run.prepare import require_plain_attention
+    from hashtrain.run.sources import loaded
 
-    return {"head_shares": share(**asdict(command))}
+    if not command.folder.is_dir():
+        raise UsageError(f"expected the folder of a hasher, to store shares in it, got {command.folder}, which is none")
+    device, hasher = str(device_for(command.device, 0)), Hasher.from_pretrained(command.folder)
+    model, tokenizer = loaded(model_path(command.model), device)
+    hasher.require_match(model.config)
+    require_plain_attention(model.config)
+    texts = read_texts(list(command.text), seed=command.seed) if command.text else python_sources()
+    ids = contexts(texts, tokenizer, command.context, CONTEXTS, command.seed)
+    require_vocabulary(model, *ids)
+    shares = head_shares(model, hasher.to(device), ids, command.fraction, command.seed)
+    hasher.config = replace(hasher.config, head_shares=shares)
+    hasher.save_pretrained(command.folder)
+    return {"head_shares": shares}
 
 
 def _convert(command: ConvertCommand) -> dict[str, Any]:

@@ -82,10 +82,8 @@ def load_model(
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """Read a model's config without building the model.
+    """Read the config of a model, a local folder or a hub id, without building the model.
 
-    Args:
-        name: a local folder or a hub id.
     Raises: ValueError if there is none of that name, it cannot be read, or it requests something unsafe.
     """
     if Path(name).is_dir():
@@ -110,10 +108,8 @@ def count_parameters(config: PretrainedConfig) -> int:
 
 
 def from_config(config: PretrainedConfig, **more: Any) -> PreTrainedModel:
-    """Create a model from a config, with random weights.
+    """Create a model from a config, with random weights; `more` are arguments of transformers' `from_config`.
 
-    Args:
-        more: further arguments of transformers' `from_config`, such as `dtype`.
     Raises: ValueError if no model can be created from the config.
     """
     with _readable(config.name_or_path or f"of a {type(config).__name__}"):

@@ -41,8 +41,8 @@ def convert(path: str | Path, model_config: Any, out: str | Path, base_model: st
         anything but the tensors of this model's layers.
     """
     path, shape = Path(path), ModelShape.of(model_config)
-    sizes = {"bits": shape.head_dim, "hidden": shape.head_dim}
-    config = HasherConfig("paper", shape, **sizes, init="random", residual=True, base_model=base_model)
+    d = shape.head_dim
+    config = HasherConfig("paper", shape, bits=d, hidden=d, init="random", residual=True, base_model=base_model)
     tensors = _read(path, shape)
     state: dict[str, Tensor] = Hasher(config, seed=0).state_dict()
     for layer in range(shape.num_layers):

@@ -126,12 +126,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def weights_record(name: str, model: PreTrainedModel) -> dict[str, Any]:
-    """Identify a model's weights without reading them: by the sizes and modification times of its files.
-
-    Args:
-        name: the folder or hub id that it was loaded from. A hub's revision stands for its files.
-    Returns: {} if there is neither a folder nor a revision.
-    """
+    """Identify a model's weights without reading them: by the sizes and modification times of the files in the folder
+    `name`, or by the revision of the hub id `name`; {} if there is neither."""
     folder, revision = Path(name), getattr(model.config, "_commit_hash", None)
     files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     if not files and revision is None:

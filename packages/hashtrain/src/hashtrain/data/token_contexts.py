@@ -41,8 +41,7 @@ class TokenContexts(Sequence[Tensor]):
     """Contexts of `length` tokens, int64 [length] each, at most `most`.
 
     Args:
-        documents: read when they are needed, once.
-        tokenise: see `Tokenise`.
+        documents: read when they are needed, once; tokenise: see `Tokenise`.
         seed: shuffles the documents; None keeps their order.
         kept: a file that `keep` wrote, if any; used if its key is this one.
         key: identifies the documents, the tokeniser and the other arguments.
@@ -188,11 +187,8 @@ class TokenContexts(Sequence[Tensor]):
 
 
 def key_of(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, settings: dict[str, object]) -> str:
-    """Identify token contexts by what they are made of; files count by size and modification time, unread.
-
-    Args:
-        settings: JSON values that decide the contexts, such as their length and the seed.
-    """
+    """Identify token contexts by their documents, tokenizer and settings, JSON values that decide them, such as their
+    length and the seed. Files count by size and modification time, unread."""
     texts = documents if isinstance(documents, Texts) else Texts([(one, one.corpus) for one in documents])
     fast = getattr(tokenizer, "backend_tokenizer", None)
     how = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)

@@ -97,11 +97,8 @@ def fails(mass: Tensor) -> bool:
 
 
 def failing(layers: Sequence[dict[str, Any]], dense: Collection[int] = ()) -> list[tuple[int, int]]:
-    """List the (layer, head) pairs whose worst rows lose too much, without layers that stay dense.
-
-    Args:
-        layers: the results of `evaluate_layer` for one kind of head, by layer.
-    """
+    """List the (layer, head) pairs whose worst rows lose too much, without layers that stay dense, given the results of
+    `evaluate_layer` for one kind of head, by layer."""
     return [
         (number, head)
         for number, layer in enumerate(layers)

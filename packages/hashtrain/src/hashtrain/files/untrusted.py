@@ -22,10 +22,8 @@ MAX_HEADER_BYTES = 1 << 22
 
 
 def parse_json(text: str, strict: bool = True) -> Any:
-    """Parse a JSON text.
+    """Parse a JSON text; if `strict`, reject NaN and infinities, too.
 
-    Args:
-        strict: also reject NaN and infinities.
     Raises: ValueError with the reason, for anything that two parsers could read differently.
     """
     numbers: dict[str, Any] = {"parse_constant": _no_number, "parse_float": _finite} if strict else {}

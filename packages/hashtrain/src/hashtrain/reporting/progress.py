@@ -40,11 +40,8 @@ def tracking(console: Console, total: int) -> Iterator[Advance]:
 
 
 def live(path: Path, advance: Advance, board: Callable[[dict[str, Any]], None] | None = None) -> Callable[..., None]:
-    """Return a report function for `hashtrain.run.job.make`: progress goes to `advance`, JSON lines to `path`.
-
-    Args:
-        board: receives each line as well.
-    """
+    """Return a report function for `hashtrain.run.job.make`: progress goes to `advance`, JSON lines to `path` and
+    `board`."""
 
     def report(description: str, steps: int, line: dict[str, Any] | None = None) -> None:
         advance(description, steps)

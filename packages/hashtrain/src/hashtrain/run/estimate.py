@@ -57,8 +57,7 @@ class Estimate:
 def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Estimate:
     """Run one context, a few steps of each hasher and one evaluation, and extrapolate. Nothing is written.
 
-    Args:
-        jobs: every layer of every hasher; workers: processes working in parallel, over all machines.
+    `jobs` are every layer of every hasher, and `workers` the processes of all machines.
     """
     command = prepared.command
     model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)

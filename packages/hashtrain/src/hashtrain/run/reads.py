@@ -89,11 +89,9 @@ class Reads:
 
 
 def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whole: int, shared: bool) -> Reads:
-    """Return what training all hashers of a command reads.
+    """Return what training all hashers of a command reads of its `contexts` contexts.
 
-    Args:
-        contexts: number of training contexts; whole: how many of them starts, repairs and calibration read.
-        shared: whether processes share the rows of each step.
+    Starts, repairs and calibration read the first `whole` ones; `shared` is whether processes share a step's rows.
     """
     trained = [recipe for recipe in command.recipes if recipe.trained]
     numbers = ("steps", "rows", "chunk", "max_top", "max_rest", "min_position", "seed")

@@ -112,35 +112,29 @@ class TrainCommand:
     def __post_init__(self) -> None:
         require_counts(self, contexts=1, held_out=1, held_out_rows=1, steps=1, rows=1, context=512)
         require_counts(self, workers=0, dense_layers=0)
+        require_counts(self, max_top=1, max_rest=1, first_trained=0, target_ends=0, hidden=1)
         require_seed(self.seed)
         require_device_name(self.device)
-        if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
-            raise UsageError(f"--learning-rate must be above 0, got {self.learning_rate}")
-        if self.backbone_memory is not None and not 0 < self.backbone_memory <= 1e6:
-            raise UsageError(f"--backbone-memory must be above 0 and at most 1000000, got {self.backbone_memory}")
-        if not 0 <= self.warmup <= 1:
-            raise UsageError(f"--warmup must be between 0 and 1, got {self.warmup}")
-        if not 0 <= self.checkpoint_seconds < float("inf"):
-            raise UsageError(f"--checkpoint-seconds must be 0 or more, got {self.checkpoint_seconds}")
-        if not 32 <= self.bits <= 4096 or self.bits % 32:
-            raise UsageError(f"--bits must be a multiple of 32 between 32 and 4096, got {self.bits}")
-        if self.planes is not None and not 1 <= self.planes <= 8:
-            raise UsageError(f"--planes must be between 1 and 8, got {self.planes}")
-        if self.digits is not None and not 1 <= self.digits <= MAX_DIGITS:
-            raise UsageError(f"--digits must be between 1 and {MAX_DIGITS}, got {self.digits}")
+        for name, holds, wanted in (
+            ("learning_rate", lambda x: 0 < x < math.inf, "above 0"),
+            ("backbone_memory", lambda x: 0 < x <= 1e6, "above 0 and at most 1000000"),
+            ("warmup", lambda x: 0 <= x <= 1, "between 0 and 1"),
+            ("checkpoint_seconds", lambda x: 0 <= x < math.inf, "0 or more"),
+            ("bits", lambda x: 32 <= x <= 4096 and not x % 32, "a multiple of 32 between 32 and 4096"),
+            ("planes", lambda x: 1 <= x <= 8, "between 1 and 8"),
+            ("digits", lambda x: 1 <= x <= MAX_DIGITS, f"between 1 and {MAX_DIGITS}"),
+            ("fraction", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+            ("gamma", lambda x: 0 < x < math.inf, "a finite number above 0"),
+            ("beta", lambda x: 0 < x < math.inf, "a finite number above 0"),
+            ("alpha", math.isfinite, "a finite number"),
+        ):
+            if (value := getattr(self, name)) is not None and not holds(value):
+                raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, got {value}")
         if not self.only:
             raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, default or all")
-        if not 0 < self.fraction <= 1:
-            raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}")
         known = ["default", "all", *(c.name for c in ALL)]
         if unknown := [name for name in self.only if name not in known]:
             raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
-        require_counts(self, max_top=1, max_rest=1, first_trained=0, target_ends=0, hidden=1)
-        for name, least in (("gamma", 0.0), ("beta", 0.0), ("alpha", -math.inf)):
-            value = getattr(self, name)
-            if value is not None and not least < value < math.inf:
-                bound = "a finite number" if least < 0 else "a finite number above 0"
-                raise UsageError(f"--{name} must be {bound}, got {value}")
 
     @classmethod
     def for_model(cls, model: str, **settings: Any) -> "TrainCommand":
@@ -168,7 +162,7 @@ class TrainCommand:
         return self.context // 4
 
     def applied(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with these settings; an untrained one changes only its width."""
+        """Return the recipe with this command's flags; an untrained one changes only its width."""
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         if self.target_ends is not None:
             given["ends"] = self.target_ends

@@ -98,11 +98,9 @@ def _digest(tensors: dict[str, Tensor], state: str) -> str:
 
 
 class Snapshots:
-    """Keeps the weights of the interval with the lowest mean loss; before the first, the initial weights.
+    """Keeps a module's weights of the interval with the lowest mean loss; before the first, the initial weights.
 
-    Args:
-        module: whose weights are kept.
-        steps: of the whole training; an interval is a fortieth of them, at least 10.
+    An interval is a fortieth of the training's `steps`, at least 10.
     """
 
     def __init__(self, module: nn.Module, steps: int):
