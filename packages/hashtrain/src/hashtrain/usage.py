@@ -91,8 +91,10 @@ def _guarded(program: str, call: Callable[[], int]) -> int:
         if isinstance(error, BrokenPipeError):
             _drop_output()
             return PIPE_CLOSED
-        if isinstance(error, RuntimeError) and not _is_lack_of_memory(error):
-            raise  # a bug
+        # On the CPU torch has no exception class for lack of memory. Any other RuntimeError is a bug.
+        lack = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+        if isinstance(error, RuntimeError) and not lack:
+            raise
         return _complain(program, sentence(error))
     except SystemExit as leaving:
         if isinstance(leaving.__context__, BrokenPipeError):  # raised by rich
@@ -129,8 +131,3 @@ def sentence(error: BaseException) -> str:
         first = next(iter(str(error).splitlines()), "")
         return f"not enough memory ({first or 'allocation failed'}); reduce the request"
     return str(error)
-
-
-def _is_lack_of_memory(error: RuntimeError) -> bool:
-    """Whether torch is out of memory; on the CPU it has no exception class for that."""
-    return type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)

@@ -155,17 +155,10 @@ class Hasher(nn.Module, ModelHubMixin):
             revision, cache_dir, force_download, local_files_only, token: download options, as for every hub model.
         Raises: ValueError with one sentence if the folder is missing, malformed, truncated or of another format.
         """
-        if Path(folder).is_dir() or not _HUB_ID.fullmatch(str(folder)):
-            folder = Path(folder)
-        else:
-            folder = _download(
-                str(folder),
-                revision=revision,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-                token=token,
-            )
+        if not Path(folder).is_dir() and _HUB_ID.fullmatch(str(folder)):
+            how = {"revision": revision, "cache_dir": cache_dir, "force_download": force_download, "token": token}
+            folder = _download(str(folder), local_files_only=local_files_only, **how)
+        folder = Path(folder)
         config, weights = _read_config(folder)
         path = folder / weights
         try:

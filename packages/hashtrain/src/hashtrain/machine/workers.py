@@ -101,9 +101,8 @@ def _received(pipe: Pipe, job: str) -> tuple[Any, ...]:
     try:
         return pipe.recv()
     except (EOFError, ConnectionResetError):
-        raise ChildProcessError(
-            f"a worker was killed in job {job}, perhaps for lack of memory; run again with fewer --workers"
-        ) from None
+        why = "perhaps for lack of memory; run again with fewer --workers"
+        raise ChildProcessError(f"a worker was killed in job {job}, {why}") from None
 
 
 def _answer(pipe: Pipe, answer: tuple[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The settings of one `hashtrain` run, checked before anything is written."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,20 @@ PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "lear
 
 _SAME = ("loss", "estimator", "gamma", "alpha", "beta", "max_top", "max_rest", "target", "first_trained")
 """Fields of the same name in `Recipe`."""
+_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("learning_rate", lambda x: 0 < x < math.inf, "above 0"),
+    ("backbone_memory", lambda x: 0 < x <= 1e6, "above 0 and at most 1000000"),
+    ("warmup", lambda x: 0 <= x <= 1, "between 0 and 1"),
+    ("checkpoint_seconds", lambda x: 0 <= x < math.inf, "0 or more"),
+    ("bits", lambda x: 32 <= x <= 4096 and not x % 32, "a multiple of 32 between 32 and 4096"),
+    ("planes", lambda x: 1 <= x <= 8, "between 1 and 8"),
+    ("digits", lambda x: 1 <= x <= MAX_DIGITS, f"between 1 and {MAX_DIGITS}"),
+    ("fraction", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    ("gamma", lambda x: 0 < x < math.inf, "a finite number above 0"),
+    ("beta", lambda x: 0 < x < math.inf, "a finite number above 0"),
+    ("alpha", math.isfinite, "a finite number"),
+)
+"""What a field that is set must be."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +130,7 @@ class TrainCommand:
         require_counts(self, max_top=1, max_rest=1, first_trained=0, target_ends=0, hidden=1)
         require_seed(self.seed)
         require_device_name(self.device)
-        for name, holds, wanted in (
-            ("learning_rate", lambda x: 0 < x < math.inf, "above 0"),
-            ("backbone_memory", lambda x: 0 < x <= 1e6, "above 0 and at most 1000000"),
-            ("warmup", lambda x: 0 <= x <= 1, "between 0 and 1"),
-            ("checkpoint_seconds", lambda x: 0 <= x < math.inf, "0 or more"),
-            ("bits", lambda x: 32 <= x <= 4096 and not x % 32, "a multiple of 32 between 32 and 4096"),
-            ("planes", lambda x: 1 <= x <= 8, "between 1 and 8"),
-            ("digits", lambda x: 1 <= x <= MAX_DIGITS, f"between 1 and {MAX_DIGITS}"),
-            ("fraction", lambda x: 0 < x <= 1, "above 0 and at most 1"),
-            ("gamma", lambda x: 0 < x < math.inf, "a finite number above 0"),
-            ("beta", lambda x: 0 < x < math.inf, "a finite number above 0"),
-            ("alpha", math.isfinite, "a finite number"),
-        ):
+        for name, holds, wanted in _RULES:
             if (value := getattr(self, name)) is not None and not holds(value):
                 raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, got {value}")
         if not self.only:
