@@ -8,7 +8,6 @@ code of a model, whatever arrives on standard input (tests/test_safety.py).
 # pyright: reportUnknownMemberType=false
 
 import contextlib
-import importlib.util
 import os
 import re
 import sys
@@ -31,7 +30,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hashtrain.files.untrusted import one_line, read_json_object
-from hashtrain.usage import file_kind
+from hashtrain.usage import file_kind, require_package
 
 _ATTENTIONS = (None, "eager", "sdpa")
 """Allowed attention implementations. Any other name is a package or a kernel on the Hub, and so code."""
@@ -204,11 +203,7 @@ def _take_a_step(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _placement(device: str, memory: float) -> dict[str, Any]:
-    if importlib.util.find_spec("accelerate") is None:
-        raise ValueError(
-            "a limit on the model's memory needs the package accelerate, which is not installed: in the checkout "
-            "`uv pip install './packages/hashtrain[offload]'`"
-        )
+    require_package("accelerate", "a limit on the model's memory", "offload")
     most = f"{int(memory * 1000)}MB"
     if device == "cpu":
         return {"device_map": "auto", "max_memory": {"cpu": most}}

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib.util
 import io
 import os
 import re
@@ -49,6 +50,13 @@ def require_device_name(device: str) -> None:
     """Raise UsageError if --device is not a name that `hashtrain.machine.distribute.device_for` accepts."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {device}")
+
+
+def require_package(package: str, what: str, extra: str, more: str = "") -> None:
+    """Raise ValueError, which ends with `more`, if a package that an extra of hashtrain brings is not installed."""
+    if importlib.util.find_spec(package) is None:
+        install = f"in the checkout `uv pip install './packages/hashtrain[{extra}]'`{more}"
+        raise ValueError(f"{what} needs the package {package}, which is not installed: {install}")
 
 
 def require_plain_file(path: Path, flag: str = "") -> None:

@@ -24,7 +24,7 @@ from typing import Any, overload
 
 from hashtrain.data.shares import Span, shares
 from hashtrain.files.untrusted import first_line
-from hashtrain.usage import require_plain_file
+from hashtrain.usage import require_package, require_plain_file
 
 HUB = "hub:"
 _DATA_SET = "the data set "
@@ -242,12 +242,10 @@ def _builder(file: Path) -> str:
 
 
 def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iterable[dict[str, Any]]:
-    try:
-        import datasets
-        from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        install = "in the checkout `uv pip install './packages/hashtrain[datasets]'`"
-        raise ValueError(f"reading {shown} needs the package datasets, which is not installed: {install}") from error
+    require_package("datasets", f"reading {shown}", "datasets")
+    import datasets
+    from datasets.exceptions import DatasetsError
+
     try:
         return datasets.load_dataset(path, split=split, streaming=True, **options)
     except (OSError, ValueError, DatasetsError) as error:

@@ -1,7 +1,6 @@
 """Progress: a bar on a terminal, periodic lines elsewhere; and scalars for TensorBoard, an optional dependency."""
 
 import contextlib
-import importlib.util
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hashtrain.usage import UsageError
+from hashtrain.usage import require_package
 
 Advance = Callable[[str, int], None]
 _INTERVAL = 30.0  # seconds between lines
@@ -55,12 +54,8 @@ def live(path: Path, advance: Advance, board: Callable[[dict[str, Any]], None] |
 
 
 def require_board() -> None:
-    """Raise UsageError if TensorBoard is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            "--tensorboard needs the package tensorboard, which is not installed: in the checkout "
-            "`uv pip install './packages/hashtrain[tensorboard]'` or `uv sync --group tensorboard`"
-        )
+    """Raise ValueError if TensorBoard is not installed."""
+    require_package("tensorboard", "--tensorboard", "tensorboard", " or `uv sync --group tensorboard`")
 
 
 def open_board(folder: Path) -> Callable[[dict[str, Any]], None]:

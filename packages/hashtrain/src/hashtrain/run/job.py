@@ -113,24 +113,17 @@ class LayerResult(NamedTuple):
 
 def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
     """Return the training schedule of a recipe, with its learning rate."""
+    same: dict[str, Any] = {name: getattr(command, name) for name in ("fraction", "steps", "warmup", "rows", "seed")}
+    for name in ("loss", "beta", "alpha", "max_top", "max_rest", "keys_first"):
+        same[name] = getattr(recipe, name)
     return TrainConfig(
-        fraction=command.fraction,
+        **same,
         of=recipe.target,
         sink=recipe.ends[0],
         recent=recipe.ends[1],
-        steps=command.steps,
-        loss=recipe.loss,
-        beta=recipe.beta,
-        alpha=recipe.alpha,
-        max_top=recipe.max_top,
-        max_rest=recipe.max_rest,
-        keys_first=recipe.keys_first,
         learning_rate=command.learning_rate or recipe.learning_rate,
-        warmup=command.warmup,
-        rows=command.rows,
         precision="bf16" if device.startswith("cuda") else "fp32",
         min_position=command.context // 16 if recipe.first_trained is None else recipe.first_trained,
-        seed=command.seed,
     )
 
 
