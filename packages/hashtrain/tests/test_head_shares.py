@@ -7,7 +7,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.cli import main
-from hashtrain.data.capture import capturing
+from hashtrain.data.capture import capture, capturing
 from hashtrain.evaluation import budgets
 from hashtrain.evaluation.budgets import FACTORS, LEAST_SHARE, MOST_SHARE, divide, fitted, head_errors, head_shares
 from hashtrain.evaluation.metrics import reading
@@ -49,15 +49,19 @@ def contexts(count=2):
     return [torch.randint(97, (200,), generator=torch.Generator().manual_seed(n)) for n in range(count)]
 
 
+def stored(model, folder, count=2):
+    return capture(model, contexts(count), folder, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_an_error_is_of_the_layers_output_when_one_head_alone_is_sparse(model, calibrated, monkeypatch):
+def test_an_error_is_of_the_layers_output_when_one_head_alone_is_sparse(model, calibrated, tmp_path, monkeypatch):
     """Against masked attention, row by row; without the remainder, whose own tests compare it with decoding."""
     monkeypatch.setattr(budgets, "ROWS", 20)
     hasher, ids = lsh(model), contexts(1)[0]
     if calibrated:
         monkeypatch.setattr(budgets, "add_remainder", lambda out, lse, value, weight: out)
         hasher.layer(1).remainder[:] = 0.1
-    found = head_errors(model, hasher, [ids], 0.1, 3)
+    found = head_errors(model, hasher, stored(model, tmp_path, 1), 0.1, 3)
     rows, held = torch.randint(50, 200, (20,), generator=torch.Generator().manual_seed(3)), {}
     with torch.no_grad(), capturing(model, lambda layer, q, k, v, scaling: held.update({layer: (q, k, v, scaling)})):
         model(ids[None], use_cache=False)
@@ -79,9 +83,9 @@ def test_an_error_is_of_the_layers_output_when_one_head_alone_is_sparse(model, c
             assert found[1][head, at].item() == pytest.approx(gap.square().sum().item(), rel=1e-3)
 
 
-def test_a_model_without_a_known_projection_has_errors_of_attention_itself(model, monkeypatch):
+def test_a_model_without_a_known_projection_has_errors_of_attention_itself(model, tmp_path, monkeypatch):
     monkeypatch.setattr(budgets, "_OUTPUT", ())
-    plain = head_errors(model, lsh(model), contexts(1), 0.1, 0)
+    plain = head_errors(model, lsh(model), stored(model, tmp_path, 1), 0.1, 0)
     assert all(errors.shape == (2, 7) and (errors > 0).all() for errors in plain)
 
 
@@ -93,19 +97,21 @@ def test_a_power_law_is_found_from_the_first_budgets(count):
     torch.testing.assert_close(found, (errors.double(), slopes.double()), rtol=1e-5, atol=0)
 
 
-def test_budgets_at_which_a_head_reads_all_are_not_fitted(model):
+def test_budgets_at_which_a_head_reads_all_are_not_fitted(model, tmp_path):
     """Their errors are rounding alone."""
-    assert all(0.4 < share < 2 for own in head_shares(model, lsh(model), contexts(), 0.9) for share in own)
-    whole = head_errors(model, lsh(model), contexts(), 0.9, 0)
+    data = stored(model, tmp_path)
+    assert all(0.4 < share < 2 for own in head_shares(model, lsh(model), data, 0.9) for share in own)
+    whole = head_errors(model, lsh(model), data, 0.9, 0)
     assert all((errors[:, 4:] < 1e-6 * errors[:, :1]).all() for errors in whole)
 
 
-def test_shares_are_of_each_layers_heads(model):
-    found = head_shares(model, lsh(model), contexts(), 0.1)
+def test_shares_are_of_each_layers_heads(model, tmp_path):
+    data = stored(model, tmp_path)
+    found = head_shares(model, lsh(model), data, 0.1)
     assert [len(own) for own in found] == [2, 2, 2]
     assert all(sum(own) == pytest.approx(2, abs=0.002) for own in found)
-    assert found == head_shares(model, lsh(model), contexts(), 0.1)
-    assert found != head_shares(model, lsh(model), contexts(), 0.1, seed=1)
+    assert found == head_shares(model, lsh(model), data, 0.1)
+    assert found != head_shares(model, lsh(model), data, 0.1, seed=1)
 
 
 def test_a_config_keeps_shares_by_head_and_refuses_others(tmp_path):

@@ -9,7 +9,7 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.layers import BY_VARIANT
 from hashtrain.layers.surrogate import quantised, signs, softsign
 from hashtrain.training.loss import ranking_loss, reconstruction_loss
-from hashtrain.training.target import always_read, attention, sample_pairs, top_count
+from hashtrain.training.target import always_read, attention, largest, preferences, sample_pairs, top_count
 from hashtrain.training.trainer import pair_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,6 +61,8 @@ def test_reconstruction_of_a_row_without_tokens_has_a_finite_slope():
 def test_softsign_and_its_sign():
     x = torch.tensor([-2.0, 0.0, 0.5])
     torch.testing.assert_close(softsign(x, 64.0), 64 * x / (1 + 64 * x.abs()))
+    x = x.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: softsign(x, 2.0), x)
 
 
 def test_straight_through_sign_goes_forward_as_packed_bits_and_back_with_softsigns_slope():
@@ -120,7 +122,7 @@ def test_attention_equals_torchs_and_sums_over_the_group():
 
 def test_sampled_pairs_are_inside_and_outside_the_target_set():
     *_, positions, p = qkp()
-    pairs = sample_pairs(p, positions, 0.05, 300, 4000, torch.Generator().manual_seed(0))
+    pairs = sample_pairs(p.clone(), positions, 0.05, 300, 4000, torch.Generator().manual_seed(0))
     for head in range(2):
         for row, position in enumerate(positions.tolist()):
             always = {0, *range(position - 3, position + 1)}  # tokens that every row reads are never in a pair
@@ -131,6 +133,28 @@ def test_sampled_pairs_are_inside_and_outside_the_target_set():
             assert set(pairs.top[0, head, row].tolist()) == target  # 300 draws reach all of at most 10
             rest = set(pairs.rest[pairs.valid[0, head, row]].tolist())
             assert rest == set(range(position + 1)) - target - always  # and 4,000 all of at most 200
+
+
+def test_a_query_heads_target_is_the_same_by_logits_as_by_probabilities():
+    q, k, positions, p = qkp(heads="query")
+    drawn = [
+        sample_pairs(x, positions, 0.05, 50, 400, torch.Generator().manual_seed(0))
+        for x in (p, preferences(q, k, positions, 0.25, "query"))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*drawn, strict=True))
+    assert torch.equal(preferences(q, k, positions, 0.25, "kv"), qkp()[3])
+
+
+@given(st.integers(1, 400), st.integers(1, 20), st.booleans(), st.integers(0, 1 << 30))
+def test_the_largest_of_a_row_are_those_of_topk(tokens, count, ties, seed):
+    count = min(count, tokens)
+    x = torch.randn(2, 3, tokens, generator=torch.Generator().manual_seed(seed))
+    x = x.round() if ties else x
+    x[0, :, 3:] = -torch.inf  # as where a row sees three tokens
+    values, at = largest(x, count)
+    assert torch.equal(values, x.topk(count).values)
+    assert torch.equal(values, x.gather(-1, at))
+    assert all(len(set(row.tolist())) == count for row in at.flatten(0, 1))
 
 
 def test_what_is_always_read():
@@ -144,7 +168,7 @@ def test_pair_scores_are_those_of_all_keys_at_the_sampled_places(variant):
     q, k, positions, p = qkp(heads="query" if variant == "paper" else "kv")
     config = HasherConfig(variant, ModelShape(1, 4, 2, 16), hidden=32)
     layer = BY_VARIANT[variant](config, torch.Generator().manual_seed(0)).requires_grad_(False)
-    pairs = sample_pairs(p, positions, 0.05, 5, 40, torch.Generator().manual_seed(0))
+    pairs = sample_pairs(p.clone(), positions, 0.05, 5, 40, torch.Generator().manual_seed(0))
     every = layer.soft_queries(q) @ layer.soft_keys(k.repeat_interleave(p.shape[1] // 2, 1)).transpose(-1, -2)
     top, rest = pair_scores(layer, q, k, pairs)
     torch.testing.assert_close(top, every.gather(-1, pairs.top), atol=1e-3, rtol=1e-4)

@@ -95,7 +95,7 @@ def test_sampled_pairs_estimate_the_loss_over_all_pairs():
     q, k, scaling = Drawn().read(0, 0)
     q = q[:, :, at].contiguous()
     p = attention(q, k, at, scaling, "query")
-    many = sample_pairs(p, at, FRACTION, 2000, 20000, torch.Generator().manual_seed(0), "length", (0, 0))
+    many = sample_pairs(p.clone(), at, FRACTION, 2000, 20000, torch.Generator().manual_seed(0), "length", (0, 0))
     with torch.no_grad():
         got = _loss(layer, q, k, many, scaling, PAPER).item()
         losses = []
@@ -111,7 +111,7 @@ def test_rows_that_see_no_more_than_the_target_have_no_pair():
     at = torch.tensor([0, 3, 4, 5, 60])
     q, k, scaling = Drawn().read(0, 0)
     p = attention(q[:, :, at], k, at, scaling, "query")
-    pairs = sample_pairs(p, at, FRACTION, 50, 500, torch.Generator().manual_seed(0), "length", (0, 0))
+    pairs = sample_pairs(p.clone(), at, FRACTION, 50, 500, torch.Generator().manual_seed(0), "length", (0, 0))
     assert pairs.valid.flatten(0, 1).any(-1).any(0).tolist() == [False, False, False, True, True]
     assert (pairs.top <= at[:, None]).all()  # only visible tokens
 

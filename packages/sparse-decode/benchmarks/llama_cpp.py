@@ -6,7 +6,8 @@
 Without --model: random weights of a --shape. llama.cpp comes from the wheel `xllamacpp`. It gets a GGUF file of the
 same weights in float16, a float16 cache, flash attention on, and processes the prompt itself, which takes most of the
 time. Our models have bfloat16 weights, untrained `transform` hashers with arbitrary remainder coefficients, `attach`'s
-default budget, and caches of random numbers, which do not affect the time of a step. Contexts may be longer than in the
+default budget, and caches of random numbers, which do not affect the time of a step. `ours, dense` is an attached model
+that stays dense: what our attention kernel and our cache save without sparsity. Contexts may be longer than in the
 model's training, because only speed is measured.
 
 At each length, all of them run in turn for several rounds. A round is the mean wall time of some steps; the result is
@@ -38,7 +39,7 @@ from shapes import SHAPES, make_model
 from transformers import PreTrainedModel
 
 LENGTHS = [4096, 8192, 16384, 32768]
-WAYS = {"as it is": "transformers", "attached": "ours"}
+WAYS = {"as it is": "transformers", "attached": "ours", "dense layers": "ours, dense"}
 STEPS, ROUNDS = 8, 5
 LONGEST_DENSE = 1.0  # seconds: slower steps are timed once per round
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -173,6 +174,7 @@ def _plan(command: PlanCommand) -> dict[str, Any]:
 
 def _share(command: ShareCommand) -> dict[str, Any]:
     from hashtrain.artefact.hasher import Hasher
+    from hashtrain.data.capture import capture
     from hashtrain.data.corpus import contexts, python_sources, read_texts
     from hashtrain.evaluation.budgets import CONTEXTS, head_shares
     from hashtrain.machine.distribute import device_for
@@ -189,7 +191,9 @@ def _share(command: ShareCommand) -> dict[str, Any]:
     texts = read_texts(list(command.text), seed=command.seed) if command.text else python_sources()
     ids = contexts(texts, tokenizer, command.context, CONTEXTS, command.seed)
     require_vocabulary(model, *ids)
-    shares = head_shares(model, hasher.to(device), ids, command.fraction, command.seed)
+    with tempfile.TemporaryDirectory() as captured:
+        stored = capture(model, ids, Path(captured))
+        shares = head_shares(model, hasher.to(device), stored, command.fraction, command.seed)
     hasher.config = replace(hasher.config, head_shares=shares)
     hasher.save_pretrained(command.folder)
     return {"head_shares": shares}

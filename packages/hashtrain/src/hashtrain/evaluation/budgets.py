@@ -1,10 +1,10 @@
 """Divide one budget of tokens among the KV heads of each layer, by what their selections cost (eq. 23).
 
 The cost of a head is the squared error of the layer's output through that head's part of the output projection. It is
-measured at a few budgets, on rows of contexts that run densely, and falls about as a power of the budget.
+measured at a few budgets, on captured rows of dense contexts, and falls about as a power of the budget.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hashtrain.artefact.hasher import Hasher
-from hashtrain.data.capture import capturing
+from hashtrain.data.captured import Capture
 from hashtrain.evaluation.remainder import add_remainder, grouped_product, linear_values, log_weight, measure
 from hashtrain.layers import LayerHasher
 from hashtrain.models import device_of
@@ -52,20 +52,20 @@ def divide(costs: Tensor, falls: Tensor) -> Tensor:
 
 
 def head_shares(
-    model: PreTrainedModel, hasher: Hasher, contexts: Sequence[Tensor], fraction: float = 0.02, seed: int = 0
+    model: PreTrainedModel, hasher: Hasher, data: Capture, fraction: float = 0.02, seed: int = 0
 ) -> tuple[tuple[float, ...], ...]:
     """Divide each layer's budget among its KV heads so that the squared error of its output is least.
 
     Args:
         model: the model of the hasher, all of whose layers have full attention.
-        contexts: training contexts, int64 [T] each; the first `CONTEXTS` are used.
+        data: captured training contexts; the first `CONTEXTS` are used, which must hold all queries and values.
         fraction: the budget that is divided, of each row's visible tokens (eq. 7); seed: draws the rows.
     Returns: for each layer the budgets of its KV heads relative to their mean, for `HasherConfig.head_shares`.
     """
     most = sum(fraction * factor <= 1 for factor in FACTORS)  # beyond, a head reads all tokens
     return tuple(
         tuple(round(share, 3) for share in divide(*fitted(errors[:, :most])).tolist())
-        for errors in head_errors(model, hasher, contexts, fraction, seed)
+        for errors in head_errors(model, hasher, data, fraction, seed)
     )
 
 
@@ -80,22 +80,21 @@ def fitted(errors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def head_errors(
-    model: PreTrainedModel, hasher: Hasher, contexts: Sequence[Tensor], fraction: float, seed: int
-) -> list[Tensor]:
+def head_errors(model: PreTrainedModel, hasher: Hasher, data: Capture, fraction: float, seed: int) -> list[Tensor]:
     """Measure each KV head's squared error of the attention output: for each layer float64 [Hkv, 7], sums over rows."""
-    layers, draw = hasher.config.shape.num_layers, torch.Generator().manual_seed(seed)
-    found, project = [torch.zeros(())] * layers, _projections(model)
-
-    for ids in contexts[:CONTEXTS]:
-        rows = torch.randint(len(ids) // 4, len(ids), (ROWS,), generator=draw).to(device_of(model))
-
-        def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, rows: Tensor = rows) -> None:
-            given = q[:, :, rows], k, v, rows, scaling
-            found[layer] = found[layer] + _errors(hasher.layer(layer), *given, fraction, project.get(layer)).cpu()
-
-        with capturing(model, sink):
-            model(ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1)
+    device, project, draw = device_of(model), _projections(model), torch.Generator().manual_seed(seed)
+    lengths = [data.keys(context, 0)[0].shape[2] for context in range(min(CONTEXTS, len(data)))]
+    rows = [torch.randint(t // 4, t, (ROWS,), generator=draw) for t in lengths]
+    found: list[Tensor] = []
+    for layer in range(hasher.config.shape.num_layers):
+        total = torch.zeros(())
+        for context, at in enumerate(rows):
+            k, scaling = data.keys(context, layer)
+            read = (data.queries(context, layer, at), k, data.values(context, layer), at)
+            q, k, v, where = (x.to(device) for x in read)
+            given = scaling, fraction, project.get(layer), model.dtype
+            total = total + _errors(hasher.layer(layer), q, k, v, where, *given).cpu()
+        found.append(total)
     return found
 
 
@@ -112,9 +111,12 @@ def _projections(model: PreTrainedModel) -> dict[int, Project]:
 
 def _errors(
     hasher: LayerHasher, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, fraction: float,
-    project: Project | None,
+    project: Project | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return the squared errors of a layer's KV heads, float64 [Hkv, 7]; arguments as in `measure`."""
+    """Return the squared errors of a layer's KV heads, float64 [Hkv, 7]; arguments as in `measure`.
+
+    Args: project: the layer's output projection, of weights of this dtype.
+    """
     exact, values, hkv = logits(q, k, rows, scaling)[0], v[0].float(), k.shape[1]
     dense, wanted = grouped_product(exact.softmax(-1), values), [min(1.0, fraction * x) for x in FACTORS]
     coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hkv, -1)))[:, :, None, :-1]
@@ -125,7 +127,7 @@ def _errors(
         out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
         if hasher.calibrated:
             out = add_remainder(out, known.lse, cast(Tensor, mean), log_weight(coefficients, known))
-        found.append(_through(project, out - dense, q.dtype).double().square().sum((1, 2)))
+        found.append(_through(project, out - dense, dtype).double().square().sum((1, 2)))
     return torch.stack(found, 1)
 
 

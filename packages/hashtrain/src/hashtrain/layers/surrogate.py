@@ -12,8 +12,7 @@ from hashtrain.config import SOFTSIGN_GAMMA
 
 def softsign(x: Tensor, gamma: float = SOFTSIGN_GAMMA) -> Tensor:
     """Return gamma x / (1 + gamma |x|), a smooth sign used only in training."""
-    scaled = gamma * x
-    return scaled / (1 + scaled.abs())
+    return _Softsign.apply(x, gamma)
 
 
 def signs(x: Tensor) -> Tensor:
@@ -56,6 +55,23 @@ def estimator(name: str, gamma: float = SOFTSIGN_GAMMA) -> Callable[[Tensor], Te
     return {"straight-through": signs, "softsign": partial(softsign, gamma=gamma)}[name]
 
 
+class _Softsign(torch.autograd.Function):
+    """In fewer passes than torch's own derivative of a quotient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gamma: float) -> Tensor:
+        scaled = gamma * x
+        below = scaled.abs().add_(1)
+        ctx.save_for_backward(below)
+        ctx.gamma = gamma
+        return scaled.div_(below)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] of one result
+        (below,) = ctx.saved_tensors
+        return (ctx.gamma * grad).div_(below.square()), None
+
+
 class _StraightThroughSign(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -74,7 +90,8 @@ class _Digits(torch.autograd.Function):
         ctx.save_for_backward(z, coordinate, power, limit)
         levels = (2 * torch.floor(z.nan_to_num(nan=-torch.inf) / 2) + 1).maximum(-limit).minimum(limit)
         numbers = ((levels + limit) / 2).gather(-1, coordinate)
-        return 2 * torch.floor(numbers / power).remainder(2) - 1
+        halves = torch.floor(numbers.div_(power))
+        return (halves - 2 * torch.floor(halves / 2)).mul_(2).sub_(1)  # `remainder` takes ten times as long
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] of one result

@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hashtrain.reporting.report import card, draw, draw_bits, draw_by_head, qual
 from hashtrain.reporting.worst import worst_lines
 from hashtrain.run.estimate import estimate
 from hashtrain.run.job import LayerJob, LayerResult, make, result, training_of
+from hashtrain.run.kernels import compile_kernels
 from hashtrain.run.prepare import Prepared, prepare
 from hashtrain.run.sources import loaded, make_all
 from hashtrain.run.stream import train_all
@@ -166,8 +168,10 @@ def _trains_first(command: TrainCommand) -> bool:
 
 def _capture(prepared: Prepared, console: Console) -> None:
     """Store the captures that are still missing."""
-    command = prepared.command
-    with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
+    command, lacking = prepared.command, sum(len(source.lacking) for source in prepared.sources)
+    with ThreadPoolExecutor(1) as beside, tracking(console, lacking) as advance:
+        if prepared.device == "cpu" and prepared.workers > 1:
+            beside.submit(compile_kernels)
         work = (command.model_path, prepared.device, prepared.sources, prepared.workers)
         make_all(*work, advance, prepared.ranks, command.backbone_memory)
 
@@ -246,7 +250,7 @@ def _costs(
     with tracking(console, (prepared.shape.num_layers + 1) * len(coded)) as advance:
         for name, hasher in coded.items():
             costs[name] = layer_costs(steps, hasher.to(prepared.device), command.fraction, advance, failing[name])
-            shares = head_shares(model, hasher, contexts, command.fraction, command.seed)
+            shares = head_shares(model, hasher, prepared.train.stored, command.fraction, command.seed)
             hasher.config = replace(hasher.config, head_shares=shares)
             advance("shares of heads", 1)
     return costs

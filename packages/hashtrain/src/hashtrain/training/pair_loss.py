@@ -37,7 +37,8 @@ class _PairLoss(torch.autograd.Function):
         b = (beta * (rest - any_score)).reshape(-1, rest.shape[-1])
         weight = valid.double().reshape(b.shape)
         product, excess, by_rest, by_top = (torch.empty_like(x) for x in (b, b, b, a))
-        arrays = (x.numpy() for x in (a, b, weight, product, excess, by_top, by_rest))
+        grown = b.clamp(max=2 * _FAR).exp_()
+        arrays = (x.numpy() for x in (a, b, grown, weight, product, excess, by_top, by_rest))
         compiled(compare)(*arrays)
         count = (weight.sum() * top.shape[-1]).clamp(min=1)
         slopes = -beta * by_top / count, beta * by_rest / count
@@ -52,27 +53,27 @@ class _PairLoss(torch.autograd.Function):
 
 
 def compare(
-    top: Doubles, rest: Doubles, valid: Doubles, product: Doubles, excess: Doubles, by_top: Doubles, by_rest: Doubles
-) -> None:  # pragma: no cover - compiled
+    top: Doubles, rest: Doubles, grown: Doubles, valid: Doubles, product: Doubles, excess: Doubles, by_top: Doubles,
+    by_rest: Doubles,
+) -> None:  # fmt: skip # pragma: no cover - compiled
     """Compare each row's A tokens of the target with its C others; all arrays are contiguous.
 
     With x = top + rest of a pair, its term is softplus(x) and its slope 1 / (1 + exp(-x)).
 
     Args:
         top: alpha - beta times the score, [N, A]; rest: beta times the score, [N, C]; both relative to any score;
-            valid: 1 or 0, [N, C].
+            grown: exp(rest), of at most exp(2 _FAR), [N, C]; valid: 1 or 0, [N, C].
         product, excess: written: the terms of each token of `rest` sum to log(product) + excess, [N, C].
         by_top, by_rest: written: summed slopes of the valid pairs of each token, [N, A] and [N, C].
     """
     for row in range(len(top)):
-        grown = np.exp(np.minimum(rest[row], 2 * _FAR))
         product[row] = 1.0
         excess[row] = 0.0
         by_rest[row] = 0.0
         for a in range(top.shape[1]):
             parts = product[row], excess[row], by_rest[row]
-            by_top[row, a] = _one(top[row, a], rest[row], grown, valid[row], *parts)
-            if a % _TERMS == _TERMS - 1:
+            by_top[row, a] = _one(top[row, a], rest[row], grown[row], valid[row], *parts)
+            if a % _TERMS == _TERMS - 1 and a + 1 < top.shape[1]:
                 excess[row] += np.log(product[row])
                 product[row] = 1.0
 

@@ -20,7 +20,7 @@ from hashtrain.machine.transfer import Ahead, to_device
 from hashtrain.training.checkpoint import Checkpoint, Snapshots, copied
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
 from hashtrain.training.rows import draw_rows, generator_of
-from hashtrain.training.target import Pairs, attention, sample_pairs
+from hashtrain.training.target import Pairs, preferences, sample_pairs
 from hashtrain.training.train_config import TrainConfig
 
 SLOWER = 0.1
@@ -217,7 +217,7 @@ class Training:
         The loss stays on the device; it is NaN if q or k is not finite in any process.
         """
         self.optimizer.zero_grad()
-        bad = ~(q.isfinite().all() & k.isfinite().all())
+        bad = ~torch.stack([*q.aminmax(), *k.aminmax()]).isfinite().all()  # NaN is both extremes
         parts = self._pairs(q, k, positions, scaling, step)
         flags = torch.stack([bad.double(), torch.stack([weight for *_, weight in parts]).double().sum()])
         self.ranks.all_reduce(flags)
@@ -243,7 +243,7 @@ class Training:
             for start in range(0, len(positions), config.chunk):
                 rows = q[:, :, start : start + config.chunk].contiguous()
                 at = positions[start : start + config.chunk]
-                p = attention(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
+                p = preferences(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
                 drawn = config.max_top, config.max_rest, generator
                 pairs = sample_pairs(p, at, config.fraction, *drawn, config.of, (config.sink, config.recent))
                 valid = pairs.valid if config.loss == "ranking" else torch.ones(len(at), device=p.device)
@@ -325,10 +325,12 @@ def pair_scores(
         `LayerHasher.estimates_products`.
     """
     batch, heads, rows, drawn = pairs.top.shape
-    k = k.repeat_interleave(heads // k.shape[1], 1)  # target heads of a group share keys
-    index = pairs.top.reshape(batch, heads, -1, 1).expand(-1, -1, -1, k.shape[-1])
+    hkv, dim = k.shape[1], k.shape[-1]  # target heads of a group share keys
+    index = pairs.top.reshape(batch, hkv, -1, 1).expand(-1, -1, -1, dim)
+    tops = k.gather(2, index).view(batch, heads, -1, dim)
+    others = k.index_select(2, pairs.rest).repeat_interleave(heads // hkv, 1)
     with torch.autocast(q.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        found = (hasher.soft_queries(q), hasher.soft_keys(k.gather(2, index)), hasher.soft_keys(k[:, :, pairs.rest]))
+        found = hasher.soft_queries(q), hasher.soft_keys(tops), hasher.soft_keys(others)
     queries, top, rest = (x.float() for x in found)  # bfloat16 cannot count 257 bits
     top = top.view(batch, heads, rows, drawn, -1)
     return (top @ queries[..., None]).squeeze(-1), queries @ rest.transpose(-1, -2)
