@@ -6,7 +6,7 @@ import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig
 from hashtrain.layers import BY_VARIANT
-from hashtrain.training.memory import step_bytes
+from hashtrain.run.estimate import step_bytes
 from hashtrain.training.trainer import Training
 from hashtrain_runs import Whole
 from torch.utils._python_dispatch import TorchDispatchMode

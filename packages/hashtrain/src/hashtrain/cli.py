@@ -1,11 +1,11 @@
 """The command line: `hashtrain [train|capture|plan|share|convert|inspect|push] ...`."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Union, cast
 
@@ -104,16 +104,6 @@ def main(arguments: list[str] | None = None) -> int:
     return guarded("hashtrain", lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-Command = TrainCommand | CaptureCommand | PlanCommand | ShareCommand | ConvertCommand | InspectCommand | PushCommand
-COMMANDS: dict[str, Any] = {
-    "train": TrainCommand,
-    "capture": CaptureCommand,
-    "plan": PlanCommand,
-    "share": ShareCommand,
-    "convert": ConvertCommand,
-    "inspect": InspectCommand,
-    "push": PushCommand,
-}
 _HELP = """Learned hashing of the KV cache: train hashers for a model, inspect them, publish them.
 
 Without a subcommand it trains: `hashtrain --model NAME` is `hashtrain train --model NAME`, and `hashtrain train --help`
@@ -126,24 +116,13 @@ def _run(arguments: list[str]) -> int:
     command = parse(with_config(_named(arguments)))
     if isinstance(command, TrainCommand | ConvertCommand):
         require_folder(command.out)
-    match command:
-        case PlanCommand():
-            return _plan(command)
-        case CaptureCommand():
-            return _capture(command)
-        case TrainCommand():
-            return _train(command)
-        case ShareCommand():
-            return _share(command)
-        case ConvertCommand():
-            return _convert(command)
-        case PushCommand():
-            return _push(command)
-        case InspectCommand():
-            return _inspect(command)
+    (act,) = (act for kind, act in COMMANDS.values() if kind is type(command))
+    if (line := act(command)) is not None:
+        print(json.dumps(line), flush=True)
+    return 0
 
 
-def parse(arguments: list[str]) -> Command:
+def parse(arguments: list[str]) -> Any:
     """Parse a command line, without checking that files exist.
 
     Raises: UsageError if a setting is invalid; SystemExit, after a message, if a command or setting is unknown.
@@ -162,13 +141,13 @@ def _named(arguments: list[str]) -> list[str]:
     return ["train", *arguments] if bare else arguments
 
 
-def _parse(arguments: list[str], defaults: dict[str, Any]) -> Command:
+def _parse(arguments: list[str], defaults: dict[str, Any]) -> Any:
     name, *words = arguments
     if name in COMMANDS:  # parsed alone, so that an error about a flag points to the help that lists it
-        kind = COMMANDS[name]
+        kind, _ = COMMANDS[name]
         default = kind(**defaults) if issubclass(kind, TrainCommand) else None
         return tyro.cli(kind, args=words, prog=f"hashtrain {name}", default=default)
-    kinds = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())
+    kinds = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, (kind, _) in COMMANDS.items())
     return tyro.cli(
         cast(Any, Union)[kinds], args=arguments, prog="hashtrain", description=_HELP, default=TrainCommand()
     )
@@ -178,31 +157,49 @@ def _console() -> Console:
     return Console(stderr=not sys.stdout.isatty(), width=None if sys.stderr.isatty() else 120)
 
 
-def _capture(command: CaptureCommand) -> int:
+def _capture(command: CaptureCommand) -> dict[str, Any]:
     from hashtrain.run.pipeline import run
 
-    print(json.dumps({"out": str(command.out), **run(command, _console(), capture_only=True)}), flush=True)
-    return 0
+    return {"out": str(command.out), **run(command, _console(), capture_only=True)}
 
 
-def _plan(command: PlanCommand) -> int:
+def _plan(command: PlanCommand) -> dict[str, Any]:
     from hashtrain.models import load_config
     from hashtrain.run.schedule import schedule
 
     found = schedule(command, load_config(command.model_path), None if command.disk is None else 1e9 * command.disk)
     _console().print("\n".join(found.lines(command)), highlight=False, soft_wrap=True)
-    print(json.dumps({"plan": asdict(found)}), flush=True)
-    return 0
+    return {"plan": asdict(found)}
 
 
-def _share(command: ShareCommand) -> int:
-    from hashtrain.run.share import share
+def _share(command: ShareCommand) -> dict[str, Any]:
+    from hashtrain.artefact.hasher import Hasher
+    from hashtrain.data.capture import capture
+    from hashtrain.data.corpus import contexts, python_sources, read_texts
+    from hashtrain.evaluation.budgets import CONTEXTS, head_shares
+    from hashtrain.machine.distribute import device_for
+    from hashtrain.models import require_vocabulary
+    from hashtrain.run.prepare import require_plain_attention
+    from hashtrain.run.sources import loaded
 
-    print(json.dumps({"head_shares": share(**asdict(command))}), flush=True)
-    return 0
+    if not command.folder.is_dir():
+        raise UsageError(f"expected the folder of a hasher, to store shares in it, got {command.folder}, which is none")
+    device, hasher = str(device_for(command.device, 0)), Hasher.from_pretrained(command.folder)
+    model, tokenizer = loaded(model_path(command.model), device)
+    hasher.require_match(model.config)
+    require_plain_attention(model.config)
+    texts = read_texts(list(command.text), seed=command.seed) if command.text else python_sources()
+    ids = contexts(texts, tokenizer, command.context, CONTEXTS, command.seed)
+    require_vocabulary(model, *ids)
+    with tempfile.TemporaryDirectory() as captured:
+        stored = capture(model, ids, Path(captured))
+        shares = head_shares(model, hasher.to(device), stored, command.fraction, command.seed)
+    hasher.config = replace(hasher.config, head_shares=shares)
+    hasher.save_pretrained(command.folder)
+    return {"head_shares": shares}
 
 
-def _convert(command: ConvertCommand) -> int:
+def _convert(command: ConvertCommand) -> dict[str, Any]:
     from hashtrain.artefact.convert import convert
     from hashtrain.models import load_config
 
@@ -214,37 +211,25 @@ def _convert(command: ConvertCommand) -> int:
     return _inspect(InspectCommand(made))
 
 
-def _push(command: PushCommand) -> int:
+def _push(command: PushCommand) -> dict[str, Any]:
     from hashtrain.artefact.hasher import Hasher
 
     address = Hasher.from_pretrained(command.folder).push_to_hub(command.repo_id, private=command.private)
-    print(json.dumps({"published": str(address)}), flush=True)
-    return 0
+    return {"published": str(address)}
 
 
-def _train(command: TrainCommand) -> int:
+def _train(command: TrainCommand) -> dict[str, Any] | None:
     from hashtrain.run.pipeline import run
 
     console = _console()
     metrics = run(command, console)
-    if "dry_run" in metrics:
-        print(json.dumps(metrics), flush=True)
-        return 0
-    if not metrics:  # not rank 0 of torchrun's processes
-        return 0
-    best = _best(command, metrics)
+    if not metrics or "dry_run" in metrics:  # none if this is not rank 0 of torchrun's processes
+        return metrics or None
     console.print(f"stored in {command.out}; next:\n{next_command(command)}", highlight=False, soft_wrap=True)
-    last = {
-        "out": str(command.out),
-        "seconds": metrics["seconds"],
-        "best": best,
-        "mean": {
-            name: {h: result[h]["mean"] for h in ("kv_head", "query_head")}
-            for name, result in metrics["hashers"].items()
-        },
+    mean = {
+        name: {h: result[h]["mean"] for h in ("kv_head", "query_head")} for name, result in metrics["hashers"].items()
     }
-    print(json.dumps(last), flush=True)
-    return 0
+    return {"out": str(command.out), "seconds": metrics["seconds"], "best": _best(command, metrics), "mean": mean}
 
 
 def _best(command: TrainCommand, metrics: dict[str, Any]) -> str:
@@ -260,8 +245,7 @@ def next_command(command: TrainCommand) -> str:
         words += ["--model", command.model]
     if command.text:
         words += ["--text", "TEXT-NOT-TRAINED-ON"]
-    default = TrainCommand()  # evals does not have the defaults of other models
-    if command.context != default.context:
+    if command.context != TrainCommand().context:  # evals does not have the defaults of other models
         words += ["--context", str(command.context)]
     if command.dense_layers is not None:
         words += ["--dense-layers", str(command.dense_layers)]
@@ -271,13 +255,23 @@ def next_command(command: TrainCommand) -> str:
     return shlex.join(words)
 
 
-def _inspect(command: InspectCommand) -> int:
+def _inspect(command: InspectCommand) -> dict[str, Any]:
     from hashtrain.artefact.hasher import Hasher
 
     hasher = Hasher.from_pretrained(command.folder)
-    print(json.dumps({**asdict(hasher.config), "parameters": sum(t.numel() for t in hasher.state_dict().values())}))
-    return 0
+    return {**asdict(hasher.config), "parameters": sum(t.numel() for t in hasher.state_dict().values())}
 
+
+COMMANDS: dict[str, tuple[Any, Callable[[Any], dict[str, Any] | None]]] = {
+    "train": (TrainCommand, _train),
+    "capture": (CaptureCommand, _capture),
+    "plan": (PlanCommand, _plan),
+    "share": (ShareCommand, _share),
+    "convert": (ConvertCommand, _convert),
+    "inspect": (InspectCommand, _inspect),
+    "push": (PushCommand, _push),
+}
+"""By name, a command's settings, and what runs it and returns the last line of standard output as JSON."""
 
 if __name__ == "__main__":
     raise SystemExit(main())

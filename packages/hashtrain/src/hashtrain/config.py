@@ -1,10 +1,9 @@
 """The config of a hasher: its variant, its size, and the model it belongs to."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, Literal, TypeGuard, cast
 
 Heads = Literal["kv", "query"]
@@ -55,7 +54,7 @@ class ModelShape:
             if hq % hkv:
                 raise ValueError(f"query heads must be a multiple of KV heads, got {hq} and {hkv}")
 
-    def at(self, layer: int) -> ModelShape:
+    def at(self, layer: int) -> "ModelShape":
         """Return the shape of one layer, as a model whose layers are all like it."""
         if not self.per_layer:
             return self
@@ -68,7 +67,7 @@ class ModelShape:
         return self.num_query_heads // self.num_kv_heads
 
     @classmethod
-    def of(cls, model_config: Any) -> ModelShape:
+    def of(cls, model_config: Any) -> "ModelShape":
         """Read the shape from a Hugging Face causal LM's config.
 
         Raises: ValueError if the model stores compressed keys (MLA), which have no per-head key to hash, or its config
@@ -175,99 +174,75 @@ class HasherConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        self._take_origin()
         if type(self.planes) is int and self.planes == 0:
             object.__setattr__(self, "planes", 6 if self.variant == "transform" else 3)
-        self._require_sizes()
-        self._require_start()
-        if self.format_version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or retrain"
-            )
+        for problem in chain(self._origin_problems(), self._size_problems(), self._start_problems()):
+            raise ValueError(problem)
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))  # JSON has lists
+        object.__setattr__(self, "layer_shares", tuple(self.layer_shares))
+        object.__setattr__(self, "head_shares", tuple(tuple(own) for own in self.head_shares))
 
-    def _take_origin(self) -> None:
-        """Check the model's name and the lists of its layers, which JSON does not store as tuples."""
-        if not _is_text(self.base_model) or not (self.base_revision is None or _is_text(self.base_revision)):
-            raise ValueError(
-                f"base_model and base_revision must be strings, got {self.base_model!r} and {self.base_revision!r}"
-            )
-        if not _is_list(self.dense_layers) or any(
-            type(layer) is not int or not 0 <= layer < self.shape.num_layers for layer in self.dense_layers
-        ):
-            raise ValueError(
-                f"dense_layers must list layers from 0 to {self.shape.num_layers - 1}, got {self.dense_layers!r}"
-            )
-        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
-        self._take_shares()
-
-    def _require_sizes(self) -> None:
-        """Raise ValueError if the variant or one of its sizes is out of range."""
-        if self.variant not in VARIANTS:
-            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
-        if type(self.bits) is not int or not 32 <= self.bits <= 4096 or self.bits % 32:
-            raise ValueError(f"bits must be a multiple of 32 between 32 and 4096, got {self.bits!r}")
-        if self.variant == "transform" and (self.init, self.estimator) not in (
-            ("rotation", ""),
-            ("rotation", "straight-through"),
-        ):
-            raise ValueError(
-                "transform starts from data and is trained straight-through: leave init and estimator unset, got "
-                f"{self.init!r} and {self.estimator!r}"
-            )
-        if self.variant == "transform" and self.bits > MAX_DIGITS * (least := self._least_head_dim):
-            raise ValueError(
-                f"transform stores at most {MAX_DIGITS} bits per dimension of a head, {MAX_DIGITS * least} here, got "
-                f"{self.bits}; use fewer bits, or another variant (`hashtrain --only planes`)"
-            )
-        if type(self.planes) is not int or not 1 <= self.planes <= 8:
-            raise ValueError(f"planes must be between 1 and 8, got {self.planes!r}")
-        if type(self.hidden) is not int or not 1 <= self.hidden <= 65536:
-            raise ValueError(f"hidden must be between 1 and 65536, got {self.hidden!r}")
-
-    def _require_start(self) -> None:
-        """Raise ValueError if the start or the training does not suit the variant."""
-        if self.init not in ("rotation", "random", "gaussian"):
-            raise ValueError(f"init must be rotation, random or gaussian, got {self.init!r}")
-        if self.init == "gaussian" and self.variant != "paper":
-            raise ValueError(f"init=gaussian requires variant paper, got {self.variant}; use random")
-        if type(self.gamma) not in (int, float) or not 0 < self.gamma < math.inf:
-            raise ValueError(f"gamma must be a finite number above 0, got {self.gamma!r}")
-        if not _is_record(self.training):
-            raise ValueError(f"training must hold at most 64 strings and numbers, got {str(self.training)[:80]}")
-        if self.estimator not in ("", *ESTIMATORS):
-            raise ValueError(f"estimator must be {' or '.join(ESTIMATORS)}, or empty, got {self.estimator!r}")
-        if type(self.residual) is not bool or (self.residual and (self.variant != "paper" or self.init == "rotation")):
-            raise ValueError(f"residual requires variant paper without a rotation, got {self.variant}, {self.init}")
-        if self.variant == "paper" and self.init == "rotation" and self.hidden < 2 * self.shape.head_dim:
-            raise ValueError(
-                f"paper with a rotation start needs hidden of at least 2 x head_dim = {2 * self.shape.head_dim}, got "
-                f"{self.hidden}; raise hidden or use init=random"
-            )
-
-    def _take_shares(self) -> None:
-        """Check the shares of budgets, and store them as tuples."""
+    def _origin_problems(self) -> Iterator[str]:
+        """Check the model's name and the lists of its layers."""
         shape, layers, heads = self.shape, self.layer_shares, self.head_shares
+        if not _is_text(self.base_model) or not (self.base_revision is None or _is_text(self.base_revision)):
+            got = f"{self.base_model!r} and {self.base_revision!r}"
+            yield f"base_model and base_revision must be strings, got {got}"
+        known = range(shape.num_layers)
+        if not _is_list(self.dense_layers) or any(type(n) is not int or n not in known for n in self.dense_layers):
+            yield f"dense_layers must list layers from 0 to {shape.num_layers - 1}, got {self.dense_layers!r}"
         if not are_shares(layers) or len(layers) not in (0, shape.num_layers):
-            raise ValueError(f"layer_shares must list {shape.num_layers} numbers above 0, or none, got {layers!r}")
-        counts = [shape.at(layer).num_kv_heads for layer in range(shape.num_layers)]
+            yield f"layer_shares must list {shape.num_layers} numbers above 0, or none, got {layers!r}"
+        counts = [shape.at(layer).num_kv_heads for layer in known]
         if not _is_list(heads) or (heads and (not all(map(are_shares, heads)) or [*map(len, heads)] != counts)):
-            raise ValueError(
-                f"head_shares must list a number above 0 for each KV head of each layer, {counts}, or none, got "
-                f"{heads!r}"
-            )
-        object.__setattr__(self, "layer_shares", tuple(layers))
-        object.__setattr__(self, "head_shares", tuple(tuple(own) for own in heads))
+            wanted = f"a number above 0 for each KV head of each layer, {counts}, or none"
+            yield f"head_shares must list {wanted}, got {heads!r}"
 
-    @property
-    def _least_head_dim(self) -> int:
-        return min((d for _, _, d in self.shape.per_layer), default=self.shape.head_dim)
+    def _size_problems(self) -> Iterator[str]:
+        if self.format_version != FORMAT_VERSION:
+            yield f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or retrain"
+        if self.variant not in VARIANTS:
+            yield f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}"
+        if type(self.bits) is not int or not 32 <= self.bits <= 4096 or self.bits % 32:
+            yield f"bits must be a multiple of 32 between 32 and 4096, got {self.bits!r}"
+        for name, most in (("planes", 8), ("hidden", 65536)):
+            if type(value := getattr(self, name)) is not int or not 1 <= value <= most:
+                yield f"{name} must be between 1 and {most}, got {value!r}"
+        if self.variant == "transform":
+            if self.init != "rotation" or self.estimator not in ("", "straight-through"):
+                how = "starts from data and is trained straight-through: leave init and estimator unset"
+                yield f"transform {how}, got {self.init!r} and {self.estimator!r}"
+            least = MAX_DIGITS * min((d for _, _, d in self.shape.per_layer), default=self.shape.head_dim)
+            if self.bits > least:
+                most = f"at most {MAX_DIGITS} bits per dimension of a head, {least} here"
+                remedy = "use fewer bits, or another variant (`hashtrain --only planes`)"
+                yield f"transform stores {most}, got {self.bits}; {remedy}"
 
-    def at(self, layer: int) -> HasherConfig:
+    def _start_problems(self) -> Iterator[str]:
+        """Check that the start and the training suit the variant."""
+        if self.init not in ("rotation", "random", "gaussian"):
+            yield f"init must be rotation, random or gaussian, got {self.init!r}"
+        if self.init == "gaussian" and self.variant != "paper":
+            yield f"init=gaussian requires variant paper, got {self.variant}; use random"
+        if type(self.gamma) not in (int, float) or not 0 < self.gamma < math.inf:
+            yield f"gamma must be a finite number above 0, got {self.gamma!r}"
+        if not _is_record(self.training):
+            yield f"training must hold at most 64 strings and numbers, got {str(self.training)[:80]}"
+        if self.estimator not in ("", *ESTIMATORS):
+            yield f"estimator must be {' or '.join(ESTIMATORS)}, or empty, got {self.estimator!r}"
+        if type(self.residual) is not bool or (self.residual and (self.variant != "paper" or self.init == "rotation")):
+            yield f"residual requires variant paper without a rotation, got {self.variant}, {self.init}"
+        least = 2 * self.shape.head_dim
+        if self.variant == "paper" and self.init == "rotation" and self.hidden < least:
+            wanted = f"hidden of at least 2 x head_dim = {least}"
+            yield f"paper with a rotation start needs {wanted}, got {self.hidden}; raise hidden or use init=random"
+
+    def at(self, layer: int) -> "HasherConfig":
         """Return the config of one layer's hash functions, with that layer's shape."""
         return replace(self, shape=self.shape.at(layer), head_shares=()) if self.shape.per_layer else self
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> HasherConfig:
+    def from_dict(cls, data: dict[str, Any]) -> "HasherConfig":
         """Rebuild a config from its JSON form. Raises: ValueError on unknown or missing fields."""
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(data) - known):

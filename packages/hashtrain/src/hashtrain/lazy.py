@@ -1,7 +1,5 @@
 """Packages whose names are imported on first use, so that `--help` does not wait for torch and transformers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from importlib import import_module

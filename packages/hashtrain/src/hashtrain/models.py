@@ -7,10 +7,8 @@ code of a model, whatever arrives on standard input (tests/test_safety.py).
 # Configs of transformers, and some methods of torch, have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import contextlib
-import importlib.util
+import os
 import re
 import sys
 import textwrap
@@ -31,8 +29,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hashtrain.files.model_folder import require_plain_files
-from hashtrain.files.untrusted import one_line
+from hashtrain.files.untrusted import one_line, read_json_object
+from hashtrain.usage import file_kind, require_package
 
 _ATTENTIONS = (None, "eager", "sdpa")
 """Allowed attention implementations. Any other name is a package or a kernel on the Hub, and so code."""
@@ -42,6 +40,11 @@ _MOST_COUNTED = 1024
 500."""
 _REASON = 240  # characters kept of an error message of transformers, which may be a page long
 _PROBE = "def f(x): return 1"
+_MOST_TEXT_BYTES = 1 << 28
+"""Largest file that is read whole and parsed; the largest known tokenizers have 40 MB."""
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+_READ = (*_TEXTS, ".safetensors", ".bin")
+_REMEDY = "fetch the model again"
 
 
 def load_model(
@@ -78,18 +81,16 @@ def load_model(
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """Read a model's config without building the model.
+    """Read the config of a model, a local folder or a hub id, without building the model.
 
-    Args:
-        name: a local folder or a hub id.
     Raises: ValueError if there is none of that name, it cannot be read, or it requests something unsafe.
     """
-    if ("/" in name or name.startswith(".")) and not _is_hub_id(name) and not Path(name).is_dir():
-        raise ValueError(f"model folder not found: expected a Hugging Face model at {name}")
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
     if Path(name).is_dir():
-        require_plain_files(Path(name))
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
+        _require_plain_files(Path(name))
+    elif ("/" in name or name.startswith(".")) and not _is_hub_id(name):
+        raise ValueError(f"model folder not found: expected a Hugging Face model at {name}")
     with _readable(name):
         found, _ = cast("tuple[dict[str, Any], Any]", PretrainedConfig.get_config_dict(name))
         _require_bounded(found)  # a config creates lists with one entry per layer
@@ -106,10 +107,8 @@ def count_parameters(config: PretrainedConfig) -> int:
 
 
 def from_config(config: PretrainedConfig, **more: Any) -> PreTrainedModel:
-    """Create a model from a config, with random weights.
+    """Create a model from a config, with random weights; `more` are arguments of transformers' `from_config`.
 
-    Args:
-        more: further arguments of transformers' `from_config`, such as `dtype`.
     Raises: ValueError if no model can be created from the config.
     """
     with _readable(config.name_or_path or f"of a {type(config).__name__}"):
@@ -204,11 +203,7 @@ def _take_a_step(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _placement(device: str, memory: float) -> dict[str, Any]:
-    if importlib.util.find_spec("accelerate") is None:
-        raise ValueError(
-            "a limit on the model's memory needs the package accelerate, which is not installed: in the checkout "
-            "`uv pip install './packages/hashtrain[offload]'`"
-        )
+    require_package("accelerate", "a limit on the model's memory", "offload")
     most = f"{int(memory * 1000)}MB"
     if device == "cpu":
         return {"device_map": "auto", "max_memory": {"cpu": most}}
@@ -218,3 +213,47 @@ def _placement(device: str, memory: float) -> dict[str, Any]:
 
 def _is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+
+
+def _require_plain_files(folder: Path) -> None:
+    """Check that each file that transformers may read in a local model folder is a regular file of bounded size.
+
+    transformers waits for pipes, and reads devices for ever.
+
+    Raises: ValueError naming the first one that is a pipe, device, socket or folder, a link to nothing, or too large;
+        or that names weights outside the folder.
+    """
+    for place in (folder, folder / "additional_chat_templates"):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            _require_plain(path)
+    for index in sorted(folder.glob("*.index.json")):
+        found: Any = read_json_object(index, _REMEDY).get("weight_map")
+        for name in set(cast("dict[str, Any]", found).values()) if isinstance(found, dict) else ():
+            if not _is_own_file(name) or not name.endswith(_READ):
+                wanted = "expected a file of weights in its folder"
+                raise ValueError(f"{index} names the file {name!r}, {wanted}; {_REMEDY}")
+    config = folder / "config.json"
+    name = read_json_object(config, _REMEDY).get("transformers_weights")
+    if name is not None and not _is_own_file(name):
+        raise ValueError(
+            f"{config} names the weights {name!r} (transformers_weights), expected a file of its folder; {_REMEDY}"
+        )
+
+
+def _is_own_file(name: object) -> bool:
+    return isinstance(name, str) and os.path.basename(name) == name
+
+
+def _require_plain(path: Path) -> None:
+    read = path.name.endswith(_READ)
+    try:
+        status = path.stat()
+    except OSError as error:  # also a link to itself
+        if read:
+            raise ValueError(f"{path} is a link that leads to no file, expected a regular file; {_REMEDY}") from error
+        return
+    kind = file_kind(status.st_mode)
+    if kind and (read or kind != "a folder"):
+        raise ValueError(f"{path} is {kind}, expected a regular file; {_REMEDY}")
+    if path.name.endswith(_TEXTS) and status.st_size > _MOST_TEXT_BYTES:
+        raise ValueError(f"{path} has {status.st_size} bytes, expected at most {_MOST_TEXT_BYTES}; {_REMEDY}")

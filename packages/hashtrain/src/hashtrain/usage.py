@@ -1,9 +1,8 @@
 """Handle unusable input: one sentence on stderr and exit code 2, for every command line of the project."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
+import importlib.util
 import io
 import os
 import re
@@ -53,12 +52,23 @@ def require_device_name(device: str) -> None:
         raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {device}")
 
 
+def require_package(package: str, what: str, extra: str, more: str = "") -> None:
+    """Raise ValueError, which ends with `more`, if a package that an extra of hashtrain brings is not installed."""
+    if importlib.util.find_spec(package) is None:
+        install = f"in the checkout `uv pip install './packages/hashtrain[{extra}]'`{more}"
+        raise ValueError(f"{what} needs the package {package}, which is not installed: {install}")
+
+
 def require_plain_file(path: Path, flag: str = "") -> None:
     """Raise UsageError if a path is a pipe or a device, on which a reader might block or never finish."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    if (kind := file_kind(path.stat().st_mode)) not in ("", "a folder"):
         raise UsageError(f"{flag} {path} is {kind}, expected a regular file; copy its output into one".strip())
+
+
+def file_kind(mode: int) -> str:
+    """Name what is not a regular file; "" for a regular file."""
+    kinds = {stat.S_IFREG: "", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def guarded(program: str, call: Callable[[], int], interrupted: str = "stopped") -> int:
@@ -89,8 +99,10 @@ def _guarded(program: str, call: Callable[[], int]) -> int:
         if isinstance(error, BrokenPipeError):
             _drop_output()
             return PIPE_CLOSED
-        if isinstance(error, RuntimeError) and not _is_lack_of_memory(error):
-            raise  # a bug
+        # On the CPU torch has no exception class for lack of memory. Any other RuntimeError is a bug.
+        lack = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+        if isinstance(error, RuntimeError) and not lack:
+            raise
         return _complain(program, sentence(error))
     except SystemExit as leaving:
         if isinstance(leaving.__context__, BrokenPipeError):  # raised by rich
@@ -127,8 +139,3 @@ def sentence(error: BaseException) -> str:
         first = next(iter(str(error).splitlines()), "")
         return f"not enough memory ({first or 'allocation failed'}); reduce the request"
     return str(error)
-
-
-def _is_lack_of_memory(error: RuntimeError) -> bool:
-    """Whether torch is out of memory; on the CPU it has no exception class for that."""
-    return type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)

@@ -8,8 +8,6 @@ b1, for `h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The file is a zip with a 
 3. its files are read with their checksums and put into a new zip in memory, so torch reads exactly what was checked.
 """
 
-from __future__ import annotations
-
 import io
 import pickletools
 import re
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.files.untrusted import first_line
 
 _PER_LAYER = 4
 _MAX_ENTRIES = 1 << 16
@@ -42,9 +41,8 @@ def convert(path: str | Path, model_config: Any, out: str | Path, base_model: st
         anything but the tensors of this model's layers.
     """
     path, shape = Path(path), ModelShape.of(model_config)
-    config = HasherConfig(
-        "paper", shape, bits=shape.head_dim, hidden=shape.head_dim, init="random", residual=True, base_model=base_model
-    )
+    d = shape.head_dim
+    config = HasherConfig("paper", shape, bits=d, hidden=d, init="random", residual=True, base_model=base_model)
     tensors = _read(path, shape)
     state: dict[str, Tensor] = Hasher(config, seed=0).state_dict()
     for layer in range(shape.num_layers):
@@ -66,17 +64,14 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
         archive = _checked_archive(path, largest)
         found = torch.load(archive, map_location="cpu", weights_only=True)
     except Exception as error:  # on damaged bytes, the zip reader and the unpickler raise all kinds of errors
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ValueError(
-            f"{path} is truncated, damaged or holds more than tensors ({reason}); download it again"
-        ) from error
+        what = f"is truncated, damaged or holds more than tensors ({first_line(error)})"
+        raise ValueError(f"{path} {what}; download it again") from error
     if not isinstance(found, list | tuple):
         raise ValueError(f"{path} must hold a list of tensors, got {type(found).__name__}")
     if len(found) != wanted:
-        raise ValueError(
-            f"{path} holds {len(found)} tensors, {len(found) / _PER_LAYER:g} layers; expected {wanted}, "
-            f"{shape.num_layers} layers" + ("; the published file is truncated" if len(found) < wanted else "")
-        )
+        got = f"{len(found)} tensors, {len(found) / _PER_LAYER:g} layers"
+        more = "; the published file is truncated" if len(found) < wanted else ""
+        raise ValueError(f"{path} holds {got}; expected {wanted}, {shape.num_layers} layers{more}")
     return list(found)
 
 

@@ -5,8 +5,6 @@ after its content, and a README. `config.json` is replaced last, so a kill at an
 the new one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.files.atomic import save_tensors, write_text
-from hashtrain.files.untrusted import inside, open_tensors, read_json_object
+from hashtrain.files.untrusted import first_line, inside, open_tensors, read_json_object
 from hashtrain.layers import BY_VARIANT, LayerHasher, shapes
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -149,7 +147,7 @@ class Hasher(nn.Module, ModelHubMixin):
         force_download: bool = False,
         local_files_only: bool = False,
         token: str | bool | None = None,
-    ) -> Hasher:
+    ) -> "Hasher":
         """Read a hasher that `save_pretrained` wrote.
 
         Args:
@@ -157,17 +155,10 @@ class Hasher(nn.Module, ModelHubMixin):
             revision, cache_dir, force_download, local_files_only, token: download options, as for every hub model.
         Raises: ValueError with one sentence if the folder is missing, malformed, truncated or of another format.
         """
-        if Path(folder).is_dir() or not _HUB_ID.fullmatch(str(folder)):
-            folder = Path(folder)
-        else:
-            folder = _download(
-                str(folder),
-                revision=revision,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-                token=token,
-            )
+        if not Path(folder).is_dir() and _HUB_ID.fullmatch(str(folder)):
+            how = {"revision": revision, "cache_dir": cache_dir, "force_download": force_download, "token": token}
+            folder = _download(str(folder), local_files_only=local_files_only, **how)
+        folder = Path(folder)
         config, weights = _read_config(folder)
         path = folder / weights
         try:
@@ -194,8 +185,8 @@ def _download(name: str, **settings: Any) -> Path:
     try:
         return Path(cast(str, snapshot_download(name, allow_patterns=_FILES, **settings)))
     except (OSError, ValueError) as error:  # includes HfHubHTTPError and its offline counterpart
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no hasher at {name}: no folder of that name, and none on the hub ({reason})") from error
+        what = f"no folder of that name, and none on the hub ({first_line(error)})"
+        raise ValueError(f"no hasher at {name}: {what}") from error
 
 
 def _read_card(path: Path) -> str:
@@ -214,9 +205,7 @@ def _check_header(path: Path, file: Any, config: HasherConfig) -> None:
     names, layers = set(file.keys()), config.shape.num_layers
     if layers > len(names):  # before listing that many shapes
         refuse(f"expected tensors of {layers} layers, got {len(names)} tensors")
-    wanted = {
-        f"layers.{index}.{name}": size for index in range(layers) for name, size in shapes(config.at(index)).items()
-    }
+    wanted = {f"layers.{n}.{name}": size for n in range(layers) for name, size in shapes(config.at(n)).items()}
     if len(names) != len(wanted):
         refuse(f"expected {len(wanted)} tensors, got {len(names)}")
     for name, size in wanted.items():

@@ -7,8 +7,6 @@ keeps (`hashtrain.data.manifest`). Reading is lazy: training a layer maps only t
 # Configs of transformers, and some methods of torch, have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -16,7 +14,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,25 +22,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations import sdpa_attention
 
 from hashtrain.config import ModelShape
-from hashtrain.data.captured import EVERYTHING, Capture, Kept
+from hashtrain.data.captured import EVERYTHING, Kept
+from hashtrain.data.captured import Capture as Capture
 from hashtrain.data.manifest import begin, checksum, finish, identity, missing
 from hashtrain.files.atomic import save_tensors, write_text
 from hashtrain.machine.transfer import finish as wait_for
 from hashtrain.machine.transfer import to_device, to_host
 from hashtrain.models import device_of, text_decoder
 
-__all__ = [
-    "Capture",
-    "capture",
-    "capture_bytes",
-    "capture_one",
-    "capturing",
-    "context_bytes",
-    "replacing",
-    "require_disk",
-    "run_context",
-]
-
+T = TypeVar("T")
 Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
 # Our name for each attention implementation. Hugging Face looks for "sdpa" and "flash" in names: avoid them.
 _NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
@@ -66,49 +54,40 @@ def _capturing_attention(
     return forward(module, query, key, value, attention_mask, **kwargs)
 
 
-@contextlib.contextmanager
-def capturing(model: PreTrainedModel, sink: Sink) -> Generator[None]:
+def capturing(model: PreTrainedModel, sink: Sink) -> contextlib.AbstractContextManager[None]:
     """Call `sink(layer, q, k, v, scaling)` for every attention layer of every forward pass inside the block.
 
     q is [B, Hq, T, D] and k is [B, Hkv, T, D], after RoPE and any query or key norm, as attention multiplies them.
     v is [B, Hkv, T, Dv].
     A model with "eager" attention still computes its outputs that way; any other uses SDPA.
     """
-    token = _sink.set(sink)
-    try:
-        with _our_attention(model):
-            yield
-    finally:
-        _sink.reset(token)
+    return _our_attention(model, _sink, sink)
 
 
-@contextlib.contextmanager
-def replacing(model: PreTrainedModel, attend: Attention) -> Generator[None]:
+def replacing(model: PreTrainedModel, attend: Attention) -> contextlib.AbstractContextManager[None]:
     """Let `attend(layer, q, k, v, scaling)` compute the output [B, T, Hq, Dv] of every attention layer in the block.
 
     q, k and v are the inputs of attention, including cached tokens. There is no mask: `attend` must apply its own.
     """
-    token = _instead.set(attend)
-    try:
-        with _our_attention(model):
-            yield
-    finally:
-        _instead.reset(token)
+    return _our_attention(model, _instead, attend)
 
 
 @contextlib.contextmanager
-def _our_attention(model: PreTrainedModel) -> Generator[None]:
+def _our_attention(model: PreTrainedModel, where: ContextVar[T | None], call: T) -> Generator[None]:
+    """Let every attention layer look into `where`, which is `call` in the block."""
     for dense in _NAMES:
         mask: Callable[..., Any] = getattr(masking_utils, f"{dense}_mask")
         AttentionInterface.register(_NAMES[dense], _capturing_attention)
         AttentionMaskInterface.register(_NAMES[dense], mask)
     config = cast(Any, text_decoder(model).config)
     before: str = config._attn_implementation or "sdpa"
+    token = where.set(call)
     _set_attention(model, _NAMES["eager" if before == "eager" else "sdpa"])
     try:
         yield
     finally:
         _set_attention(model, before)
+        where.reset(token)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
@@ -133,8 +112,8 @@ def capture(
     """
     stored = Capture(folder, len(contexts))
     what = identity(model, contexts, dtype)
-    lacking = missing(stored, what)
-    require_disk(folder, capture_bytes(model, [contexts[number] for number in lacking], dtype))
+    lacking, shape = missing(stored, what), ModelShape.of(model.config)
+    require_disk(folder, sum(context_bytes(shape, len(contexts[number]), dtype) for number in lacking))
     begin(stored, what)
     for number in range(len(contexts)):
         if number in lacking:
@@ -181,12 +160,6 @@ def run_context(
     return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
 
 
-def capture_bytes(model: PreTrainedModel, contexts: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16) -> int:
-    """Return the bytes that `capture` will write."""
-    shape = ModelShape.of(model.config)
-    return sum(context_bytes(shape, len(ids), dtype) for ids in contexts)
-
-
 def context_bytes(
     shape: ModelShape, tokens: int, dtype: torch.dtype, rows: int | None = None, values: bool = True
 ) -> int:
@@ -195,19 +168,15 @@ def context_bytes(
     Args:
         rows: how many rows' queries are kept, with their int32 positions; None for all. values: whether values are.
     """
-    total = 0
-    for at in (shape.at(layer) for layer in range(shape.num_layers)):
-        heads = (1 + values) * tokens * at.num_kv_heads + (tokens if rows is None else rows) * at.num_query_heads
+    total, queries = 0, tokens if rows is None else rows
+    for at in map(shape.at, range(shape.num_layers)):
+        heads = (1 + values) * tokens * at.num_kv_heads + queries * at.num_query_heads
         total += heads * at.head_dim * dtype.itemsize + 4 * (rows or 0)
     return total
 
 
 def require_disk(folder: Path, needed: int, remedy: str = "") -> None:
-    """Raise OSError if the file system of `folder` has less than 1.1 times `needed` bytes free.
-
-    Args:
-        remedy: ends the error message with what else would help.
-    """
+    """Raise OSError, which ends with `remedy`, if the folder's file system lacks 1.1 times `needed` free bytes."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed * 1.1:

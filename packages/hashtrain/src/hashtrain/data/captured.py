@@ -3,8 +3,6 @@
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +56,7 @@ class Capture:
             scaling = cast("dict[str, str]", file.metadata() or {})[f"scaling.{layer}"]
             k = cast(Tensor, file.get_tensor(f"k.{layer}"))
         if k.ndim != 4 or k.shape[0] != 1 or not k.is_floating_point() or not k.numel():
-            raise ValueError(
-                f"{path} lacks keys [1, Hkv, T, D] of layer {layer}, got {k.dtype} {tuple(k.shape)}; {_REMEDY}"
-            )
+            raise _lacking(path, f"keys [1, Hkv, T, D] of layer {layer}", k)
         return k, _scaling(path, scaling)
 
     def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
@@ -77,11 +73,8 @@ class Capture:
         expected = t if at is None else _count(path, at, t)
         alike = q.ndim == 4 and (q.shape[0], *q.shape[2:]) == (1, expected, d) and same_type
         if not alike or not q.is_floating_point() or q.shape[1] % max(1, hkv):
-            raise ValueError(
-                f"{path} lacks queries [1, Hq, T, D] of layer {layer} that match its keys, got {q.dtype} "
-                f"{tuple(q.shape)}; {_REMEDY}"
-            )
-        return chosen(q, at, rows, t, f"{path}, layer {layer}; {_REMEDY}")
+            raise _lacking(path, f"queries [1, Hq, T, D] of layer {layer} that match its keys", q)
+        return _chosen(q, at, rows, t, f"{path}, layer {layer}; {_REMEDY}")
 
     def values(self, context: int, layer: int) -> Tensor:
         """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read`."""
@@ -89,49 +82,36 @@ class Capture:
         with open_tensors(path, _REMEDY) as file:
             v, k = file.get_tensor(f"v.{layer}"), file.get_slice(f"k.{layer}").get_shape()
         if v.ndim != 4 or list(v.shape[:3]) != k[:3] or not v.is_floating_point():
-            raise ValueError(
-                f"{path} lacks values [1, Hkv, T, Dv] of layer {layer}, got {v.dtype} {tuple(v.shape)}; {_REMEDY}"
-            )
+            raise _lacking(path, f"values [1, Hkv, T, Dv] of layer {layer}", v)
         return v
 
 
-class InMemory:
-    """The result of `run_context`, readable like a `Capture`; every context number gives the same one."""
+class InMemory(Capture):
+    """The result of `run_context`, readable like any `Capture`; every context number gives the same one."""
 
     def __init__(self, tensors: dict[str, Tensor], scalings: dict[str, str]):
+        super().__init__(Path(), 1)
         self.tensors: dict[str, Tensor] = tensors
         self.scalings: dict[str, str] = scalings
 
-    def __len__(self) -> int:
-        return 1
-
-    def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
-        """Return q, k and the attention scaling, like `Capture.read`."""
-        return self.queries(context, layer), *self.keys(context, layer)
-
     def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
-        """Return k and the attention scaling, like `Capture.keys`."""
         return self.tensors[f"k.{layer}"], float(self.scalings[f"scaling.{layer}"])
 
     def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
-        """Return queries, like `Capture.queries`. Raises: ValueError if one of these rows was not kept."""
         tokens = self.tensors[f"k.{layer}"].shape[2]
-        return chosen(self.tensors[f"q.{layer}"], self.tensors.get(f"rows.{layer}"), rows, tokens, f"layer {layer}")
+        return _chosen(self.tensors[f"q.{layer}"], self.tensors.get(f"rows.{layer}"), rows, tokens, f"layer {layer}")
 
     def values(self, context: int, layer: int) -> Tensor:
-        """Return v, like `Capture.values`."""
         return self.tensors[f"v.{layer}"]
 
 
-def chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int, where: str) -> Tensor:
-    """Return the kept queries of some rows, [1, Hq, R, D].
+def _lacking(path: Path, wanted: str, got: Tensor) -> ValueError:
+    return ValueError(f"{path} lacks {wanted}, got {got.dtype} {tuple(got.shape)}; {_REMEDY}")
 
-    Args:
-        q: [1, Hq, S, D], the queries of rows `at`, int [S], ascending, on the host; None for all `tokens`.
-        rows: int64 [R], on the host; None for all.
-        where: the file or layer that an error names.
-    Raises: ValueError if one of the rows was not kept.
-    """
+
+def _chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int, where: str) -> Tensor:
+    """Return the queries [1, Hq, R, D] of `rows`, int64 [R], None for all, of those that were kept: q [1, Hq, S, D] of
+    the rows `at`, int [S], ascending, None for all `tokens`. Both kinds of rows are on the host."""
     if at is None:
         return q if rows is None else q[:, :, to_device(rows, q.device)]
     rows = torch.arange(tokens) if rows is None else rows

@@ -7,8 +7,6 @@ Nothing is downloaded. The demo model and its hashers are trained on `python_sou
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -143,34 +141,25 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = 
         special: add the special tokens that start a text.
     Returns: int64 [tokens].
     """
-    found: list[Tensor] = [torch.empty(0, dtype=torch.long)]
-    count = 0
+    found = [torch.empty(0, dtype=torch.long)]
     for number, piece in enumerate(_parts(text)):
-        if most is not None and count >= most:
+        if most is not None and sum(map(len, found)) >= most:
             break
         made = tokenizer(piece, add_special_tokens=special and not number, verbose=False)
-        part = cast("list[int]", made.input_ids)
-        found.append(torch.tensor(part, dtype=torch.long))
-        count += len(part)
+        found.append(torch.tensor(cast("list[int]", made.input_ids), dtype=torch.long))
     return torch.cat(found)
 
 
 def _parts(text: str) -> Iterator[str]:
+    """Cut a text after a line, else before a space, else anywhere."""
     start = 0
     while start < len(text):
-        end = _part_end(text, start)
+        end = start + _PART
+        if end < len(text):
+            space = text.rfind("\n", start, end) + 1 or text.rfind(" ", start + 1, end)
+            end = space if space > start else end
         yield text[start:end]
         start = end
-
-
-def _part_end(text: str, start: int) -> int:
-    """Return the end of the part of a text that starts here: after a line, else before a space, else anywhere."""
-    end = start + _PART
-    if end >= len(text):
-        return len(text)
-    line = text.rfind("\n", start, end) + 1
-    space = line or text.rfind(" ", start + 1, end)
-    return space if space > start else end
 
 
 def split(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:

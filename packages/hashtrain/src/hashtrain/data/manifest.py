@@ -5,8 +5,6 @@
 3. `finish` moves those into the manifest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -14,31 +12,22 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hashtrain.data.captured import Capture
 from hashtrain.files.atomic import write_text
 from hashtrain.files.untrusted import read_json_object
 from hashtrain.models import device_of
 
 _NAME, _FORMAT = "manifest.json", 1
+_VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 _OURS = re.compile(r"\d{5}\.(safetensors|json)|manifest\.json|\.(\d{5}\.\w+|manifest\.json)\.\w{8}")
 """Names of files that a capture writes, including temporary files left by a killed process."""
-
-
-class Stored(Protocol):
-    """A folder of numbered files (`hashtrain.data.captured.Capture`)."""
-
-    folder: Path
-
-    def __len__(self) -> int: ...
-    def file(self, context: int) -> Path:
-        """Return the path of one of them."""
-        ...
 
 
 def identity(
@@ -53,21 +42,25 @@ def identity(
     The model is identified by its weights in memory, so no name or revision has to be trusted. `seed` is the one that
     drew the contexts, if any; `weights` is `weights_hash(model)`, if known.
     """
+    sha = hashlib.sha256()
+    for ids in contexts:
+        sha.update(len(ids).to_bytes(8, "little"))
+        sha.update(ids.contiguous().numpy().tobytes())
     return {
         "format": _FORMAT,
         "model": weights or weights_hash(model),
         "revision": getattr(model.config, "_commit_hash", None),
-        "corpus": _hash(contexts),
+        "corpus": sha.hexdigest(),
         "contexts": len(contexts),
         "context": max(map(len, contexts), default=0),
         "seed": seed,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device_of(model).type,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": _VERSIONS,
     }
 
 
-def missing(stored: Stored, wanted: dict[str, Any]) -> list[int]:
+def missing(stored: Capture, wanted: dict[str, Any]) -> list[int]:
     """Return the numbers of the files that a capture of this identity still lacks; nothing is written.
 
     A file counts as complete if its size and modification time match the record, or else its checksum does. So
@@ -79,7 +72,7 @@ def missing(stored: Stored, wanted: dict[str, Any]) -> list[int]:
     return [number for number in range(len(stored)) if not _whole(stored.file(number), manifest["files"])]
 
 
-def begin(stored: Stored, wanted: dict[str, Any]) -> None:
+def begin(stored: Capture, wanted: dict[str, Any]) -> None:
     """Prepare the folder for a capture of this identity: files of any other capture are removed."""
     if _same(_read(stored.folder / _NAME), wanted):
         return
@@ -90,14 +83,14 @@ def begin(stored: Stored, wanted: dict[str, Any]) -> None:
     write_text(stored.folder / _NAME, json.dumps({**wanted, "files": {}}, indent=1) + "\n")
 
 
-def finish(stored: Stored) -> None:
+def finish(stored: Capture) -> None:
     """Collect every file's size and checksum in the manifest."""
-    path = stored.folder / _NAME
+    path, files = stored.folder / _NAME, [stored.file(number) for number in range(len(stored))]
     manifest = _read(path)
     # A recaptured file has its own record beside it, which takes precedence.
-    found = {p.name: _read(p.with_suffix(".json")) or manifest["files"].get(p.name) for p in _files(stored)}
+    found = {p.name: _read(p.with_suffix(".json")) or manifest["files"].get(p.name) for p in files}
     write_text(path, json.dumps({**manifest, "files": found}, indent=1) + "\n")
-    for file in _files(stored):
+    for file in files:
         file.with_suffix(".json").unlink(missing_ok=True)
 
 
@@ -107,10 +100,6 @@ def checksum(path: Path) -> dict[str, Any]:
         sha = hashlib.file_digest(file, "sha256").hexdigest()
         stat = os.fstat(file.fileno())
     return {"bytes": stat.st_size, "sha256": sha, "written": stat.st_mtime_ns}
-
-
-def _files(stored: Stored) -> list[Path]:
-    return [stored.file(number) for number in range(len(stored))]
 
 
 def _whole(path: Path, recorded: dict[str, Any]) -> bool:
@@ -137,12 +126,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def weights_record(name: str, model: PreTrainedModel) -> dict[str, Any]:
-    """Identify a model's weights without reading them: by the sizes and modification times of its files.
-
-    Args:
-        name: the folder or hub id that it was loaded from. A hub's revision stands for its files.
-    Returns: {} if there is neither a folder nor a revision.
-    """
+    """Identify a model's weights without reading them: by the sizes and modification times of the files in the folder
+    `name`, or by the revision of the hub id `name`; {} if there is neither."""
     folder, revision = Path(name), getattr(model.config, "_commit_hash", None)
     files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     if not files and revision is None:
@@ -152,7 +137,7 @@ def weights_record(name: str, model: PreTrainedModel) -> dict[str, Any]:
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
         "model": str(folder.absolute()) if files else [name, revision],
         "dtype": str(next(model.parameters()).dtype),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": _VERSIONS,
     }
 
 
@@ -182,11 +167,3 @@ def _on_host(module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
     from accelerate.utils import align_module_device
 
     return align_module_device(module, torch.device("cpu"))
-
-
-def _hash(contexts: Sequence[Tensor]) -> str:
-    sha = hashlib.sha256()
-    for ids in contexts:
-        sha.update(len(ids).to_bytes(8, "little"))
-        sha.update(ids.contiguous().numpy().tobytes())
-    return sha.hexdigest()

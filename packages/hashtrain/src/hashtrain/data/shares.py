@@ -1,7 +1,5 @@
 """Which parts of a user's texts are read, if there is more text than a run can use."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path

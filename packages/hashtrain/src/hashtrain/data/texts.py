@@ -12,8 +12,6 @@ Everything except plain text is streamed by `datasets` (the extra of that name):
 # `datasets` has no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import codecs
 import collections
 import hashlib
@@ -25,7 +23,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from hashtrain.data.shares import Span, shares
-from hashtrain.usage import require_plain_file
+from hashtrain.files.untrusted import first_line
+from hashtrain.usage import require_package, require_plain_file
 
 HUB = "hub:"
 _DATA_SET = "the data set "
@@ -60,7 +59,7 @@ class HubText:
     field: str | None
 
     @classmethod
-    def parse(cls, text: str) -> HubText:
+    def parse(cls, text: str) -> "HubText":
         """Parse the form above. Raises: ValueError if the text does not match."""
         place, _, more = text.removeprefix(HUB).partition(":")
         split, _, field = more.partition(":")
@@ -74,14 +73,10 @@ class HubText:
     def rows(self) -> Iterable[dict[str, Any]]:
         """Stream the rows."""
         if self.file:
-            return _stream(
-                _builder(Path(self.file)),
-                shown=f"{HUB}{self.repository}/{self.file}",
-                data_files=f"hf://datasets/{self.repository}/{self.file}",
-            )
-        return _stream(
-            self.repository, f"{_DATA_SET}{self.repository}, split {self.split}", self.split, name=self.config
-        )
+            place = f"{self.repository}/{self.file}"
+            return _stream(_builder(Path(self.file)), HUB + place, data_files=f"hf://datasets/{place}")
+        shown = f"{_DATA_SET}{self.repository}, split {self.split}"
+        return _stream(self.repository, shown, self.split, name=self.config)
 
 
 class Texts(Sequence[Document]):
@@ -97,8 +92,8 @@ class Texts(Sequence[Document]):
     @overload
     def __getitem__(self, index: int) -> Document: ...
     @overload
-    def __getitem__(self, index: slice) -> Texts: ...
-    def __getitem__(self, index: int | slice) -> Document | Texts:
+    def __getitem__(self, index: slice) -> "Texts": ...
+    def __getitem__(self, index: int | slice) -> "Document | Texts":
         """Read a document. Raises: ValueError if it is binary or not UTF-8."""
         if isinstance(index, slice):
             return Texts(self.parts[index])
@@ -134,8 +129,7 @@ def list_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
     for corpus, path in enumerate(paths):
         if str(path).startswith(HUB):
             source = HubText.parse(str(path))
-            found = _of_rows(source.rows(), source.field, str(path), at_most, own)
-            parts += [(replace(document, corpus=corpus), corpus) for document in found]
+            parts += _of_rows(source.rows(), source.field, str(path), at_most, own, corpus)
             continue
         if not path.exists():
             hint = f", or {HUB}{path} for the data set on the Hub" if _is_hub_id(path) else ""
@@ -146,13 +140,16 @@ def list_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
         for span in shares(files, own, seed, lambda file: file.suffix in _TABLES):
             if span.file.suffix in _TABLES:
-                rows = _read_table(span.file, at_most, span.size)
-                parts += [(replace(document, corpus=corpus), corpus) for document in rows]
-            elif span.file.stat().st_size:
-                _require_readable(span)
+                if not span.file.stat().st_size:
+                    raise ValueError(f"{span.file} is empty: expected rows with a text")
+                rows = _stream(_TABLES[span.file.suffix], span.file.name, data_files=str(span.file))
+                parts += _of_rows(rows, None, span.file.name, at_most, span.size, corpus)
+            elif size := span.file.stat().st_size:
+                if span.size is None and size > _MOST_BYTES:
+                    most = f"expected at most {_MOST_BYTES}; cut it into several files"
+                    raise ValueError(f"{span.file} has {size} bytes, {most}")
                 parts.append((span, corpus))
-    blank = [isinstance(part, Document) and (not part.text or part.text.isspace()) for part, _ in parts]
-    parts = [part for part, empty in zip(parts, blank, strict=True) if not empty]
+    parts = [(part, of) for part, of in parts if isinstance(part, Span) or (part.text and not part.text.isspace())]
     if not parts:
         raise _no_text(paths)
     return Texts(parts)
@@ -219,18 +216,6 @@ def _sentences(text: str) -> Iterator[str]:
         start = end + 2
 
 
-def _read_table(file: Path, at_most: int, most: int | None) -> list[Document]:
-    if not file.stat().st_size:
-        raise ValueError(f"{file} is empty: expected rows with a text")
-    return _of_rows(_stream(_builder(file), file.name, data_files=str(file)), None, file.name, at_most, most)
-
-
-def _require_readable(span: Span) -> None:
-    """Raise ValueError if a file that would be read whole is too large."""
-    if span.size is None and (size := span.file.stat().st_size) > _MOST_BYTES:
-        raise ValueError(f"{span.file} has {size} bytes, expected at most {_MOST_BYTES}; cut it into several files")
-
-
 def _read_span(span: Span) -> Document:
     """Read a part of a text file. A part may begin and end within a character, which is then dropped."""
     file = span.file
@@ -245,10 +230,8 @@ def _read_span(span: Span) -> Document:
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(content[skipped:], final=span.size is None)
     except UnicodeDecodeError as error:
-        place = span.start + skipped + error.start
-        raise ValueError(
-            f"{file} is not UTF-8 text: byte {place} cannot be read; convert it with iconv first"
-        ) from error
+        what = f"byte {span.start + skipped + error.start} cannot be read"
+        raise ValueError(f"{file} is not UTF-8 text: {what}; convert it with iconv first") from error
     return Document(f"{file.name}, from byte {span.start}" if span.start else file.name, text)
 
 
@@ -259,12 +242,10 @@ def _builder(file: Path) -> str:
 
 
 def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iterable[dict[str, Any]]:
-    try:
-        import datasets
-        from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        install = "in the checkout `uv pip install './packages/hashtrain[datasets]'`"
-        raise ValueError(f"reading {shown} needs the package datasets, which is not installed: {install}") from error
+    require_package("datasets", f"reading {shown}", "datasets")
+    import datasets
+    from datasets.exceptions import DatasetsError
+
     try:
         return datasets.load_dataset(path, split=split, streaming=True, **options)
     except (OSError, ValueError, DatasetsError) as error:
@@ -272,18 +253,17 @@ def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iter
 
 
 def _of_rows(
-    rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int, room: int | None
-) -> list[Document]:
-    documents: list[Document] = []
-    left = room
+    rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int, room: int | None, corpus: int
+) -> list[tuple[Document, int]]:
+    documents: list[tuple[Document, int]] = []
     try:
         for number, row in enumerate(itertools.islice(rows, at_most)):
             text = row.get(field or next((f for f in _FIELDS if f in row), ""))
             if not isinstance(text, str):
                 wanted = field or " or ".join(_FIELDS)
                 raise ValueError(f"expected a string in the field {wanted}, got the fields {', '.join(row)}")
-            documents.append(Document(f"{name}, row {number + 1}", text if left is None else text[:left]))
-            if left is not None and (left := left - len(text)) <= 0:
+            documents.append((Document(f"{name}, row {number + 1}", text[:room], corpus), corpus))
+            if room is not None and (room := room - len(text)) <= 0:
                 break
     except Exception as error:  # every reader of `datasets` raises its own kind
         raise _unreadable(name, error) from error
@@ -293,13 +273,9 @@ def _of_rows(
 def _unreadable(shown: str, error: BaseException) -> ValueError:
     """Return an error for a table or data set that cannot be read; for the Hub, with an offline alternative."""
     remedy = "; give a local .jsonl or .txt file to --text" if shown.startswith((HUB, _DATA_SET)) else ""
-    return ValueError(f"{shown} cannot be read: {_first_line(error)}{remedy}")
+    return ValueError(f"{shown} cannot be read: {first_line(error)}{remedy}")
 
 
 def _is_hub_id(path: Path) -> bool:
     """Whether a path that does not exist has the form OWNER/NAME of a data set."""
     return len(path.parts) == 2 and not path.is_absolute() and not path.suffix and not str(path).startswith(".")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

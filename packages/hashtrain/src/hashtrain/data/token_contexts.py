@@ -8,11 +8,6 @@
 So the first contexts exist after seconds, however much text there is, and a second run tokenises nothing again.
 """
 
-# Some methods of torch have no types.
-# pyright: reportUnknownMemberType=false
-
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -20,6 +15,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar, cast
@@ -40,44 +36,38 @@ _BATCH = 4 << 20
 """Characters tokenised at once: tokenisers take 200 bytes and more for each."""
 
 
+@dataclass(eq=False)
 class TokenContexts(Sequence[Tensor]):
     """Contexts of `length` tokens, int64 [length] each, at most `most`.
 
     Args:
-        documents: read when they are needed, once.
-        tokenise: see `Tokenise`.
+        documents: read when they are needed, once; tokenise: see `Tokenise`.
         seed: shuffles the documents; None keeps their order.
         kept: a file that `keep` wrote, if any; used if its key is this one.
         key: identifies the documents, the tokeniser and the other arguments.
     """
 
-    def __init__(
-        self,
-        documents: Sequence[Document],
-        tokenise: Tokenise,
-        length: int,
-        most: int,
-        seed: int | None = 0,
-        kept: Path | None = None,
-        key: str = "",
-    ):
-        self.documents: Sequence[Document] = documents
-        self.tokenise: Tokenise = tokenise
-        self.length: int = length
-        self.most: int = most
-        self.key: str = key
+    documents: Sequence[Document]
+    tokenise: Tokenise
+    length: int
+    most: int
+    seed: int | None = 0
+    kept: Path | None = None
+    key: str = ""
+
+    def __post_init__(self) -> None:
         self.longest: int = 0
         """Tokens of the longest document so far."""
-        self._corpora: list[int] = corpora(documents)
-        self._order: list[int] = _order(self._corpora, seed)
+        self._corpora: list[int] = corpora(self.documents)
+        self._order: list[int] = _order(self._corpora, self.seed)
         self._counts: list[int] = []  # pieces of each document, in this order
         self._starts: list[int] = []  # number of the first piece of each document that has one
         self._sums: list[int] = []  # a checksum of each piece
         self._pieces: list[Tensor] = []  # each int32 [length], while there is no file
         self._later: list[int] | None = None  # numbers of the pieces after each document's first, once all are known
         self._file: Path | None = None
-        if kept is not None:
-            self._reopen(kept)
+        if self.kept is not None:
+            self._reopen(self.kept)
 
     def __len__(self) -> int:
         """Count the contexts. This tokenises documents until there are enough, or none is left."""
@@ -128,9 +118,7 @@ class TokenContexts(Sequence[Tensor]):
         if len(self._starts) >= self.most or len(self._counts) == len(self._order):
             return False
         batch, size = list[str](), 0
-        most = min(
-            _BATCH, 1 << 14 << len(self._counts).bit_length()
-        )  # small at first, so that the first are soon there
+        most = min(_BATCH, 1 << 14 << len(self._counts).bit_length())  # small at first: the first are soon there
         for number in self._order[len(self._counts) :]:
             batch.append(self.documents[number].text)
             size += len(batch[-1])
@@ -164,18 +152,15 @@ class TokenContexts(Sequence[Tensor]):
             opened.seek(4 * self.length * number)
             found = opened.read(4 * self.length)
         if zlib.crc32(found) != self._sums[number]:
-            raise ValueError(
-                f"{self._file} is damaged: expected the tokens it was written with; delete it and run again"
-            )
+            raise ValueError(f"{self._file} is damaged: expected the tokens as written; delete it and run again")
         return torch.from_numpy(np.frombuffer(found, np.int32).astype(np.int64))
 
     def _in_turn(self) -> list[int]:
         """Return the numbers of the pieces after each document's first, from each corpus in turn."""
         by_corpus: dict[int, list[int]] = {}
-        start = 0
-        for document, count in zip(self._order, self._counts, strict=False):
+        starts = itertools.accumulate(self._counts, initial=0)
+        for document, start, count in zip(self._order, starts, self._counts, strict=False):
             by_corpus.setdefault(self._corpora[document], []).extend(range(start + 1, start + count))
-            start += count
         return list(in_turn(list(by_corpus.values())))
 
     def _write_index(self) -> None:
@@ -202,11 +187,8 @@ class TokenContexts(Sequence[Tensor]):
 
 
 def key_of(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, settings: dict[str, object]) -> str:
-    """Identify token contexts by what they are made of; files count by size and modification time, unread.
-
-    Args:
-        settings: JSON values that decide the contexts, such as their length and the seed.
-    """
+    """Identify token contexts by their documents, tokenizer and settings, JSON values that decide them, such as their
+    length and the seed. Files count by size and modification time, unread."""
     texts = documents if isinstance(documents, Texts) else Texts([(one, one.corpus) for one in documents])
     fast = getattr(tokenizer, "backend_tokenizer", None)
     how = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -223,11 +205,8 @@ def corpora(documents: Sequence[Document]) -> list[int]:
 
 def in_turn(lists: list[list[T]]) -> Iterator[T]:
     """Yield one item of each list in turn, until all are used."""
-    return (one for group in itertools.zip_longest(*map(_boxed, lists)) for box in group if box for one in box)
-
-
-def _boxed(items: list[T]) -> list[tuple[T]]:
-    return [(item,) for item in items]
+    longest = max(map(len, lists), default=0)
+    return (items[number] for number in range(longest) for items in lists if number < len(items))
 
 
 def _order(found: list[int], seed: int | None) -> list[int]:
@@ -235,10 +214,7 @@ def _order(found: list[int], seed: int | None) -> list[int]:
     order = list(range(len(found)))
     if seed is not None:
         random.Random(seed).shuffle(order)
-    by_corpus: dict[int, list[int]] = {}
-    for number in order:
-        by_corpus.setdefault(found[number], []).append(number)
-    return list(in_turn([by_corpus[corpus] for corpus in sorted(by_corpus)]))
+    return list(in_turn([[number for number in order if found[number] == corpus] for corpus in sorted(set(found))]))
 
 
 def sweep(folder: Path, kept: Sequence[Path]) -> None:

@@ -4,11 +4,6 @@ The cost of a head is the squared error of the layer's output through that head'
 measured at a few budgets, on captured rows of dense contexts, and falls about as a power of the budget.
 """
 
-# Models of transformers have no types.
-# pyright: reportUnknownMemberType=false
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -4,11 +4,6 @@ Rows of a context stand in for decode steps after a dense prompt. Each sees the 
 other row, so one short forward pass over one cache computes many steps, for any set of sparse layers.
 """
 
-# Models of transformers have no types.
-# pyright: reportUnknownMemberType=false
-
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 

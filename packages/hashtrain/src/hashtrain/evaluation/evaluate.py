@@ -1,7 +1,5 @@
 """Evaluate a hasher on held-out rows, per KV head as deployed and per query head as in the paper."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -99,11 +97,8 @@ def fails(mass: Tensor) -> bool:
 
 
 def failing(layers: Sequence[dict[str, Any]], dense: Collection[int] = ()) -> list[tuple[int, int]]:
-    """List the (layer, head) pairs whose worst rows lose too much, without layers that stay dense.
-
-    Args:
-        layers: the results of `evaluate_layer` for one kind of head, by layer.
-    """
+    """List the (layer, head) pairs whose worst rows lose too much, without layers that stay dense, given the results of
+    `evaluate_layer` for one kind of head, by layer."""
     return [
         (number, head)
         for number, layer in enumerate(layers)
@@ -118,16 +113,11 @@ def _summary(contexts_of: list[list[Tensor]]) -> dict[str, Any]:
     `lost` is the share of rows, over all heads, that find less than half of the oracle's mass."""
     iou, recall, mass = (torch.cat([c[i] for c in contexts_of], dim=1) for i in range(3))  # [H, rows]
     low, lost = mass.quantile(0.05, dim=1), (mass < 0.5).double().mean(1)
+    means = {"iou": iou.mean(), "recall": recall.mean(), "mass": mass.mean(), "low": low.min(), "lost": lost.mean()}
+    by_head = {"iou": iou.mean(1), "mass": mass.mean(1), "low": low, "lost": lost}
     return {
-        "iou": iou.mean().item(),
-        "recall": recall.mean().item(),
-        "mass": mass.mean().item(),
-        "low": low.min().item(),
-        "lost": lost.mean().item(),
-        "iou_by_head": iou.mean(1).tolist(),
-        "mass_by_head": mass.mean(1).tolist(),
-        "low_by_head": low.tolist(),
-        "lost_by_head": lost.tolist(),
+        **{name: value.item() for name, value in means.items()},
+        **{f"{name}_by_head": values.tolist() for name, values in by_head.items()},
     }
 
 

@@ -3,8 +3,6 @@
 All functions use hashcore's integer codes, scores and top-k, as in deployment.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, cast
 
 import hashcore

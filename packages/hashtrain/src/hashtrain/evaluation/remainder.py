@@ -9,8 +9,6 @@ the logit of the mean key. Each query head has six coefficients, fitted here in 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
@@ -118,19 +116,18 @@ def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> 
 
 
 class _Rows(NamedTuple):
-    """Rows of a context at one budget, all [Hkv, G, R] or with one more dimension."""
+    """Rows of a context at one budget, all [Hkv, G, R] or with one more dimension.
+
+    `exact` is the exact `log_weight`; `selected` and `dense` are attention to the selection alone and to all tokens,
+    `mean` is the mean value, and `tilt` what a slope of 1 adds to it.
+    """
 
     evidence: Evidence
     exact: Tensor
-    """The exact `log_weight`."""
     selected: Tensor
-    """Attention to the selection alone, [..., Dv]."""
     dense: Tensor
-    """Attention to all tokens."""
     mean: Tensor
-    """Mean value."""
     tilt: Tensor
-    """The term that a slope of 1 adds to it."""
 
 
 def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
@@ -153,9 +150,7 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Itera
 
 def _fit_weight(samples: Sequence[_Rows]) -> Tensor:
     """Return the five coefficients of each query head, float64 [Hq, 5]."""
-    features: list[Tensor] = []
-    logs: list[Tensor] = []
-    weights: list[Tensor] = []
+    features, logs, weights = list[Tensor](), list[Tensor](), list[Tensor]()
     for e, exact, *_ in samples:
         share = torch.sigmoid(exact - e.lse)
         features.append(_features(e).flatten(0, 1))
@@ -171,10 +166,9 @@ def _fit_weight(samples: Sequence[_Rows]) -> Tensor:
 
 def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
     """Return the slope of each query head that brings attention closest to dense, float64 [Hq]."""
-    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hasher.hkv, hasher.group)))[:, :, None, :-1]
     product = square = torch.zeros(hasher.hkv, hasher.group, dtype=torch.float64, device=hasher.remainder.device)
     for e, _, selected, dense, mean, tilt in samples:
-        share = torch.sigmoid(log_weight(coefficients, e) - e.lse)[..., None]
+        share = estimated_share(hasher, e)[..., None]
         missing = dense - torch.lerp(selected, mean, share)
         size = dense.square().sum(-1, keepdim=True).clamp(min=1e-12)
         product = product + (missing * share * tilt / size).double().sum((-1, -2))
@@ -243,9 +237,14 @@ def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -
 
 def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tensor, Tensor]:
     """Return the remainder's exact share of the softmax and the error of its estimate, each [Hkv, G, R]."""
-    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (exact.shape[0], -1)))[:, :, None, :-1]
     share = torch.sigmoid(exact - e.lse)
-    return share, torch.sigmoid(log_weight(coefficients, e) - e.lse) - share
+    return share, estimated_share(hasher, e) - share
+
+
+def estimated_share(hasher: LayerHasher, e: Evidence) -> Tensor:
+    """Return the remainder's estimated share of the softmax, [Hkv, G, R]."""
+    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hasher.hkv, hasher.group)))[:, :, None, :-1]
+    return torch.sigmoid(log_weight(coefficients, e) - e.lse)
 
 
 def _features(e: Evidence) -> Tensor:

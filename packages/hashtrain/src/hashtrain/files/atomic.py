@@ -1,7 +1,5 @@
 """Atomic file writes: a kill leaves either the old file or the new one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 
-def replace(path: Path, write: Callable[[Path], None]) -> None:
+def replace(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write(temporary)` and move the result to `path`; on any failure `path` keeps its old content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
@@ -20,20 +18,12 @@ def replace(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text`, UTF-8."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    replace(path, write)
+    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Replace `path` by a safetensors file. Raises: OSError if it cannot be written."""
-
-    def write(temporary: Path) -> None:
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-        except SafetensorError as error:  # how safetensors reports a full disk
-            raise OSError(f"cannot write {path}: {error}") from error
-
-    replace(path, write)
+    try:
+        replace(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"cannot write {path}: {error}") from error

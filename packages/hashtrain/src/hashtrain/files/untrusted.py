@@ -4,8 +4,6 @@ JSON must be strict (no NaN, no infinity, no duplicate name, no lone surrogate, 
 of a safetensors file is bounded before it is parsed. No path leads out of its folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -24,10 +22,8 @@ MAX_HEADER_BYTES = 1 << 22
 
 
 def parse_json(text: str, strict: bool = True) -> Any:
-    """Parse a JSON text.
+    """Parse a JSON text; if `strict`, reject NaN and infinities, too.
 
-    Args:
-        strict: also reject NaN and infinities.
     Raises: ValueError with the reason, for anything that two parsers could read differently.
     """
     numbers: dict[str, Any] = {"parse_constant": _no_number, "parse_float": _finite} if strict else {}
@@ -94,6 +90,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @contextlib.contextmanager
 def open_tensors(path: Path, remedy: str) -> Iterator[Any]:
     """Open a safetensors file like `safe_open`, after checking the size of its header.
@@ -105,9 +106,8 @@ def open_tensors(path: Path, remedy: str) -> Iterator[Any]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise ValueError(
-                f"{path} says its header has {length} bytes, expected at most {MAX_HEADER_BYTES}; {remedy}"
-            )
+            most = f"expected at most {MAX_HEADER_BYTES}; {remedy}"
+            raise ValueError(f"{path} says its header has {length} bytes, {most}")
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError:
@@ -135,15 +135,9 @@ def _finite(text: str) -> float:
     return value
 
 
-def _require_shallow(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+def _require_shallow(value: Any, levels: int = MAX_DEPTH) -> None:
+    if isinstance(value, dict | list):
+        if not levels:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        for inner in value.values() if isinstance(value, dict) else value:
+            _require_shallow(inner, levels - 1)

@@ -3,21 +3,17 @@
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import hashcore
 import torch
 from torch import Tensor, nn
 
 from hashtrain.config import MAX_DIGITS, HasherConfig, Heads
+from hashtrain.data.captured import Capture
 from hashtrain.layers.surrogate import estimator
-
-if TYPE_CHECKING:
-    from hashtrain.data.captured import Capture
 
 REMAINDER_TERMS = 6
 """Five coefficients for eq. 15 and the slope for eq. 16."""
@@ -92,7 +88,7 @@ class LayerHasher(nn.Module):
         return []
 
     @torch.no_grad()
-    def take_head(self, other: LayerHasher, head: int) -> None:
+    def take_head(self, other: "LayerHasher", head: int) -> None:
         """Copy one KV head's functions, including those of its query heads, from another layer of the same class."""
         mine = self.state_dict()
         for name, theirs in other.state_dict().items():

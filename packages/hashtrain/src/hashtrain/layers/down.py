@@ -1,7 +1,5 @@
 """The paper's ablation: vectors are projected down and compared by inner products instead of bits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """A linear map plus a small MLP, with separate weights per head: the hash functions of our variants."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The paper's hash function: one code per query head."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import hashcore

@@ -1,7 +1,5 @@
 """A rotation plus a small MLP: one per KV head for keys, one per query head for queries."""
 
-from __future__ import annotations
-
 import hashcore
 import torch
 from torch import Tensor

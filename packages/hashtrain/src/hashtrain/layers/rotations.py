@@ -1,7 +1,5 @@
 """Signs of one matrix per KV head, shared by its queries: a random rotation, or a trained one."""
 
-from __future__ import annotations
-
 import hashcore
 import torch
 from torch import Tensor, nn

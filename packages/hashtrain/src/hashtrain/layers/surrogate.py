@@ -1,7 +1,5 @@
 """Surrogate gradients (docs/algorithm.md, eq. 11): what training uses where the deployed function has no slope."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

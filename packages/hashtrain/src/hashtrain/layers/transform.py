@@ -1,21 +1,17 @@
 """Keys as levels of a few coordinates, whose binary digits form the code; started by transform coding, then trained."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import hashcore
 import torch
 from torch import Tensor, nn
 
 from hashtrain.config import MAX_DIGITS, HasherConfig
+from hashtrain.data.captured import Capture
 from hashtrain.layers import transform_coding
 from hashtrain.layers.base import Draw, LayerHasher, rotation
 from hashtrain.layers.mlp import SkipMlp
 from hashtrain.layers.surrogate import digits, quantised
-
-if TYPE_CHECKING:
-    from hashtrain.data.captured import Capture
 
 CONTEXTS = 16
 """Number of contexts that a start is computed from."""

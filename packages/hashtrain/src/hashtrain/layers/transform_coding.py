@@ -4,8 +4,6 @@ Keys are mapped to uncorrelated coordinates whose errors count equally, and each
 where it removes the most error: the textbook way to spend a fixed number of bits on a vector.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -6,8 +6,6 @@ With `--spread layers` the processes train different layers without communicatio
 one process dies, torchrun restarts all of them, and each resumes from its checkpoints. `--spread data` sums gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
@@ -25,7 +23,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 _PATIENCE = datetime.timedelta(days=7)  # torchrun notices a dead process; a rank may wait for another's last layer
-
 _POLL = 0.02  # seconds
 
 
@@ -71,19 +68,14 @@ def init_distributed(device: str) -> Iterator[Ranks]:
     Args:
         device: as in `device_for`; CUDA adds NCCL for tensors in device memory, all others use gloo.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
     store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
     local, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_for(device, 0).type == "cuda" else "gloo",
-        timeout=_PATIENCE,
-        store=_agreed(store, rank, world),
-        rank=rank,
-        world_size=world,
-    )
+    backend = "cpu:gloo,cuda:nccl" if device_for(device, 0).type == "cuda" else "gloo"
+    agreed = _agreed(store, rank, world)
+    dist.init_process_group(backend, timeout=_PATIENCE, store=agreed, rank=rank, world_size=world)
     ranks = Ranks(rank, world, local, local_world)
     try:
         ranks.barrier()  # a process that exits early, with an error, would break connections still being made

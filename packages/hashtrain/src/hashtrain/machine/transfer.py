@@ -1,10 +1,5 @@
 """Asynchronous copies between host and device; if the device is the CPU, nothing is copied."""
 
-# Some methods of torch have no types.
-# pyright: reportUnknownMemberType=false
-
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,15 +4,13 @@ Two single-threaded layers in parallel take a third less time than one after the
 where other work shares the cores: threads of one operation wait for the slowest (docs/log.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing import connection, get_all_start_methods, get_context
+from multiprocessing import connection, forkserver, get_context
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -22,7 +20,7 @@ from hashtrain.machine.allocator import keep_freed_memory
 
 Report = Callable[..., None]
 Function = Callable[..., Any]
-Pipe = Any  # Connection, or PipeConnection on Windows
+Pipe = Any  # its class differs among systems
 _PATIENCE = 10.0  # seconds
 _MOST = 6  # a worker takes 0.6 GB for the demo model
 # What jobs and their reports need: "hashtrain" imports lazily, so every worker would import it again.
@@ -50,78 +48,61 @@ def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Repo
         given: what all jobs need, sent to each worker once; tensors in shared memory are not copied.
     Raises: the exception of a job; ChildProcessError if a worker died. The other workers are stopped.
     """
+    more = () if given is None else (given,)
     if workers == 1 or len(jobs) == 1:
         with one_thread():
-            return [function(job, report, *_present(given)) for job in jobs]
-    return _Pool(function, jobs, report, given).run(min(workers, len(jobs)))
+            return [function(job, report, *more) for job in jobs]
+    results: list[Any] = [None] * len(jobs)
+    left, busy, processes = iter(range(len(jobs))), dict[Pipe, int](), list[BaseProcess]()
 
-
-def _present(given: Any) -> tuple[Any, ...]:
-    return () if given is None else (given,)
-
-
-@dataclass
-class _Pool:
-    function: Function
-    jobs: Sequence[Any]
-    report: Report
-    given: Any = None
-
-    def run(self, workers: int) -> list[Any]:
-        self.results: list[Any] = [None] * len(self.jobs)
-        self.left = iter(range(len(self.jobs)))
-        processes: list[BaseProcess] = []
-        busy: dict[Pipe, int] = {}
-        try:
-            for _ in range(workers):
-                pipe = self._start(processes)
-                self._send(pipe, busy)
-            while busy:
-                for pipe in connection.wait(list(busy)):
-                    self._receive(pipe, busy)
-            for process in processes:  # their pipes are closed, so they exit and release their resources
-                process.join(_PATIENCE)
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.join()
-        return self.results
-
-    def _start(self, processes: list[BaseProcess]) -> Pipe:
-        context = _context()
-        mine, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(self.function, theirs), daemon=True)
-        process.start()
-        theirs.close()  # so that a worker's death closes the pipe
-        processes.append(process)
-        mine.send(self.given)
-        return mine
-
-    def _send(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
-        number = next(self.left, None)
-        if number is None:
-            busy.pop(pipe, None)
+    def send(pipe: Pipe) -> None:
+        busy.pop(pipe, None)
+        if (number := next(left, None)) is None:
             pipe.close()  # an idle worker exits when its pipe closes
-            return
-        busy[pipe] = number
-        pipe.send(self.jobs[number])
-
-    def _receive(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
-        try:
-            kind, *rest = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            raise ChildProcessError(
-                f"a worker was killed in job {busy[pipe] + 1} of {len(self.jobs)}, perhaps for lack of memory; "
-                "run again with fewer --workers"
-            ) from None
-        if kind == "report":
-            self.report(*rest)
-        elif kind == "failed":
-            raise rest[0]
         else:
-            self.results[busy[pipe]] = rest[0]
-            self._send(pipe, busy)
+            busy[pipe] = number
+            pipe.send(jobs[number])
+
+    try:
+        for _ in range(min(workers, len(jobs))):
+            send(_start(function, more, processes))
+        while busy:
+            for pipe in connection.wait(list(busy)):
+                kind, *said = _received(pipe, f"{busy[pipe] + 1} of {len(jobs)}")
+                if kind == "report":
+                    report(*said)
+                elif kind == "failed":
+                    raise said[0]
+                else:
+                    (results[busy[pipe]],) = said
+                    send(pipe)
+        for process in processes:  # their pipes are closed, so they exit and release their resources
+            process.join(_PATIENCE)
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
+    return results
+
+
+def _start(function: Function, more: tuple[Any, ...], processes: list[BaseProcess]) -> Pipe:
+    context = _context()
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(function, theirs), daemon=True)
+    process.start()
+    theirs.close()  # so that a worker's death closes the pipe
+    processes.append(process)
+    mine.send(more)
+    return mine
+
+
+def _received(pipe: Pipe, job: str) -> tuple[Any, ...]:
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError):
+        why = "perhaps for lack of memory; run again with fewer --workers"
+        raise ChildProcessError(f"a worker was killed in job {job}, {why}") from None
 
 
 def _answer(pipe: Pipe, answer: tuple[str, Any]) -> None:
@@ -134,10 +115,8 @@ def _answer(pipe: Pipe, answer: tuple[str, Any]) -> None:
         pipe.send(("failed", RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
 
 
-def _context() -> Any:
+def _context() -> ForkServerContext:
     """Return a start method: forking this process, which has threads, may hang; a server with torch loaded is fast."""
-    if "forkserver" not in get_all_start_methods():
-        return get_context("spawn")
     context = get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
     return context
@@ -148,10 +127,6 @@ def start_server() -> None:
 
     Call it when workers will be needed soon; `run_jobs` starts it otherwise. It ends with this process.
     """
-    if "forkserver" not in get_all_start_methods():
-        return
-    from multiprocessing import forkserver  # not on Windows
-
     _context()
     with _ignoring_interrupts():
         forkserver.ensure_running()
@@ -176,7 +151,7 @@ def _work(function: Function, pipe: Pipe) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
-        given = _present(pipe.recv())
+        given = pipe.recv()
         while True:
             job = pipe.recv()
             try:

@@ -1,6 +1,4 @@
-"""Progress: a bar on a terminal, periodic lines elsewhere."""
-
-from __future__ import annotations
+"""Progress: a bar on a terminal, periodic lines elsewhere; and scalars for TensorBoard, an optional dependency."""
 
 import contextlib
 import json
@@ -11,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hashtrain.usage import require_package
 
 Advance = Callable[[str, int], None]
 _INTERVAL = 30.0  # seconds between lines
@@ -39,11 +39,8 @@ def tracking(console: Console, total: int) -> Iterator[Advance]:
 
 
 def live(path: Path, advance: Advance, board: Callable[[dict[str, Any]], None] | None = None) -> Callable[..., None]:
-    """Return a report function for `hashtrain.run.job.make`: progress goes to `advance`, JSON lines to `path`.
-
-    Args:
-        board: receives each line as well.
-    """
+    """Return a report function for `hashtrain.run.job.make`: progress goes to `advance`, JSON lines to `path` and
+    `board`."""
 
     def report(description: str, steps: int, line: dict[str, Any] | None = None) -> None:
         advance(description, steps)
@@ -54,3 +51,30 @@ def live(path: Path, advance: Advance, board: Callable[[dict[str, Any]], None] |
                 board(line)
 
     return report
+
+
+def require_board() -> None:
+    """Raise ValueError if TensorBoard is not installed."""
+    require_package("tensorboard", "--tensorboard", "tensorboard", " or `uv sync --group tensorboard`")
+
+
+def open_board(folder: Path) -> Callable[[dict[str, Any]], None]:
+    """Return a function that writes a line of metrics.jsonl as scalars: one chart per hasher, one curve per layer.
+
+    A resumed run adds another event file.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder))
+
+    def write(line: dict[str, Any]) -> None:
+        at, layer = line["hasher"], line["layer"]
+        if "loss" in line:
+            writer.add_scalar(f"{at}/loss/{layer}", line["loss"], line["step"])
+        for heads, iou in line.get("iou", {}).items():
+            writer.add_scalar(f"{at}/iou/{heads}", iou, layer)
+        if "stopped" in line:
+            writer.add_text(f"{at}/stopped", f"layer {layer} {line['stopped']}")
+        writer.flush()
+
+    return write

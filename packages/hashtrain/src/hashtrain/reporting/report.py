@@ -1,9 +1,6 @@
 """A run's report: the table on the terminal, the figures, and each hasher's card."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # files only: no display needed
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from hashtrain.config import HasherConfig
@@ -36,9 +34,8 @@ def quality_table(metrics: Metrics, heads: str) -> Table:
         for name, line in cells.items():
             table.add_row(name, line[-1])
         return table
-    table.add_column("layer", justify="right")
-    for name in cells:
-        table.add_column(name, justify="right")
+    for title in ("layer", *cells):
+        table.add_column(title, justify="right")
     for layer in range(metrics["layers"]):
         table.add_row(str(layer), *(line[layer] for line in cells.values()))
     table.add_section()
@@ -64,8 +61,7 @@ def draw(metrics: Metrics, path: Path) -> None:
     right.set(xlabel="layer", ylabel="IoU per KV head, held out", ylim=(0, 1), title=f"Top {metrics['fraction']:.1%}")
     right.xaxis.get_major_locator().set_params(integer=True)
     figure.legend(loc="outside right center")
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
-    plt.close(figure)
+    _save(figure, path)
 
 
 def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
@@ -77,13 +73,11 @@ def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
     figure, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
-    shown = None
     for axis, name in zip(axes.flat, names, strict=False):
         by_layer = [layer[what] for layer in metrics["hashers"][name]["kv_head"]["layers"]]
         heads = max(map(len, by_layer))  # layers may differ in heads
-        shown = axis.imshow(
-            [row + [math.nan] * (heads - len(row)) for row in by_layer], vmin=0, vmax=1, cmap="viridis", aspect="auto"
-        )
+        filled = [row + [math.nan] * (heads - len(row)) for row in by_layer]
+        axis.imshow(filled, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axis.set(title=name, xlabel="KV head", xticks=range(heads))
         for row, found in enumerate(by_layer):
             for head, iou in enumerate(found):
@@ -91,10 +85,8 @@ def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
                 axis.text(head, row, f"{iou:.2f}", ha="center", va="center", fontsize=8, color=color)
     for axis in axes[:, 0]:
         axis.set_ylabel("layer")
-    assert shown is not None  # there is no figure of no hashers
-    figure.colorbar(shown, ax=axes.ravel().tolist(), label=label)
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
-    plt.close(figure)
+    figure.colorbar(axes[0, 0].images[0], ax=axes.ravel().tolist(), label=label)
+    _save(figure, path)
 
 
 def draw_bits(metrics: Metrics, path: Path) -> None:
@@ -110,14 +102,17 @@ def draw_bits(metrics: Metrics, path: Path) -> None:
         correlation = [layer["correlation"] for layer in layers]
         right.plot(range(metrics["layers"]), correlation, marker="o", label=name, **style)
     left.axhline(0.5, color="0.7", linewidth=1, zorder=0)
-    left.set(
-        xlabel="bits of the sparse layers, in order", ylabel="share of ones", ylim=(0, 1), title="Balance (0.5 is best)"
-    )
+    left.set(xlabel="bits of the sparse layers, in order", ylabel="share of ones", title="Balance (0.5 is best)")
+    left.set_ylim(0, 1)
     right.set(xlabel="layer", ylabel="mean |correlation| of two bits", title="Redundancy (0 is best)")
     right.set_ylim(bottom=0)
     right.xaxis.get_major_locator().set_params(integer=True)
     if right.lines:
         figure.legend(loc="outside right center")
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     plt.close(figure)
 
@@ -126,23 +121,16 @@ def _smooth(values: list[float], width: int) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - width + 1) : i + 1])]
 
 
-def _worst(by_head: list[float], of: Callable[[list[float]], float], text: Callable[[float], str]) -> str:
-    """Return the worst head's value as text, and the head."""
-    worst = of(by_head)
-    return f"{text(worst)} ({by_head.index(worst)})"
-
-
 def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
     """Write a hasher's README: its purpose, its training, and how well it selects."""
     result = metrics["hashers"][name]
-    rows = "\n".join(
-        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {_worst(kv['low_by_head'], min, '{:.2f}'.format)} "
-        f"| {_worst(kv['lost_by_head'], max, share)} | {q['iou']:.3f} | {q['mass']:.3f} "
-        f"| {rest['share']:.3f} | {rest['error']:.3f} |"
-        for layer, (kv, q, rest) in enumerate(
-            zip(*(result[part]["layers"] for part in ("kv_head", "query_head", "remainder")), strict=True)
-        )
-    )
+    rows = ""
+    parts = (result[part]["layers"] for part in ("kv_head", "query_head", "remainder"))
+    for layer, (kv, q, rest) in enumerate(zip(*parts, strict=True)):
+        low, lost = min(kv["low_by_head"]), max(kv["lost_by_head"])
+        worst = f"{low:.2f} ({kv['low_by_head'].index(low)}) | {share(lost)} ({kv['lost_by_head'].index(lost)})"
+        rows += f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {worst} | {q['iou']:.3f} | {q['mass']:.3f} "
+        rows += f"| {rest['share']:.3f} | {rest['error']:.3f} |\n"
     base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
     return f"""---
 library_name: hashtrain
@@ -156,7 +144,6 @@ license: apache-2.0
 | layer | IoU, KV head | mass, KV head | low | lost | IoU, query head | mass, query head | left out | its error |
 |---|---|---|---|---|---|---|---|---|
 {rows}
-
 "Low" is the 5th percentile of the mass over rows, and "lost" the share of rows that find less than half of the mass of
 an exact selection, both of the layer's worst KV head, in parentheses. A head fails if its low is below {LEAST_LOW} or
 its lost above {share(MOST_LOST)}. "Left out" is the share of the softmax that the selection misses (per query
@@ -173,9 +160,8 @@ def _made(config: HasherConfig, result: Metrics, metrics: Metrics) -> str:
     planes = config.planes if config.variant in ("planes", "transform") else 1
     budget = f"{metrics['fraction']:.1%} of the visible tokens"
     return (
-        f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: "
-        f"{shape.num_layers} layers, "
-        f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
+        f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: {shape.num_layers} "
+        f"layers, {shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
         f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps per layer, {metrics['contexts']} contexts "
         f"of {metrics['context']} tokens ({metrics['corpus']}).\n"
         f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "

@@ -1,7 +1,5 @@
 """What a run's metrics say of the worst rows: heads that fail, repairs, and layers that stay dense."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

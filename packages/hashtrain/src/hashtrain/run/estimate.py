@@ -1,28 +1,29 @@
 """Estimate a run's cost: disk and memory by arithmetic, time by running a sample of each kind of work."""
 
-from __future__ import annotations
-
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
 from hashtrain.artefact.hasher import make_layer
+from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import context_bytes, run_context
 from hashtrain.data.captured import Capture, InMemory
 from hashtrain.evaluation.evaluate import evaluate_layer
 from hashtrain.evaluation.remainder import MAX_CONTEXTS, calibrate
+from hashtrain.layers import BY_VARIANT, shapes
 from hashtrain.layers.transform import CONTEXTS
 from hashtrain.machine.workers import one_thread
 from hashtrain.run.job import LayerJob
 from hashtrain.run.prepare import Prepared
 from hashtrain.run.sources import loaded
-from hashtrain.training.memory import step_bytes, weight_bytes
+from hashtrain.settings.train_command import TrainCommand
+from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training
 
-_STEPS = 3
+_STEPS, _FLOAT = 3, 4
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ class Estimate:
 def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Estimate:
     """Run one context, a few steps of each hasher and one evaluation, and extrapolate. Nothing is written.
 
-    Args:
-        jobs: every layer of every hasher; workers: processes working in parallel, over all machines.
+    `jobs` are every layer of every hasher, and `workers` the processes of all machines.
     """
     command = prepared.command
     model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
@@ -65,7 +65,7 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         began = time.perf_counter()
         tensors, scalings = run_context(model, prepared.train.contexts[0])
         once = time.perf_counter() - began
-        sample = cast(Capture, InMemory(tensors, scalings))
+        sample = InMemory(tensors, scalings)
         seconds = {job.recipe.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
     lacking = sum(len(source.lacking) for source in prepared.sources)
     trained = [job for job in jobs if job.recipe.trained] or list(jobs)
@@ -73,27 +73,65 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
     steps = [(step_bytes(config, training, command.context), weight_bytes(config)) for config, training in sizes]
     return Estimate(
         disk=prepared.disk,
-        step_memory=_together(steps) + prepared.reads.step_bytes if command.stream else max(step for step, _ in steps),
+        step_memory=together(steps) + prepared.reads.step_bytes if command.stream else max(step for step, _ in steps),
         model_memory=int(1e9 * (command.backbone_memory or 0))
         or sum(p.numel() * p.element_size() for p in model.parameters()),
         capture_seconds=once * (lacking / workers + command.steps * command.stream),
         # Streaming trains in one process per rank, whatever --workers is.
         train_seconds=sum(seconds[job.recipe.name] for job in jobs)
         / (prepared.ranks.world if command.stream else workers),
-        traffic=0 if command.stream else _traffic(prepared),
+        traffic=0 if command.stream else traffic(command, prepared.shape),
         streamed=command.stream,
     )
 
 
-def _traffic(prepared: Prepared) -> int:
-    command = prepared.command
-    step = context_bytes(prepared.shape, command.context, torch.bfloat16, command.rows, values=False)
+def traffic(command: TrainCommand, shape: ModelShape) -> int:
+    """Return the bytes that all training steps of all hashers read."""
+    step = context_bytes(shape, command.context, torch.bfloat16, command.rows, values=False)
     return step * command.steps * sum(recipe.trained for recipe in command.recipes)
 
 
-def _together(steps: list[tuple[int, int]]) -> int:
-    """Bytes of layers that train in parallel: the weights and moments of all, and the largest step's other needs."""
-    return sum(weights for _, weights in steps) + max(step - weights for step, weights in steps)
+def together(steps: list[tuple[int, int]]) -> int:
+    """Return the bytes of layers that train in parallel, given those of each one's step and of its weights with their
+    moments: the weights of all, and the largest step's other needs."""
+    return sum(weights for _, weights in steps) + max((step - weights for step, weights in steps), default=0)
+
+
+def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int:
+    """Return an upper estimate of the bytes that one step needs on its device, in float32 except the captured keys.
+
+    With Hq query heads, H target heads, T tokens per context, R rows per chunk, A and C tokens of its pairs:
+
+        attention   4 Hq R T          logits, probabilities, their sum over the group, the masked ones
+        keys        Hkv T D x 2       bfloat16, including the next step's, and float32; a copy for each query head if
+                                      the target is per query head
+        pairs       6 H R A C         differences, losses, and what their gradients need
+        hashing     H R A (3 D + 3 hidden + 4 bits), the same for the C shared tokens and the R queries
+        weights     5 x               parameters, gradients, two moments, a copy while they are updated
+
+    Nothing grows with T squared or with `rows`, because chunks of rows are processed one after another. For Llama-3-8B
+    (32 query heads, 8 KV heads of 128) at 8,192 tokens, with chunks of 64 rows and 8 x 512 pairs per row: attention
+    0.27 GB, keys 0.07 GB, pairs 0.05 GB (per KV head) or 0.20 GB (per query head), hashing 0.1 GB and weights 0.1 GB.
+    The sum is below 1 GB, where the paper needs 16 GB. The backbone is not in memory then: its queries and keys are on
+    disk. With --stream it is, and so are the weights of all layers (`weight_bytes`).
+    """
+    shape = config.shape
+    per_query_head = BY_VARIANT[config.variant].target_heads == "query"
+    heads = shape.num_query_heads if per_query_head else shape.num_kv_heads
+    rows = min(training.rows, training.chunk)
+    attention = 4 * shape.num_query_heads * rows * context * _FLOAT
+    keys = shape.num_kv_heads * context * shape.head_dim * 8 + (2 * heads * context * shape.head_dim)
+    pairs = 6 * heads * rows * training.max_top * training.max_rest * _FLOAT
+    hashed = heads * (rows * training.max_top + training.max_rest) + shape.num_query_heads * rows
+    hashing = hashed * (3 * shape.head_dim + 3 * config.hidden + 4 * config.bits) * _FLOAT
+    weights = weight_bytes(config)
+    all_rows = 2 * shape.num_query_heads * training.rows * shape.head_dim + heads * training.rows * training.max_rest
+    return keys + weights + all_rows + max(attention, pairs + hashing)
+
+
+def weight_bytes(config: HasherConfig) -> int:
+    """Return the bytes of a layer's parameters, gradients, two moments and a copy, float32."""
+    return 5 * _FLOAT * sum(math.prod(size) for size in shapes(config.at(0)).values())
 
 
 def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:

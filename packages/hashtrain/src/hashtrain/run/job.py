@@ -1,13 +1,11 @@
 """What a worker does: train one layer of one hasher and evaluate it on held-out text."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +53,16 @@ class LayerJob:
     """The rank that evaluates the layer and stores it."""
 
     @property
+    def name(self) -> str:
+        """What reports call it."""
+        return f"{self.recipe.name}, layer {self.layer}"
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """How a line of metrics.jsonl begins."""
+        return {"hasher": self.recipe.name, "layer": self.layer}
+
+    @property
     def training(self) -> TrainConfig:
         """The schedule, with the recipe's learning rate."""
         return training_of(self.command, self.recipe, self.device)
@@ -93,10 +101,8 @@ class LayerJob:
         return self.finished.with_suffix(".checkpoint")
 
 
-@dataclass(frozen=True)
-class LayerResult:
-    """The layer's tensors, the loss of every step, why training stopped early ("" if not), the evaluation, and what
-    was repaired."""
+class LayerResult(NamedTuple):
+    """A finished layer: its tensors, the loss of every step, and why training stopped early ("" if not)."""
 
     tensors: dict[str, Tensor]
     losses: list[float]
@@ -107,24 +113,17 @@ class LayerResult:
 
 def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
     """Return the training schedule of a recipe, with its learning rate."""
+    same: dict[str, Any] = {name: getattr(command, name) for name in ("fraction", "steps", "warmup", "rows", "seed")}
+    for name in ("loss", "beta", "alpha", "max_top", "max_rest", "keys_first"):
+        same[name] = getattr(recipe, name)
     return TrainConfig(
-        fraction=command.fraction,
+        **same,
         of=recipe.target,
         sink=recipe.ends[0],
         recent=recipe.ends[1],
-        steps=command.steps,
-        loss=recipe.loss,
-        beta=recipe.beta,
-        alpha=recipe.alpha,
-        max_top=recipe.max_top,
-        max_rest=recipe.max_rest,
-        keys_first=recipe.keys_first,
         learning_rate=command.learning_rate or recipe.learning_rate,
-        warmup=command.warmup,
-        rows=command.rows,
         precision="bf16" if device.startswith("cuda") else "fp32",
         min_position=command.context // 16 if recipe.first_trained is None else recipe.first_trained,
-        seed=command.seed,
     )
 
 
@@ -145,35 +144,36 @@ def make(job: LayerJob, report: Report) -> None:
 
     Raises: OSError if it cannot be written; FloatingPointError if its loss was never finite.
     """
-    name = f"{job.recipe.name}, layer {job.layer}"
+    command, layer = job.command, job.layer
     if job.finished.exists():
-        report(f"kept {name}", 1 + job.command.steps * job.recipe.trained)
+        report(f"kept {job.name}", 1 + command.steps * job.recipe.trained)
         return
     hasher = started(job)
-    checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
-    losses, stopped, keys = _train(job, hasher, checkpoint, report) if job.recipe.trained else ([], "", {})
+    checkpoint = Checkpoint(job.unfinished, command.checkpoint_seconds)
+    losses, stopped, keys = list[float](), "", dict[str, Tensor]()
+    if job.recipe.trained:
+        training = Training(hasher, layer, job.data, job.training, checkpoint, job.ranks)
+        training.run(following(job, training, report))
+        losses, stopped, keys = training.losses, training.stopped, training.keys_trained
+    if stopped:
+        report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
     if job.ranks.rank != job.evaluator:
         return
     with torch.device(job.device):
-        command = job.command
-        mended = repair(hasher, job.layer, job.data, job.config, command.seed, job.digits, command.fraction, keys)
+        mended = repair(hasher, layer, job.data, job.config, command.seed, job.digits, command.fraction, keys)
         if mended.taken:
             said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.taken.items()))
-            report(f"{name}: {said}", 0, {"hasher": job.recipe.name, "layer": job.layer, "repaired": mended.taken})
+            report(f"{job.name}: {said}", 0, {**job.line, "repaired": mended.taken})
         hasher.round_matrices()  # before anything is measured
-        calibrate(hasher, job.layer, job.data, job.command.seed)
-        quality = evaluate_layer(job.command, hasher, job.layer, job.validation)
-    state = {"stopped": stopped, "quality": quality, "repaired": mended.taken, "failing": mended.failing}
-    _store(job, hasher, losses, state)
-    checkpoint.remove()
-    found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
-    report(f"evaluated {name}", 1, {"hasher": job.recipe.name, "layer": job.layer, "iou": found})
-
-
-def _store(job: LayerJob, hasher: LayerHasher, losses: list[float], state: dict[str, Any]) -> None:
+        calibrate(hasher, layer, job.data, command.seed)
+        quality = evaluate_layer(command, hasher, layer, job.validation)
     tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
     tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    state = {"stopped": stopped, "quality": quality, "repaired": mended.taken, "failing": mended.failing}
     save_stored(job.finished, tensors, state)
+    checkpoint.remove()
+    found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
+    report(f"evaluated {job.name}", 1, {**job.line, "iou": found})
 
 
 def result(job: LayerJob) -> LayerResult:
@@ -191,37 +191,18 @@ def result(job: LayerJob) -> LayerResult:
         raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
 
 
-def _train(
-    job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report
-) -> tuple[list[float], str, dict[str, Tensor]]:
-    """Train. Returns: the losses, why training stopped early, and the weights after the keys-only steps."""
-    name = f"{job.recipe.name}, layer {job.layer}"
-    training = Training(hasher, job.layer, job.data, job.training, checkpoint, job.ranks)
-    training.run(following(job, training, report))
-    if training.stopped:
-        skipped = job.command.steps - len(training.losses)
-        report(
-            f"{name} {training.stopped}",
-            skipped,
-            {"hasher": job.recipe.name, "layer": job.layer, "stopped": training.stopped},
-        )
-    return training.losses, training.stopped, training.keys_trained
-
-
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
     """Report a resumed training; return a callback that reports every step and, after the first and at intervals, the
     mean loss."""
-    name = f"{job.recipe.name}, layer {job.layer}"
     if training.losses:
-        report(f"resumed {name}", len(training.losses))
+        report(f"resumed {job.name}", len(training.losses))
     interval = training.snapshots.interval
 
     def on_step(step: int, loss: float) -> None:
         line = None
         if step == 0 or (step + 1) % interval == 0:  # the first, too, as a sign that training has begun
             recent = training.losses[-interval:]
-            mean = sum(recent) / len(recent)
-            line = {"hasher": job.recipe.name, "layer": job.layer, "step": step + 1, "loss": mean}
-        report(f"train {name}, loss {loss:.3f}", 1, line)
+            line = {**job.line, "step": step + 1, "loss": sum(recent) / len(recent)}
+        report(f"train {job.name}, loss {loss:.3f}", 1, line)
 
     return on_step

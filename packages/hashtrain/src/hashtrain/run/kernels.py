@@ -1,10 +1,5 @@
 """Compile the CPU's kernels while the model runs: later, each worker would compile them for itself."""
 
-# Some methods of torch have no types.
-# pyright: reportUnknownMemberType=false
-
-from __future__ import annotations
-
 import hashcore
 import torch
 

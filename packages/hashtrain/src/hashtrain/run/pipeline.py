@@ -1,7 +1,5 @@
 """One run from text to stored hashers: capture, train layer by layer, calibrate, evaluate on held-out text, save."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time
@@ -24,8 +22,7 @@ from hashtrain.files.atomic import write_text
 from hashtrain.layers import starts_from_data
 from hashtrain.machine.distribute import ALONE, Ranks, init_distributed
 from hashtrain.machine.workers import run_jobs
-from hashtrain.reporting.board import open_board, require_board
-from hashtrain.reporting.progress import live, tracking
+from hashtrain.reporting.progress import live, open_board, require_board, tracking
 from hashtrain.reporting.report import card, draw, draw_bits, draw_by_head, quality_table
 from hashtrain.reporting.worst import worst_lines
 from hashtrain.run.estimate import estimate

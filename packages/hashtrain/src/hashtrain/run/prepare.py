@@ -1,13 +1,10 @@
 """Check a run's inputs before anything is written: the model, the texts, the disk space."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -58,11 +55,12 @@ class Prepared:
 
     def keep(self) -> None:
         """Store in the working folder what the next start need not compute again."""
-        files = [_kept(self.command, name) for name in ("train", "held")]
-        sweep(files[0].parent, files)
+        work = self.command.out / ".work"
+        files = [work / "ids" / f"{name}.ids" for name in ("train", "held")]
+        sweep(work / "ids", files)
         for texts, file in zip(self.texts, files, strict=True):
             texts.keep(file)
-        write_text(_weights_file(self.command), json.dumps(self.weights) + "\n")
+        write_text(work / "weights.json", json.dumps(self.weights) + "\n")
 
     @property
     def workers(self) -> int:
@@ -88,15 +86,13 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     if device == "cpu" and workers_of(command, device, ranks) > 1 and not command.dry_run:
         start_server()  # it imports on one core while this process tokenises on another
     found = _texts(command, tokenizer, ranks.first)
-    texts = {"train": _some(found[0], MAX_CONTEXTS if command.stream else None), "held": whole(found[1])}
+    texts = {"train": list(itertools.islice(found[0], MAX_CONTEXTS if command.stream else None)) or whole(found[0])}
+    texts["held"] = whole(found[1])
     require_vocabulary(model, *texts["train"], *texts["held"])
     record = weights_record(command.model_path, model)
-    weights = known_weights(_weights_file(command), record) or weights_hash(model)
-
-    def of(ids: list[Tensor]) -> dict[str, Any]:
-        return identity(model, ids, torch.bfloat16, command.seed, weights)
-
-    identities = [of(ids) for ids in texts.values()]
+    weights = known_weights(command.out / ".work" / "weights.json", record) or weights_hash(model)
+    own = {name: identity(model, ids, torch.bfloat16, command.seed, weights) for name, ids in texts.items()}
+    identities = [{**one} for one in own.values()]
     every, count = cast("Sequence[Tensor]", texts["train"]), len(texts["train"])
     if command.stream:  # the other contexts are known by what they are made of
         every, count = found[0], command.contexts
@@ -105,7 +101,7 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     reads = training_reads(command, shape, count, MAX_CONTEXTS, shared)
     both = {"train": reads, "held": validation_reads(command, shape, len(texts["held"]))}
     train, validation = (
-        Source(name, command.out / ".work" / name, ids, of(ids) | both[name].identity(len(ids)), both[name])
+        Source(name, command.out / ".work" / name, ids, own[name] | both[name].identity(len(ids)), both[name])
         for name, ids in texts.items()
     )
     disk = sum(source.reads.bytes(source.lacking) for source in (train, validation))
@@ -127,9 +123,7 @@ def _check_spread(command: TrainCommand, ranks: Ranks) -> None:
     if command.stream and command.spread == "data":
         raise ValueError("--stream shares layers among processes, not data: use --spread layers")
     if command.spread == "data" and command.rows % ranks.world:
-        raise ValueError(
-            f"--rows must be a multiple of the {ranks.world} processes that share them, got {command.rows}"
-        )
+        raise ValueError(f"--rows must be a multiple of the {ranks.world} processes sharing them, got {command.rows}")
 
 
 def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
@@ -151,9 +145,8 @@ def require_plain_attention(config: Any) -> None:
         raise ValueError(f"expected a model with full attention in every layer, got {', '.join(sorted(kinds))}")
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     if window and not getattr(config, "layer_types", None):
-        raise ValueError(
-            f"expected a model with full attention, got {config.model_type}, whose tokens see {window} others"
-        )
+        got = f"{config.model_type}, whose tokens see {window} others"
+        raise ValueError(f"expected a model with full attention, got {got}")
     if getattr(config, "attn_logit_softcapping", None):
         raise ValueError(f"expected a model with plain attention logits, got {config.model_type}, which caps them")
 
@@ -186,7 +179,7 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase, first: boo
             command.context,
             count,
             command.seed,
-            _kept(command, name) if first else None,
+            command.out / ".work" / "ids" / f"{name}.ids" if first else None,
             key.hexdigest()[:16],
         )
         for name, texts, count in named
@@ -195,16 +188,3 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase, first: boo
         whole(found[1])
         require_apart(train, [validation[number] for number in found[1].used])
     return found
-
-
-def _some(contexts: TokenContexts, most: int | None) -> list[Tensor]:
-    """Return the first contexts, or all. Raises: ValueError if there is none."""
-    return whole(contexts) if most is None else list(itertools.islice(contexts, most)) or whole(contexts)
-
-
-def _kept(command: TrainCommand, name: str) -> Path:
-    return command.out / ".work" / "ids" / f"{name}.ids"
-
-
-def _weights_file(command: TrainCommand) -> Path:
-    return command.out / ".work" / "weights.json"

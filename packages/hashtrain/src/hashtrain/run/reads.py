@@ -5,11 +5,6 @@ schedule (`hashtrain.training.rows`). The first contexts, which starts and calib
 other context, only the keys and the rows of its steps: 4.8 TB instead of 26 for Llama-3-8B with the paper's schedule.
 """
 
-# Some methods of torch have no types.
-# pyright: reportUnknownMemberType=false
-
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -46,8 +41,8 @@ class Reads:
     """Most rows drawn in one step."""
     settings: dict[str, Any]
     """Settings that decide the rows, as JSON: part of the identity of a capture that lacks other queries."""
-    draw: Callable[[], list[Tensor]]
-    """Returns for each layer the rows of each step, int32 [steps, rows]."""
+    draw: Callable[[int], Tensor]
+    """Returns the rows of each step in a layer, int32 [steps, rows]."""
 
     @property
     def all_queries(self) -> bool:
@@ -90,15 +85,13 @@ class Reads:
 
     @cached_property
     def _by_layer(self) -> list[Tensor]:
-        return self.draw()
+        return [self.draw(layer) for layer in range(self.shape.num_layers)]
 
 
 def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whole: int, shared: bool) -> Reads:
-    """Return what training all hashers of a command reads.
+    """Return what training all hashers of a command reads of its `contexts` contexts.
 
-    Args:
-        contexts: number of training contexts; whole: how many of them starts, repairs and calibration read.
-        shared: whether processes share the rows of each step.
+    Starts, repairs and calibration read the first `whole` ones; `shared` is whether processes share a step's rows.
     """
     trained = [recipe for recipe in command.recipes if recipe.trained]
     numbers = ("steps", "rows", "chunk", "max_top", "max_rest", "min_position", "seed")
@@ -115,22 +108,14 @@ def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whol
     drawn = [{**{name: getattr(config, name) for name in numbers}, "heads": heads} for config, heads in draws]
     settings = {**drawn[0], "shared": shared} if len(drawn) == 1 else {"draws": drawn, "shared": shared}
 
-    def draw() -> list[Tensor]:
-        return [
-            torch.cat(
-                [
-                    rows_of_steps(config, layer, count, command.context, shared)
-                    for config, heads in draws
-                    for count in heads[layer]
-                ]
-                or [torch.empty(command.steps, 0, dtype=torch.int32)],
-                1,
-            )
-            for layer in range(shape.num_layers)
-        ]
+    def drawn_in(layer: int) -> Tensor:
+        found = [torch.empty(command.steps, 0, dtype=torch.int32)]
+        for config, heads in draws:
+            found += [rows_of_steps(config, layer, count, command.context, shared) for count in heads[layer]]
+        return torch.cat(found, 1)
 
     most = max(sum(len(heads[layer]) for _, heads in draws) for layer in range(shape.num_layers))
-    return Reads(shape, command.context, contexts, whole, command.steps, command.rows * most, settings, draw)
+    return Reads(shape, command.context, contexts, whole, command.steps, command.rows * most, settings, drawn_in)
 
 
 def _heads(shape: ModelShape, kinds: Collection[str]) -> list[int]:
@@ -142,7 +127,7 @@ def validation_reads(command: TrainCommand, shape: ModelShape, contexts: int) ->
     """Return what the evaluation reads of held-out contexts: the same rows in every layer."""
     settings = {name: getattr(command, name) for name in ("first_row", "held_out_rows", "seed")}
 
-    def draw() -> list[Tensor]:
-        return [torch.stack([*rows_of_contexts(command, contexts)]).int()] * shape.num_layers
+    def draw(layer: int) -> Tensor:
+        return torch.stack([*rows_of_contexts(command, contexts)]).int()
 
     return Reads(shape, command.context, contexts, 0, contexts, command.held_out_rows, settings, draw)

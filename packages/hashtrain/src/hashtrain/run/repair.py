@@ -1,7 +1,5 @@
 """Repair heads of `transform` that training made worse, or that fail: each gets the functions that measure best."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -47,8 +45,7 @@ def repair(
     Every head is compared with the weights after the keys-only steps and a start of `digits`; failing heads
     (`hashtrain.evaluation.evaluate.fails`) also with starts of `OTHER_DIGITS`. Measured on rows of the training
     contexts, a head that does not fail wins over one that does, then the higher mean attention mass wins. LSH is not
-    tried: it finds less than the start of `digits` (docs/adr/0012). Whether a layer whose heads still fail becomes
-    dense, `hashtrain.evaluation.cost` decides.
+    tried: it finds less than the start of `digits` (docs/adr/0012).
 
     Args:
         config, seed: what the layer was made from (`hashtrain.artefact.hasher.make_layer`).

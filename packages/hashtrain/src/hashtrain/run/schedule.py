@@ -4,25 +4,19 @@
 machines that are not at hand, such as a GPU that runs the paper's schedule for Llama-3-8B.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from hashtrain.config import ModelShape
-from hashtrain.data.capture import context_bytes
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.layers import shapes
 from hashtrain.models import count_parameters
-from hashtrain.run.estimate import clock
+from hashtrain.run.estimate import clock, step_bytes, together, traffic, weight_bytes
 from hashtrain.run.job import training_of
 from hashtrain.run.pipeline import config_of
 from hashtrain.run.reads import training_reads, validation_reads
 from hashtrain.settings.train_command import TrainCommand
-from hashtrain.training.memory import step_bytes, weight_bytes
 
 USED = 0.4
 """Share of a device's peak arithmetic and bandwidth that large operations reach."""
@@ -104,43 +98,28 @@ def schedule(command: TrainCommand, model_config: Any, disk: float | None = None
     first = min(MAX_CONTEXTS, command.contexts)
     always = validation + reads.bytes(range(first))  # read by starts, calibration and evaluation
     whole = validation + reads.bytes(range(command.contexts))
-    steps, train, traffic = _steps(command, shape)
+    (steps, train), read = _steps(command, shape), traffic(command, shape)
     parameters = count_parameters(model_config)
-    attention = sum(
-        2.0 * command.context**2 * at.num_query_heads * at.head_dim for at in map(shape.at, range(shape.num_layers))
-    )
+    width = sum(at.num_query_heads * at.head_dim for at in map(shape.at, range(shape.num_layers)))
     contexts = command.contexts + command.held_out
-    capture = contexts * (2.0 * parameters * command.context + attention)
-    largest = max((step for step, _ in steps), default=0)
-    together = sum(w for _, w in steps) + max((step - w for step, w in steps), default=0) + reads.step_bytes
+    capture = contexts * (2.0 * parameters * command.context + 2.0 * command.context**2 * width)
     launches = command.steps * len(steps) * _LAUNCHES * _LAUNCH
     hours = {
         name: [
             max(capture / (USED * device.flops), contexts * 2.0 * parameters / (USED * device.bandwidth)) / 3600,
-            (max(train / (USED * device.flops), 3.0 * traffic / (USED * device.bandwidth)) + launches) / 3600,
+            (max(train / (USED * device.flops), 3.0 * read / (USED * device.bandwidth)) + launches) / 3600,
         ]
         for name, device in DEVICES.items()
     }
-    return Schedule(
-        parameters,
-        2 * parameters,
-        whole,
-        always,
-        largest,
-        together,
-        traffic,
-        capture,
-        train,
-        _waves(whole - always, always, disk),
-        hours,
-    )
+    memory = max((step for step, _ in steps), default=0), together(steps) + reads.step_bytes
+    waves = _waves(whole - always, always, disk)
+    return Schedule(parameters, 2 * parameters, whole, always, *memory, read, capture, train, waves, hours)
 
 
-def _steps(command: TrainCommand, shape: ModelShape) -> tuple[list[tuple[int, int]], float, int]:
-    """Return the bytes of a step and of weights of each trained layer and hasher; operations and bytes read of all."""
+def _steps(command: TrainCommand, shape: ModelShape) -> tuple[list[tuple[int, int]], float]:
+    """Return the bytes of a step and of weights of each trained layer and hasher, and the operations of all steps."""
     steps: list[tuple[int, int]] = []
     train = 0.0
-    traffic = 0
     for recipe in (c for c in command.recipes if c.trained):
         training = training_of(command, recipe, "cuda")
         for layer in range(shape.num_layers):
@@ -152,8 +131,7 @@ def _steps(command: TrainCommand, shape: ModelShape) -> tuple[list[tuple[int, in
             heads = config.shape.num_query_heads
             logits = 2.0 * training.rows * command.context * config.shape.head_dim * heads
             train += command.steps * (logits + 6.0 * heads * hashed * weights)
-        traffic += command.steps * context_bytes(shape, command.context, torch.bfloat16, command.rows, values=False)
-    return steps, train, traffic
+    return steps, train
 
 
 def _waves(other: int, always: int, disk: float | None) -> int:

@@ -1,7 +1,5 @@
 """The contexts of a run and their captures; captures that are missing are made."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil
@@ -61,11 +59,7 @@ class _Job:
 def loaded(
     path: str, device: str = "cpu", memory: float | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, once per process, for capturing.
-
-    Args:
-        memory: see `load_model`.
-    """
+    """Load a model and its tokenizer, once per process, for capturing; `memory` is that of `load_model`."""
     # Many CPUs lack bfloat16 arithmetic and would be ten times slower.
     return load_model(path, torch.float32 if device == "cpu" else None, device, memory)
 
@@ -85,24 +79,18 @@ def make_all(
     processes.
 
     Args:
-        model: argument of `load_model`; device: where it runs.
         workers: processes, which share one copy of the model; if shared memory is too small for it (or the model is
             loaded layer by layer), each has its own, and there are fewer if memory is too small.
         ranks: torchrun's processes, which share the contexts.
-        memory: GB of weights that the device may hold; None: no limit.
     """
-
-    def job(source: Source, number: int) -> _Job:
-        ids, path = source.contexts[number], source.stored.file(number)
-        return _Job(model, device, ids, path, source.name, source.reads.kept(number), memory)
-
     mine = ranks.shard([(source, number) for source in sources for number in source.lacking])
     if ranks.first:
         for source in sources:
             begin(source.stored, source.identity)
     ranks.barrier()
-    if mine:
-        _capture([job(*one) for one in mine], workers, advance)
+    jobs = [_Job(model, device, of.contexts[n], of.stored.file(n), of.name, of.reads.kept(n), memory) for of, n in mine]
+    if jobs:
+        _capture(jobs, workers, advance)
     ranks.barrier()
     if ranks.first:
         for source in sources:

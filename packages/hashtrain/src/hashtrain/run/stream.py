@@ -5,12 +5,10 @@ time. The result is bit-identical to training on stored captures: complete check
 resumes.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,42 +23,36 @@ from hashtrain.training.checkpoint import Checkpoint
 from hashtrain.training.trainer import Training
 
 
-class LiveCapture:
+class LiveCapture(Capture):
     """The keys of one context at a time and the queries of one step's rows; reads like a `Capture` of all contexts.
 
     They stay on the model's device, where training runs: 0.55 GB for all layers of Llama-3-8B at 8,192 tokens.
     """
 
     def __init__(self, model: PreTrainedModel, contexts: Sequence[Tensor], reads: Reads):
+        super().__init__(Path(), 0)  # as many contexts as are known, so that `step % len(...)` is the current one
         self.model: PreTrainedModel = model
         self.contexts: Sequence[Tensor] = contexts
         self.reads: Reads = reads
         self.current: int = -1
-        self._known: int = 0
         self._held: InMemory | None = None
-
-    def __len__(self) -> int:
-        """Return a number of contexts that gives the current one as `step % len(...)`; not all need be made yet."""
-        return self._known
 
     def load(self, step: int) -> None:
         """Run the context of a step and drop the previous one."""
         self._held = None
         try:
-            ids, self.current, self._known = self.contexts[step], step, step + 1
+            ids, self.current, self.count = self.contexts[step], step, step + 1
         except IndexError:  # fewer contexts than steps: they are used again
-            self._known = len(self.contexts)
-            self.current = step % self._known
+            self.count = len(self.contexts)
+            self.current = step % self.count
             ids = self.contexts[self.current]
         require_vocabulary(self.model, ids)
         self._held = InMemory(*run_context(self.model, ids, kept=self.reads.at_step(step), place=lambda x: x))
 
     def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
-        """Return k and the attention scaling, like `Capture.keys`. Raises: LookupError for another context."""
         return self._of(context).keys(context, layer)
 
     def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
-        """Return queries, like `Capture.queries`. Raises: LookupError for another context."""
         return self._of(context).queries(context, layer, rows)
 
     def _of(self, context: int) -> InMemory:
@@ -103,5 +95,5 @@ def _training(job: LayerJob, live: LiveCapture, report: Report) -> tuple[Trainin
     """Return a layer's training, resumed if possible, and the callback that reports its steps."""
     hasher = started(job)
     checkpoint = Checkpoint(job.unfinished, math.inf)  # `train_all` decides when to save
-    training = Training(hasher, job.layer, cast(Capture, live), job.training, checkpoint)
+    training = Training(hasher, job.layer, live, job.training, checkpoint)
     return training, following(job, training, report)

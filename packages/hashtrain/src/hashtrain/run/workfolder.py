@@ -8,8 +8,6 @@
 The folder is removed once the run has stored its hashers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator
@@ -37,11 +35,10 @@ def locked(out: Path) -> Iterator[None]:
         ) from None
     try:
         _sweep(out)
-        try:
-            yield
-        except BaseException:
-            _sweep(out)  # what workers were writing when they were terminated
-            raise
+        yield
+    except BaseException:
+        _sweep(out)  # what workers were writing when they were terminated
+        raise
     finally:
         lock.release()
 
@@ -49,9 +46,7 @@ def locked(out: Path) -> Iterator[None]:
 def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
     """Create the working folder and return it; remove checkpoints and layers of other settings.
 
-    Args:
-        settings: the run's settings as text, for human readers.
-        layer_files: names in `layers/` that belong to this run.
+    `settings` are the run's, as text for human readers, and `layer_files` names in `layers/` that belong to this run.
     """
     work = out / ".work"
     (work / "layers").mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """The hashers that a run can train: ours, the paper's as we deploy it, ablations, and the paper's exact setup."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A command's settings as a TOML file: read into command-line arguments, and written with the result."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -63,15 +61,9 @@ def _words(path: Path, found: dict[str, Any]) -> list[str]:
 
 def as_toml(command: TrainCommand) -> str:
     """Return the settings as TOML that `--config` reads."""
-    lines = []
-    for key, value in asdict(command).items():
-        if key in _NOT_STORED or value is None:
-            continue
-        plain = (
-            [str(v) for v in value] if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
-        )
-        lines.append(f"{key} = {json.dumps(plain, ensure_ascii=False)}\n")
-    return "".join(lines)
+    given = {key: value for key, value in asdict(command).items() if key not in _NOT_STORED and value is not None}
+    plain = {key: [*map(str, value)] if isinstance(value, tuple) else value for key, value in given.items()}
+    return "".join(f"{key} = {json.dumps(x, ensure_ascii=False, default=str)}\n" for key, x in plain.items())
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -1,24 +1,40 @@
 """The settings of one `hashtrain` run, checked before anything is written."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import DEMO, model_path
-from hashtrain.settings.overrides import Overrides
-from hashtrain.settings.recipes import ALL, RECIPES, Recipe
+from hashtrain.settings.recipes import ALL, RECIPES, Of, Recipe
 from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.training.trainer`)."""
 
+_SAME = ("loss", "estimator", "gamma", "alpha", "beta", "max_top", "max_rest", "target", "first_trained")
+"""Fields of the same name in `Recipe`."""
+_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("learning_rate", lambda x: 0 < x < math.inf, "above 0"),
+    ("backbone_memory", lambda x: 0 < x <= 1e6, "above 0 and at most 1000000"),
+    ("warmup", lambda x: 0 <= x <= 1, "between 0 and 1"),
+    ("checkpoint_seconds", lambda x: 0 <= x < math.inf, "0 or more"),
+    ("bits", lambda x: 32 <= x <= 4096 and not x % 32, "a multiple of 32 between 32 and 4096"),
+    ("planes", lambda x: 1 <= x <= 8, "between 1 and 8"),
+    ("digits", lambda x: 1 <= x <= MAX_DIGITS, f"between 1 and {MAX_DIGITS}"),
+    ("fraction", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    ("gamma", lambda x: 0 < x < math.inf, "a finite number above 0"),
+    ("beta", lambda x: 0 < x < math.inf, "a finite number above 0"),
+    ("alpha", math.isfinite, "a finite number"),
+)
+"""What a field that is set must be."""
+
 
 @dataclass(frozen=True)
-class _Run:
-    """What a run reads, trains and writes; the flags of `Overrides` change how its hashers are trained."""
+class TrainCommand:
+    """Train every layer's hashers, compare them on held-out text, and store them."""
 
     model: str = DEMO
     """Folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
@@ -83,42 +99,48 @@ class _Run:
     dry_run: bool = False
     """Print the plan, the disk and memory it needs and an estimate of the time; write nothing."""
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class TrainCommand(Overrides, _Run):
-    """Train every layer's hashers, compare them on held-out text, and store them."""
+    # Flags that override every trained hasher of a run, for one row of an ablation table; None: each one's own.
+    loss: Literal["ranking", "reconstruction", "mse"] | None = None
+    """Training loss: `ranking` (eq. 10), or an ablation that reconstructs attention (eq. 17): `reconstruction` up to
+    scale and shift, `mse` exactly. Default, here and below: each hasher's own."""
+    estimator: Literal["softsign", "straight-through"] | None = None
+    """Surrogate for the sign function in training (eq. 11)."""
+    gamma: float | None = None
+    """Slope of the softsign surrogate; the paper: 64."""
+    alpha: float | None = None
+    """Margin of the ranking loss; the paper: 3."""
+    beta: float | None = None
+    """Slope of the ranking loss; the paper: 1."""
+    max_top: int | None = None
+    """Target tokens drawn per row."""
+    max_rest: int | None = None
+    """Tokens outside the target drawn per step, shared by its rows."""
+    target: Of | None = None
+    """What --fraction is a share of in training: each row's visible tokens, or, as in the paper, the full length."""
+    first_trained: int | None = None
+    """First row to train on; the paper: 0."""
+    target_ends: tuple[int, int] | None = None
+    """Number of first and last tokens excluded from pairs, because every row reads them; the paper: 0 0."""
+    hidden: int | None = None
+    """Hidden width of `paper` and its variations; the paper: 128."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_counts(self, contexts=1, held_out=1, held_out_rows=1, steps=1, rows=1, context=512)
         require_counts(self, workers=0, dense_layers=0)
+        require_counts(self, max_top=1, max_rest=1, first_trained=0, target_ends=0, hidden=1)
         require_seed(self.seed)
         require_device_name(self.device)
-        if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
-            raise UsageError(f"--learning-rate must be above 0, got {self.learning_rate}")
-        if self.backbone_memory is not None and not 0 < self.backbone_memory <= 1e6:
-            raise UsageError(f"--backbone-memory must be above 0 and at most 1000000, got {self.backbone_memory}")
-        if not 0 <= self.warmup <= 1:
-            raise UsageError(f"--warmup must be between 0 and 1, got {self.warmup}")
-        if not 0 <= self.checkpoint_seconds < float("inf"):
-            raise UsageError(f"--checkpoint-seconds must be 0 or more, got {self.checkpoint_seconds}")
-        if not 32 <= self.bits <= 4096 or self.bits % 32:
-            raise UsageError(f"--bits must be a multiple of 32 between 32 and 4096, got {self.bits}")
-        if self.planes is not None and not 1 <= self.planes <= 8:
-            raise UsageError(f"--planes must be between 1 and 8, got {self.planes}")
-        if self.digits is not None and not 1 <= self.digits <= MAX_DIGITS:
-            raise UsageError(f"--digits must be between 1 and {MAX_DIGITS}, got {self.digits}")
+        for name, holds, wanted in _RULES:
+            if (value := getattr(self, name)) is not None and not holds(value):
+                raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, got {value}")
         if not self.only:
             raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, default or all")
-        if not 0 < self.fraction <= 1:
-            raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}")
         known = ["default", "all", *(c.name for c in ALL)]
         if unknown := [name for name in self.only if name not in known]:
             raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
 
     @classmethod
-    def for_model(cls, model: str, **settings: Any) -> TrainCommand:
+    def for_model(cls, model: str, **settings: Any) -> "TrainCommand":
         """Return a command with the defaults for this model: the demo's own, or `PAPER`.
 
         Source: paper, section 4: 8,192 samples of 8,192 tokens, batch 1, learning rate 1e-3 to 0, 1 % warm-up.
@@ -127,7 +149,7 @@ class TrainCommand(Overrides, _Run):
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The recipes to train, in table order, with the flags of `Overrides` applied."""
+        """The recipes to train, in table order, with the flags of this command applied."""
         groups = {"default": RECIPES, "all": ALL}
         named = {*self.only, *(c.name for group in self.only for c in groups.get(group, ()))}
         return [self.applied(c) for c in ALL if c.name in named]
@@ -141,3 +163,11 @@ class TrainCommand(Overrides, _Run):
     def first_row(self) -> int:
         """Rows before this one are not evaluated (1,024 of 4,096)."""
         return self.context // 4
+
+    def applied(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with this command's flags; an untrained one changes only its width."""
+        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        if self.target_ends is not None:
+            given["ends"] = self.target_ends
+        width = {} if self.hidden is None or recipe.variant != "paper" else {"hidden": self.hidden}
+        return replace(recipe, **(given if recipe.trained else {}), **width)

@@ -1,1 +1,1 @@
-"""Training of one layer: target, pairs, loss, optimiser, checkpoints, memory."""
+"""Training of one layer: target, pairs, loss, optimiser, and what it falls back on."""

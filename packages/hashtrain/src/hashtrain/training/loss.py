@@ -1,7 +1,5 @@
 """Training losses: the Bradley-Terry ranking loss (docs/algorithm.md, eq. 10) and its ablations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -4,8 +4,6 @@ A pair's term needs exp(alpha - beta (t - r)) = exp(alpha - beta t) exp(beta r):
 of one for each pair. The logarithms of a token's pairs are taken together, as the logarithm of a product.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -3,11 +3,6 @@
 So it is known in advance which rows a step reads (`rows_of_steps`).
 """
 
-# Some methods of torch have no types.
-# pyright: reportUnknownMemberType=false
-
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The training target, what a perfect selector would select: exact attention, its top tokens, and pairs to compare."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, cast, overload
 
 import torch

@@ -1,7 +1,5 @@
 """The settings of one layer's training."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +19,7 @@ class TrainConfig:
     rows: int = 64
     """Query rows per step."""
     chunk: int = 64
-    """Rows whose attention and pairs are in memory at once (`hashtrain.training.memory.step_bytes`). Gradients are
+    """Rows whose attention and pairs are in memory at once (`hashtrain.run.estimate.step_bytes`). Gradients are
     summed over the chunks of a step, so the result is the gradient of its mean loss."""
     precision: str = "fp32"
     """`bf16` computes the hash functions under autocast; weights, scores and moments stay float32."""
@@ -51,24 +49,19 @@ class TrainConfig:
     """Numbers of first and last tokens that every row reads and that are excluded from pairs; 0 and 0 in the paper."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
-        for name in ("steps", "rows", "chunk", "max_top", "max_rest"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.keys_first <= 1:
-            raise ValueError(f"keys_first must be a share from 0 to 1, got {self.keys_first}")
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
-        if self.of not in ("visible", "length"):
-            raise ValueError(f"of must be visible or length, got {self.of!r}")
-        for name in ("sink", "recent", "min_position"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if self.precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision must be fp32 or bf16, got {self.precision!r}")
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+        for name, holds, wanted in (
+            ("fraction", 0 < self.fraction <= 1, "above 0 and at most 1"),
+            ("keys_first", 0 <= self.keys_first <= 1, "a share from 0 to 1"),
+            ("loss", self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
+            ("of", self.of in ("visible", "length"), "visible or length"),
+            ("precision", self.precision in ("fp32", "bf16"), "fp32 or bf16"),
+            ("learning_rate", self.learning_rate > 0, "above 0"),
+            *((name, getattr(self, name) >= 1, "at least 1") for name in ("steps", "rows", "chunk")),
+            *((name, getattr(self, name) >= 1, "at least 1") for name in ("max_top", "max_rest")),
+            *((name, getattr(self, name) >= 0, "0 or more") for name in ("sink", "recent", "min_position")),
+        ):
+            if not holds:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate: linear warm-up, then cosine decay to zero, in each of the two phases."""

@@ -3,8 +3,6 @@
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -19,10 +17,9 @@ from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
 from hashtrain.machine.distribute import ALONE, Ranks
 from hashtrain.machine.transfer import Ahead, to_device
-from hashtrain.training.checkpoint import Checkpoint
+from hashtrain.training.checkpoint import Checkpoint, Snapshots, copied
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
 from hashtrain.training.rows import draw_rows, generator_of
-from hashtrain.training.snapshots import Snapshots, copied
 from hashtrain.training.target import Pairs, preferences, sample_pairs
 from hashtrain.training.train_config import TrainConfig
 
