@@ -56,7 +56,7 @@ class AttentionContext:
 class Short(AttentionContext):
     """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer.
 
-    Args: name: of our attention, by which the hook has found that the model calls it.
+    Attributes: name: of our attention; by_torch: whether the model's own is torch's, which needs no checks then.
     """
 
     __slots__ = ("by_torch", "count", "name")
@@ -66,7 +66,6 @@ class Short(AttentionContext):
         self.count: Callable[[int, int], None] = plan.count_short
         self.name: str = name
         self.by_torch: bool = name == NAMES["sdpa"]
-        """Whether the model's own attention is torch's, which needs no checks then."""
 
 
 class Hook:
@@ -145,7 +144,10 @@ class Hook:
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
         """Raise ValueError if the call uses a paged cache without codes, or another attention was set."""
         if "read_index" in kwargs:
-            _refuse_paged()
+            raise ValueError(
+                "the cache of continuous batching carries no codes, because its manager was made before sparse "
+                "attention was attached; stop it, and make another one"
+            )
         if (now := self._config._attn_implementation) != self._name:
             refuse_attention(now)
 
@@ -183,14 +185,6 @@ def refuse_attention(now: str) -> NoReturn:
     raise ValueError(
         f'attention was set to "{now}" while sparse attention is attached; call detach() before '
         "set_attn_implementation, and attach again"
-    )
-
-
-def _refuse_paged() -> None:
-    """Raise ValueError because a manager of continuous batching called the module that was made before attaching."""
-    raise ValueError(
-        "the cache of continuous batching carries no codes, because its manager was made before sparse attention was "
-        "attached; stop it, and make another one"
     )
 
 

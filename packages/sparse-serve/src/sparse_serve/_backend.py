@@ -152,11 +152,7 @@ class SpotlightImpl(CPUAttentionBackendImpl):
         ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, layer.isa, **self._how(layer))
 
     def _how(self, layer: Any) -> dict[str, Any]:
-        return {
-            "k_scale": layer._k_scale_float,
-            "v_scale": layer._v_scale_float,
-            "kv_cache_dtype": self.kv_cache_dtype,
-        }
+        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float, "kv_cache_dtype": self.kv_cache_dtype}
 
     def _attend(
         self, layer: Any, q: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor, batch: Batch

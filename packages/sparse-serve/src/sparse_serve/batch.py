@@ -163,13 +163,7 @@ def _pages(
 
 
 def _prompts(
-    metadata: Any,
-    reads: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    counts: Tensor,
-    size: int,
-    schedule: Schedule,
+    metadata: Any, reads: Tensor, starts: Tensor, lengths: Tensor, counts: Tensor, size: int, schedule: Schedule
 ) -> Prompts:
     counts, lengths, first = counts[reads], lengths[reads], starts[:-1][reads]
     needed = -(-lengths // size)

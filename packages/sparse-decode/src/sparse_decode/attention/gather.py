@@ -358,22 +358,27 @@ def _paged(
 
 
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
-for _name, _returns, _cuda, _fake in (
-    ("gather", "Tensor", functools.partial(_checked, False), _empty),
-    ("gather_with_lse", "(Tensor, Tensor)", functools.partial(_checked, True), _empty_with_lse),
-):
-    LIBRARY.define(
-        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
-        "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent, "
-        f"Tensor? always) -> {_returns}"
-    )
-    LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
-LIBRARY.define(
-    "gather_paged(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
-    "Tensor always, Tensor blocks) -> Tensor"
-)
-LIBRARY.impl("gather_paged", _paged, "CUDA")
-torch.library.register_fake("sparse_decode::gather_paged", _empty, lib=LIBRARY)
 OPERATORS: Any = torch.ops.sparse_decode
-"""`attend` as torch operators, which can be traced, counted and captured."""
+"""This package's torch operators, which can be traced, counted and captured."""
+
+
+def operator(schema: str, fake: Callable[..., Any], **kernels: Callable[..., Any]) -> None:
+    """Define a torch operator; kernels: its implementations by the type of device."""
+    name = LIBRARY.define(schema)
+    for device, kernel in kernels.items():
+        LIBRARY.impl(name, kernel, device.upper())
+    torch.library.register_fake(f"sparse_decode::{name}", fake, lib=LIBRARY)
+
+
+_SELECTED = "Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks"
+_OPTIONS = (
+    "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent, "
+    "Tensor? always"
+)
+operator(f"gather({_SELECTED}, {_OPTIONS}) -> Tensor", _empty, cuda=functools.partial(_checked, False))
+operator(
+    f"gather_with_lse({_SELECTED}, {_OPTIONS}) -> (Tensor, Tensor)",
+    _empty_with_lse,
+    cuda=functools.partial(_checked, True),
+)
+operator(f"gather_paged({_SELECTED}, Tensor always, Tensor blocks) -> Tensor", _empty, cuda=_paged)

@@ -47,15 +47,9 @@ def predicted(heads: ModelShape, budget: Budget, dtype: torch.dtype) -> int:
 
 
 def break_even(
-    module: Any,
-    layer: int,
-    heads: ModelShape,
-    selector: Selector,
-    budget: Budget,
-    dtype: torch.dtype,
-    device: Any,
+    module: Any, layer: int, heads: ModelShape, selector: Selector, budget: Budget, dtype: torch.dtype, device: Any,
     backend: Backend = "gather",
-) -> int:
+) -> int:  # fmt: skip
     """Time decode steps of one layer at growing contexts, sparse and dense.
 
     Args:

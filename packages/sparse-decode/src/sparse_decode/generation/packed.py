@@ -149,12 +149,7 @@ class CodedBlocks:
     """
 
     def __init__(
-        self,
-        cache: Any,
-        plans: Mapping[int, LayerPlan],
-        words: int,
-        extra: int,
-        prompts: Callable[[], list[int]],
+        self, cache: Any, plans: Mapping[int, LayerPlan], words: int, extra: int, prompts: Callable[[], list[int]]
     ):
         allocator = cache.layer_to_allocator[min(plans)]
         self.kind: str = allocator.layer_type

@@ -25,12 +25,7 @@ MOST = 512
 """The largest head_dim, width of the hidden layer and number of bits that the kernel supports."""
 MOST_GROUPS = 256
 """Maximal number of output heads."""
-NAMES = {
-    1: ("r",),
-    3: ("w1", "b1", "w2"),
-    4: ("w1", "b1", "w2", "b2"),
-    5: ("r", "w1", "b1", "w2", "b2"),
-}
+NAMES = {1: ("r",), 3: ("w1", "b1", "w2"), 4: ("w1", "b1", "w2", "b2"), 5: ("r", "w1", "b1", "w2", "b2")}
 """The weights of a hash function by their number: linear; the paper's; the paper's with its residuals; a linear part
 and an MLP. R [F, D, C], W1 [F, D, M], b1 [F, 1, M], W2 [F, M, C], b2 [F, 1, C] for F heads."""
 MATRICES = ("r", "w1", "w2")
