@@ -207,15 +207,9 @@ def mask_of_eager(*, q_length: int, **how: Any) -> Tensor | None:
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> Output:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> Output:  # fmt: skip
     """Attend, sparsely in the rows that the plan makes sparse.
 
     Args: those of Hugging Face's attention functions, in their order, because kvpress passes dropout by position.

@@ -113,9 +113,7 @@ class AttendingSelector(Selector, Protocol):
     def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
         """Attend to the selected tokens of v [B, Hkv, N, Dv]: [B, Q, Hq, Dv] in q's type, zeros without a token.
 
-        Args:
-            rows: the input of `select`.
-            indices: its result, int64 [B, H, Q, K].
+        Args: rows: the input of `select`; indices: its result, int64 [B, H, Q, K].
         """
         ...
 
@@ -123,8 +121,7 @@ class AttendingSelector(Selector, Protocol):
 class HashSelector:
     """Selects by plane scores between query planes and key codes (eq. 4 and 6), of any hasher.
 
-    Args:
-        hasher: a `hashtrain.Hasher`, whose weights are moved to the device of the keys, or another `KeyQueryHasher`.
+    Args: hasher: a `hashtrain.Hasher`, whose weights are moved to the device of the keys, or another `KeyQueryHasher`.
     """
 
     needs_codes = True
@@ -261,10 +258,7 @@ class HashSelector:
 
 
 def _hide(scores: Tensor, candidates: Tensor) -> Tensor:
-    """Return scores [B, H, 1, N] plus one, 0 for tokens that are no candidates; rows are padded to a multiple of four.
-
-    The top-k kernel reads four scores at a time.
-    """
+    """Return scores [B, H, 1, N] plus one, 0 for tokens that are no candidates; the top-k kernel reads four at once."""
     n, more = scores.shape[-1], -scores.shape[-1] % 4
     if torch.compiler.is_compiling() or not more:
         found = torch.addcmul(candidates, scores, candidates)
@@ -277,10 +271,7 @@ def _hide(scores: Tensor, candidates: Tensor) -> Tensor:
 class LshSelector(HashSelector):
     """Selects by untrained locality-sensitive hashes: the signs of a random rotation per KV head.
 
-    Args:
-        model_config: the Hugging Face config of the model.
-        bits: bits of a code, a multiple of 32.
-        seed: seed of the random rotations.
+    Args: model_config: of the Hugging Face model; bits: of a code, a multiple of 32; seed: of the rotations;
         per_query_head: one index set per query head instead of one per KV head.
     """
 

@@ -63,16 +63,10 @@ def require_values(share: float, device: torch.device) -> None:
 
 
 def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    softcap: float | None,
-    sinks: Tensor | None,
-    left_out: LeftOut | None,
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, softcap: float | None, sinks: Tensor | None, rest: LeftOut | None
 ) -> None:
     far = q.is_cuda and k.device == v.device == torch.device("cpu")  # pinned host memory
-    devices = {x.device for x in (q, indices, sinks, *(left_out or ()), *(() if far else (k, v))) if x is not None}
+    devices = {x.device for x in (q, indices, sinks, *(rest or ()), *(() if far else (k, v))) if x is not None}
     if len(devices) > 1 or q.device.type not in ("cpu", "cuda"):
         got = ", ".join(sorted(map(str, devices)))
         raise ValueError(
@@ -97,8 +91,8 @@ def check(
         raise ValueError(f"sinks must be one logit per query head, shape ({hq},), got {tuple(sinks.shape)}")
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("the components of each key and value must be contiguous (stride 1); call .contiguous()")
-    if left_out is not None:
-        _check_left_out(q, v, hkv, left_out)
+    if rest is not None:
+        _check_left_out(q, v, hkv, rest)
 
 
 def _check_left_out(q: Tensor, v: Tensor, hkv: int, left_out: LeftOut) -> None:

@@ -68,9 +68,7 @@ def forecast(
 ) -> Forecast:
     """Predict the memory of `batch` sequences of `tokens` tokens each.
 
-    Args:
-        model: the attached model; shape: of its heads in this process.
-        plans: of its sparse layers; growing: dense layers whose caches also grow in place.
+    Args: shape: of the model's heads in this process; growing: dense layers whose caches also grow in place.
     Raises: ValueError if batch or tokens is below 1.
     """
     for name, value in (("batch", batch), ("tokens", tokens)):

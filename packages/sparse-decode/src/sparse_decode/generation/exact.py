@@ -60,9 +60,8 @@ class Acceptance(NamedTuple):
 class Drafts:
     """State shared by all generations of one attachment.
 
-    Args:
-        pace: creates the object that chooses how many tokens a generation drafts.
-        prepare: makes a cache carry codes; summing: layers that add the remainder.
+    Args: pace: creates what chooses how many tokens a generation drafts; prepare: makes a cache carry codes; summing:
+        layers that add the remainder.
     """
 
     def __init__(self, pace: Callable[[], Pace], prepare: Callable[[Cache], object], summing: Collection[int]):

@@ -98,10 +98,8 @@ def describe(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
 class How(NamedTuple):
     """How the planes of a query come from its heads' functions.
 
-    Attributes:
-        bits: of one code; group: query heads whose functions are summed.
-        planes: binary digits of the sum's levels; 0: of the number of heads whose function is positive (eq. 3).
-        join: groups whose planes lie side by side (eq. 2).
+    Attributes: bits: of one code; group: query heads whose functions are summed; planes: binary digits of the sum's
+        levels; 0: of the number of heads whose function is positive (eq. 3); join: groups side by side (eq. 2).
     """
 
     bits: int
@@ -113,10 +111,8 @@ class How(NamedTuple):
 class Placed(NamedTuple):
     """What the operators need of a layer whose tensors stay where they are.
 
-    Attributes:
-        key, query: weights of the functions of keys and of queries; digits: those of `transform`.
-        hows: how planes come from them, per KV head and per query head; planes: the weights of these planes.
-        fits: whether the kernel supports them.
+    Attributes: hows: how planes come from the functions, per KV head and per query head; planes: the weights of these
+        planes; fits: whether the kernel supports the functions.
     """
 
     key: list[Tensor]
@@ -136,9 +132,8 @@ sides: dict[int, Side] = {}
 def place(layer: LayerHasher, original: LayerHasher | None = None) -> None:
     """Cache the addresses of a layer's tensors from now on; the tensors must never be replaced.
 
-    Args:
-        original: the layer in host memory that it is a copy of. If all matrices are float16 numbers, the kernel reads
-            them as such, half the bytes, and computes the same.
+    Args: original: the layer in host memory that it is a copy of. If all matrices are float16 numbers, the kernel reads
+        them as such, half the bytes, and computes the same.
     """
     if type(layer) not in _VARIANTS:
         return
