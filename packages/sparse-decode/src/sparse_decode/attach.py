@@ -164,8 +164,8 @@ class Attachment:
         for layer, found in modules.items():
             hook = Hook(self._plans[layer], found.arguments, *ways)
             if self.drafts is not None:
-                rest = {"drafting": self.drafts.has, "grows": self._grow}
-                hook = ExactHook(self._plans[layer], found.arguments, *ways[:-1], **rest)
+                given = self._plans[layer], found.arguments, *ways[:-1]
+                hook = ExactHook(*given, drafting=self.drafts.has, grows=self._grow)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def __enter__(self) -> Attachment:

@@ -58,10 +58,10 @@ class Budget:
     attaching; "predicted": compare the bytes that they read."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fraction, int | float) or not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}; 0.02 keeps 2 %")
-        if not isinstance(self.values, int | float) or not 0 < self.values <= 1:
-            raise ValueError(f"values must be above 0 and at most 1, got {self.values!r}; 0.5 reads every second value")
+        for name, remedy in (("fraction", "0.02 keeps 2 %"), ("values", "0.5 reads every second value")):
+            value: object = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}; {remedy}")
         for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0), ("dense_below", 0)):
             value, asks = getattr(self, name), name == "dense_below" and self.dense_below in ("measured", "predicted")
             if not asks and (not _is_int(value) or value < least):

@@ -177,11 +177,15 @@ def place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *how, sink, recent, always = rest[:10]
-    left_out = None if how[3] is None else LeftOut(*how[3:])
+    scaling, softcap, sinks, *left, sink, recent, always = rest[:10]
+    left_out, share = None if left[0] is None else LeftOut(*left), rest[10] if len(rest) > 10 else 1.0
     indices = include(indices, k.shape[2], (sink, recent) if always is None else always)
-    return on_host(q, k, v, indices, *how[:3], left_out, values=rest[10] if len(rest) > 10 else 1.0)[:2]
+    return on_host(q, k, v, indices, scaling, softcap, sinks, left_out, values=share)[:2]
 
 
-gather.LIBRARY.impl("gather", lambda *given: _on_cpu(*given)[0], "CPU")
+def _alone_on_cpu(*given: Any) -> Tensor:
+    return _on_cpu(*given)[0]
+
+
+gather.LIBRARY.impl("gather", _alone_on_cpu, "CPU")
 gather.LIBRARY.impl("gather_with_lse", _on_cpu, "CPU")

@@ -132,9 +132,7 @@ class CodedBlocks:
     Raises: ValueError if the blocks are not laid out as in the versions of transformers that this was written for.
     """
 
-    def __init__(
-        self, cache: Any, plans: Mapping[int, LayerPlan], words: int, extra: int, prompts: Callable[[], list[int]]
-    ):
+    def __init__(self, cache: Any, plans: Plans, words: int, extra: int, prompts: Callable[[], list[int]]):
         allocator = cache.layer_to_allocator[min(plans)]
         self.kind: str = allocator.layer_type
         self.index: int = allocator.index
@@ -261,6 +259,6 @@ def _attend(
     out: Tensor,
 ) -> None:  # fmt: skip
     """Attend densely in the rows of a piece, as the model alone would do with this request."""
-    query, *kv = qkv
+    query, k, v = qkv
     mask = packed.mask(piece, window, query, module.config._attn_implementation in EAGER)
-    out[:, piece.rows] = attend_densely(module, query[:, :, piece.rows], *kv, mask, 0.0, factor, **options)[0]
+    out[:, piece.rows] = attend_densely(module, query[:, :, piece.rows], k, v, mask, 0.0, factor, **options)[0]

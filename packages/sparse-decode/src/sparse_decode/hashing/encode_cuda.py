@@ -282,6 +282,6 @@ operator(
     "hash_step(Tensor k, Tensor[] key_weights, Tensor q, Tensor[] query_weights, Tensor[] digits, "
     f"Tensor(a!) codes, {_HOW}) -> Tensor",
     lambda k, of_keys, q, of_queries, digits, codes, *how: _empty_planes(q, How(*how)),
-    cuda=lambda *given: hash_step(*given[:6], How(*given[6:])),
+    cuda=lambda k, of_k, q, of_q, digits, codes, *how: hash_step(k, of_k, q, of_q, digits, codes, How(*how)),
     cpu=encode_on_cpu.hash_step,
 )
