@@ -34,6 +34,8 @@ NO_COPY = (
     "a model to which sparse attention is attached cannot be copied or pickled; call detach() first, and attach to the "
     "copy"
 )
+Coded = Callable[[LayerPlan, Any], CacheLayerMixin]
+Growing = WeakSet[CacheLayerMixin]
 _OTHERS = frozenset(OTHER_STATES)
 _tuple: Callable[[type[Inputs], tuple[Any, ...]], Inputs] = tuple.__new__
 _PAGED = frozenset(PAGED_NAMES.values())
@@ -72,7 +74,7 @@ class Hook:
     """The forward pre-hook of a sparse layer's attention module.
 
     Args:
-        plan: the layer's plan; arguments: the names of the module's positional arguments.
+        arguments: the names of the module's positional arguments.
         ours: the config of the text decoder, and the attention implementation that it must name.
         coded: makes a cache carry codes in the plan's layer, and returns that layer.
         growing: the cache layers that grow in place and carry no codes.
@@ -93,20 +95,13 @@ class Hook:
     )
 
     def __init__(
-        self,
-        plan: LayerPlan,
-        arguments: tuple[str, ...],
-        ours: tuple[Any, str],
-        coded: Callable[[LayerPlan, Any], CacheLayerMixin],
-        growing: WeakSet[CacheLayerMixin],
+        self, plan: LayerPlan, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Coded, growing: Growing,
         may_be_short: bool,
-    ):
+    ):  # fmt: skip
         self.plan: LayerPlan = plan
-        self._arguments = arguments
         self._config, self._name = ours
         self._settings: dict[str, Any] = vars(self._config)
-        self._coded = coded
-        self._growing = growing
+        self._arguments, self._coded, self._growing = arguments, coded, growing
         self._layer, self._short = plan.layer, Short(plan, self._name)
         below: Any = plan.budget.dense_below
         self._below: int = below if may_be_short else 0

@@ -26,10 +26,8 @@ from sparse_decode.modes import autocasts
 # Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.
 NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
 """Names of our attention, by the dense attention it replaces."""
-
 FLASH_NAME = "sparse_decode_fa"
 """Name of our attention with dense calls through flash-attn."""
-
 PAGED_NAMES = {"sdpa": "sparse_decode_flash", "eager": "sparse_decode_eager_flash"}
 """Names of our attention in continuous batching, by the dense attention it replaces. They contain "flash", although
 there is none: transformers then accepts them there, and builds no mask of all requests by all keys."""

@@ -271,8 +271,7 @@ def _with_ends(selected, starts, ends, sink, recent, merged):  # pragma: no cove
 def merge(selected: Tensor, extra: Tensor, n: int) -> Tensor:
     """Return the union of two sets of tokens per row.
 
-    Args:
-        selected: int64 [B, H, Q, K]; extra: int64 [B, Q, E]; both with -1 in unused slots; tokens are below `n`.
+    Args: selected: int64 [B, H, Q, K]; extra: int64 [B, Q, E]; both with -1 in unused slots; tokens are below `n`.
     Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union on the CPU, else K + E.
     """
     extra = extra[:, None].expand(*selected.shape[:-1], -1)

@@ -43,8 +43,7 @@ class LeftOut(NamedTuple):
 def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = (), group: int = 1) -> None:
     """Raise ValueError if no kernel supports this device, dtype and head sizes.
 
-    Args:
-        dims: components of keys and of values; group: query heads that share an index set.
+    Args: dims: components of keys and of values; group: query heads that share an index set.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"sparse attention runs on the CPU or on CUDA, got {device}; move the model")

@@ -155,11 +155,10 @@ def _forget(layer: int, *weights: int) -> None:
 
 def found_in(layer: LayerHasher) -> Placed:
     """Return what the operators need of a layer, as it is now."""
-    ways = hows(layer)
-    planes = _plane_weights(ways[0]), _plane_weights(ways[1])
-    return Placed(
-        weights_of(layer, "key"), weights_of(layer, "query"), digits_of(layer), ways, planes, are_supported(layer)
-    )
+    ways, weights = hows(layer), (weights_of(layer, "key"), weights_of(layer, "query"))
+    # The weights of a query's planes.
+    one, many = (tuple(1 << p for p in range(how.planes)) or group_weights(how.group) for how in ways)
+    return Placed(*weights, digits_of(layer), ways, (one, many), are_supported(layer))
 
 
 def hows(layer: LayerHasher) -> tuple[How, How]:
@@ -167,11 +166,6 @@ def hows(layer: LayerHasher) -> tuple[How, How]:
     planes = getattr(layer, "planes", 0)
     together = How(layer.bits, 1, 0, layer.group) if isinstance(layer, Paper) else How(layer.bits, layer.group, planes)
     return together, How(layer.bits, 1, planes)
-
-
-def _plane_weights(how: How) -> tuple[int, ...]:
-    """Return the weights of a query's planes."""
-    return tuple(1 << p for p in range(how.planes)) or group_weights(how.group)
 
 
 def code_shape(layer: LayerHasher, per_query_head: bool) -> tuple[int, int]:

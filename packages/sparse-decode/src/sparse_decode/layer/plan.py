@@ -47,16 +47,9 @@ class LayerPlan:
     """
 
     def __init__(
-        self,
-        layer: int,
-        selector: Selector,
-        budget: Budget,
-        rule: RowRule,
-        remainder: Tensor | None = None,
-        backend: Backend = "gather",
-        sights: Sights | None = None,
-        device: torch.device | None = None,
-    ):
+        self, layer: int, selector: Selector, budget: Budget, rule: RowRule, remainder: Tensor | None = None,
+        backend: Backend = "gather", sights: Sights | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
         self.layer: int = layer
         self.selector: Selector = selector
         self.budget: Budget = budget

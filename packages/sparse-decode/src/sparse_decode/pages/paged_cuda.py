@@ -137,8 +137,7 @@ def write_codes(pages: Pages, slots: Tensor, codes: Tensor) -> None:
 def decode(layer: PagedLayer, q: Tensor, pages: Pages, step: DeviceStep) -> Tensor:
     """Select tokens for each row and attend to them: `PagedLayer.decode` on CUDA, without counting them.
 
-    Args:
-        q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
+    Args: q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
     Returns: [B, Hq, Dv] in q's dtype; zeros for rows of length 0.
     Raises: ValueError on dtypes, head sizes or page sizes that the kernels do not support.
     """
