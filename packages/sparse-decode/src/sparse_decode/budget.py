@@ -63,9 +63,9 @@ class Budget:
             if not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}; {remedy}")
         for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0), ("dense_below", 0)):
-            value, asks = getattr(self, name), name == "dense_below" and self.dense_below in ("measured", "predicted")
-            if not asks and (not _is_int(value) or value < least):
-                raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}")
+            given, asks = getattr(self, name), name == "dense_below" and self.dense_below in ("measured", "predicted")
+            if not asks and (not _is_int(given) or given < least):
+                raise ValueError(f"{name} must be an integer of {least} or more, got {given!r}")
         if self.max_tokens is not None and not (_is_int(self.max_tokens) and self.max_tokens >= self.min_tokens):
             raise ValueError(
                 f"max_tokens must be None or an integer of at least min_tokens = {self.min_tokens}, "

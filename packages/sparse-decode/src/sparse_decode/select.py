@@ -14,7 +14,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
 from sparse_decode.hashing.encode_cuda import PlacedHasher
-from sparse_decode.hashing.hashers import KeyQueryHasher, PerHead, QueryHeadHasher
+from sparse_decode.hashing.hashers import KeyQueryHasher, OfHasher, PerHead, QueryHeadHasher
 from sparse_decode.modes import readable
 from sparse_decode.parallel import shard
 from sparse_decode.positions import between, last_visible, visible_span
@@ -92,7 +92,6 @@ class Selector(Protocol):
 
     def require_match(self, model_config: Any) -> None:
         """Raise ValueError if this selector was made for another model."""
-        ...
 
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
         """Hash keys [B, Hkv, T, D] of one layer to int32 codes [B, H, T, W]; called only if `needs_codes`."""
@@ -118,7 +117,7 @@ class AttendingSelector(Selector, Protocol):
         ...
 
 
-class HashSelector:
+class HashSelector(OfHasher):
     """Selects by plane scores between query planes and key codes (eq. 4 and 6), of any hasher.
 
     Args: hasher: a `hashtrain.Hasher`, whose weights are moved to the device of the keys, or another `KeyQueryHasher`.
@@ -133,21 +132,6 @@ class HashSelector:
         self.hasher = hasher
         self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """Layers that stay dense by default, because training measured a high cost for them."""
-        return getattr(self.hasher, "dense_layers", ())
-
-    @property
-    def layer_shares(self) -> tuple[float, ...]:
-        """Budgets of the layers relative to their mean, for `Budget.by_layer`; empty if the hasher has none."""
-        return getattr(self.hasher, "layer_shares", ())
-
-    @property
-    def head_shares(self) -> tuple[tuple[float, ...], ...]:
-        """For each layer the budgets of its KV heads relative to their mean, for `Budget.by_head`; empty if none."""
-        return getattr(self.hasher, "head_shares", ())
 
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
@@ -174,11 +158,6 @@ class HashSelector:
     def per_query_head(self) -> bool:
         """Whether every query head has its own index set."""
         return bool(getattr(self._encoder, "per_query_head", False))
-
-    def remainder(self, layer: int) -> Tensor | None:
-        """Return the coefficients of the remainder (eq. 15), [Hq, 5]; None if the hasher is not calibrated."""
-        found = getattr(self.hasher, "remainder", None)
-        return None if found is None else found(layer)
 
     @property
     def placed(self) -> PlacedHasher | None:
