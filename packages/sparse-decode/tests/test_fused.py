@@ -331,7 +331,7 @@ def test_a_copy_of_the_sums_stays_what_it_was():
     both.step(q, k[:, :, :88], v[:, :, :88])
     held = both.held[0]
     both.fused.attend(inputs(held, q))
-    kept, before = held.moments.copied(), [x.clone() for x in held.moments._sums]
+    kept, before = copy.copy(held.moments), [x.clone() for x in held.moments._sums]
     held.update(k[:, :, 88:89], v[:, :, 88:89])
     assert both.fused.step(held, Inputs(q, held.keys, held.values, 0.25)) is not None
     assert held.moments.length == 88, "a step does not add its token yet"

@@ -13,7 +13,7 @@ from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
 from sparse_decode.attention import gather
 from sparse_decode.hashing import encode_cuda, encode_weights
-from sparse_decode.unselected import moments, remainder
+from sparse_decode.unselected import remainder
 from sparse_decode.unselected.sums import FOLD, Rounded
 
 TABLES = encode_cuda._calls, gather._calls, remainder._calls, tensor_search._searches
@@ -194,7 +194,7 @@ def test_kept_launches_are_those_of_a_fresh_call(name):
 def test_another_call_of_a_form_describes_nothing_again(name, monkeypatch):
     made = [MAKE[name](**how) for how in CALLS[name]]
     expected = [launched(*one) for one in made]
-    for module in (encode_cuda, gather, moments, tensors.kernels):
+    for module in (encode_cuda, gather, remainder, tensors.kernels):
         monkeypatch.setattr(module, "make_launch", lambda *_, **__: pytest.fail("described again"))
     assert [launched(*one) for one in made] == expected
 
@@ -262,7 +262,7 @@ def test_launches_of_a_cache_that_grows_are_written_anew(name, lengths, how, mon
         fresh.append(launched(*one))
     forget()
     assert launched(*made[0]) == fresh[0]
-    for module in (gather, moments, tensors.kernels):
+    for module in (gather, remainder, tensors.kernels):
         monkeypatch.setattr(module, "make_launch", lambda *_, **__: pytest.fail("described again"))
     assert [launched(*one) for one in made[1:]] == fresh[1:]
     assert [launched(*made[-1]), sum(len(table.found) for table in TABLES)] == [fresh[-1], 1]

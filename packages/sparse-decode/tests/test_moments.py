@@ -133,7 +133,7 @@ def test_a_static_cache_is_summed_in_place(order, new):
         return [*(x.clone() for x in (*before, *Rounded.of(before.spread))), seen, torch.full((3, 2), first)]
 
     ours, theirs = sums(), sums()
-    means = static_moments.add_in_place(q, slopes, k, v, ours, visible, shown, now, run=device(order))
+    means = static_moments.add_in_place(q, slopes, k, v, *ours, visible, shown, now, run=device(order))
     cpus = remainder.OPERATORS.add_in_place(q, slopes, k, v, *theirs, visible, shown, now)
     assert_alike([*ours, *means], [*theirs, *cpus])
     folded = new == FOLD
@@ -142,7 +142,7 @@ def test_a_static_cache_is_summed_in_place(order, new):
     assert_alike(ours[:4], whole)
     if folded:
         assert torch.equal(ours[-2][:, :70], shown[:, :70])
-        twice = static_moments.add_in_place(q, slopes, k, v, ours, visible, shown, now, run=device(order))
+        twice = static_moments.add_in_place(q, slopes, k, v, *ours, visible, shown, now, run=device(order))
         assert twice[1].isnan().all(), "a token that is summed already"
         with pytest.raises(ValueError, match="changed for earlier tokens"):
             remainder.OPERATORS.add_in_place(q, slopes, k, v, *theirs, visible, shown, now)

@@ -15,7 +15,7 @@ from hashtrain import Hasher, HasherConfig
 from hostsim import SimulationError, Simulator
 from sparse_decode import Budget
 from sparse_decode.attention import gather
-from sparse_decode.pages import paged_cuda, place_cuda
+from sparse_decode.pages import paged_cuda
 from sparse_decode.pages.paged import PagedLayer, Pages
 from sparse_decode.pages.paged_cuda import DeviceStep
 from sparse_decode.select import HashSelector
@@ -68,8 +68,8 @@ def simulated(monkeypatch):
         monkeypatch.setattr("hashcore.cuda.launch.run", run)
         search = torch_library._functional(torch_library.RESULTS["search"], torch_library.CUDA["search"])
         monkeypatch.setattr(paged_cuda, "SEARCH", types.SimpleNamespace(search=search))
-        monkeypatch.setattr(paged_cuda, "OPERATORS", types.SimpleNamespace(gather_paged=gather._paged))
-        monkeypatch.setattr(place_cuda, "OPERATORS", types.SimpleNamespace(place_codes=place_cuda.place_codes))
+        ours = types.SimpleNamespace(gather_paged=gather._paged, place_codes=paged_cuda.place_codes)
+        monkeypatch.setattr(paged_cuda, "OPERATORS", ours)
         return run
 
     return use
@@ -253,11 +253,11 @@ REFUSED = {
         "power of two of tokens, below 2.31 in all, got 3 pages of 24",
     ),
     "slots of 32 bits": (
-        lambda t, n: place_cuda.place_codes(torch.zeros(2, 2, 4).int(), n, torch.zeros(3, 2, 16, 4).int()),
+        lambda t, n: paged_cuda.place_codes(torch.zeros(2, 2, 4).int(), n, torch.zeros(3, 2, 16, 4).int()),
         "need slots int64",
     ),
     "words apart": (
-        lambda t, n: place_cuda.place_codes(
+        lambda t, n: paged_cuda.place_codes(
             torch.zeros(2, 2, 4).int(), n.long(), torch.zeros(3, 2, 16, 8).int()[..., ::2]
         ),
         "contiguous words in the pages",

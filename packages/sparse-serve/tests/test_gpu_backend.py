@@ -34,7 +34,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hostsim import Simulator, compiler
 from serve_engine import built, impls
 from sparse_decode.attention import gather
-from sparse_decode.pages import paged_cuda, place_cuda
+from sparse_decode.pages import paged_cuda
 from sparse_decode.pages.paged import Step
 from sparse_decode.select import HashSelector
 from sparse_serve.device_batch import device_pages, rounded
@@ -101,8 +101,8 @@ def simulated(monkeypatch):
     monkeypatch.setattr("hashcore.cuda.launch.run", run)
     search = torch_library._functional(torch_library.RESULTS["search"], torch_library.CUDA["search"])
     monkeypatch.setattr(paged_cuda, "SEARCH", types.SimpleNamespace(search=search))
-    monkeypatch.setattr(paged_cuda, "OPERATORS", types.SimpleNamespace(gather_paged=gather._paged))
-    monkeypatch.setattr(place_cuda, "OPERATORS", types.SimpleNamespace(place_codes=place_cuda.place_codes))
+    ours = types.SimpleNamespace(gather_paged=gather._paged, place_codes=paged_cuda.place_codes)
+    monkeypatch.setattr(paged_cuda, "OPERATORS", ours)
     return kernels
 
 

@@ -11,14 +11,7 @@ if TYPE_CHECKING:
     from sparse_decode.budget import Budget
     from sparse_decode.hashing.hashers import KeyQueryHasher, QueryHeadHasher
     from sparse_decode.oracle import OracleSelector
-    from sparse_decode.select import (
-        AttendingSelector,
-        HashSelector,
-        LshSelector,
-        RecentSelector,
-        Rows,
-        Selector,
-    )
+    from sparse_decode.select import AttendingSelector, HashSelector, LshSelector, RecentSelector, Rows, Selector
 
 export(
     __name__,
@@ -29,14 +22,7 @@ export(
         "budget": ("Budget",),
         "hashing.hashers": ("KeyQueryHasher", "QueryHeadHasher"),
         "oracle": ("OracleSelector",),
-        "select": (
-            "AttendingSelector",
-            "HashSelector",
-            "LshSelector",
-            "RecentSelector",
-            "Rows",
-            "Selector",
-        ),
+        "select": ("AttendingSelector", "HashSelector", "LshSelector", "RecentSelector", "Rows", "Selector"),
     },
 )
 __all__ = [

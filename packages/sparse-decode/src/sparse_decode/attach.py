@@ -16,10 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from sparse_decode.attach_checks import (
-    require_flash,
-    require_rows,
-)
 from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import CODED, cache_layer, carry_codes, is_quantised
@@ -44,7 +40,7 @@ from sparse_decode.model import (
     set_attention,
 )
 from sparse_decode.parallel import shard_shape
-from sparse_decode.planning import Options, plan_layers, usual_budget
+from sparse_decode.planning import Options, plan_layers, require_flash, require_rows, usual_budget
 from sparse_decode.select import Selector
 
 
@@ -168,7 +164,8 @@ class Attachment:
         for layer, found in modules.items():
             hook = Hook(self._plans[layer], found.arguments, *ways)
             if self.drafts is not None:
-                hook = ExactHook(self._plans[layer], found.arguments, *ways[:-1], self.drafts.has, self._grow)
+                given = self._plans[layer], found.arguments, *ways[:-1]
+                hook = ExactHook(*given, drafting=self.drafts.has, grows=self._grow)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def __enter__(self) -> Attachment:
@@ -202,9 +199,9 @@ class Attachment:
         return {layer: (selected, visible) for layer, (selected, visible) in found.items() if visible}
 
     def density(self) -> dict[int, float]:
-        """Return selected / visible by layer so far, including sink and recent tokens.
+        """Return selected / visible by layer so far, with sink and recent tokens, without prefill and dense layers.
 
-        Prefill and dense layers are not counted; a decode step that was dense because of `dense_below` counts as 1.
+        A decode step that was dense because of `dense_below` counts as 1.
         """
         return {layer: selected / visible for layer, (selected, visible) in self.counts().items()}
 

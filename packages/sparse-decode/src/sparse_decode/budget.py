@@ -58,16 +58,14 @@ class Budget:
     attaching; "predicted": compare the bytes that they read."""
 
     def __post_init__(self) -> None:
-        if not _is_number(self.fraction) or not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}; 0.02 keeps 2 %")
-        if not _is_number(self.values) or not 0 < self.values <= 1:
-            raise ValueError(f"values must be above 0 and at most 1, got {self.values!r}; 0.5 reads every second value")
+        for name, remedy in (("fraction", "0.02 keeps 2 %"), ("values", "0.5 reads every second value")):
+            value: object = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}; {remedy}")
         for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0), ("dense_below", 0)):
-            value = getattr(self, name)
-            if name == "dense_below" and value in ("measured", "predicted"):
-                continue
-            if not _is_int(value) or value < least:
-                raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}")
+            given, asks = getattr(self, name), name == "dense_below" and self.dense_below in ("measured", "predicted")
+            if not asks and (not _is_int(given) or given < least):
+                raise ValueError(f"{name} must be an integer of {least} or more, got {given!r}")
         if self.max_tokens is not None and not (_is_int(self.max_tokens) and self.max_tokens >= self.min_tokens):
             raise ValueError(
                 f"max_tokens must be None or an integer of at least min_tokens = {self.min_tokens}, "
@@ -104,20 +102,15 @@ class Budget:
         return replace(cls(round(fraction, 3), shortlist=list_, values=values), **changed)
 
     def in_layer(self, share: float, heads: tuple[float, ...] = ()) -> Budget:
-        """Return this budget for a layer with a share of the mean over layers, and these shares of its index sets.
-
-        Unchanged without `by_layer` and `by_head`.
-        """
+        """Return this budget for a layer with a share of the mean over layers, and these shares of its index sets."""
         found = replace(self, fraction=min(1.0, self.fraction * share), by_layer=False) if self.by_layer else self
         return replace(found, by_head=heads) if self.by_head is True else found
 
     def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
         """Return the number of tokens each row reads, including sink and recent; all below `dense_below`.
 
-        Args:
-            visible: visible tokens of each row, integers [..., Q].
-            length: visible tokens of the last row of the same sequence, broadcastable to `visible`; needed by
-                `of="length"`.
+        Args: visible: visible tokens of each row, integers [..., Q]; length: those of the last row of the same
+            sequence, broadcastable to `visible`; needed by `of="length"`.
         Returns: int64 [..., Q], in [0, visible]; with shares by head [..., H, Q].
         Raises: ValueError if the budget is not that of an attached layer yet, or a length is needed and not given.
         """
@@ -137,10 +130,7 @@ class Budget:
         return torch.where(visible < below, visible.long(), counts) if below else counts
 
     def count_heads(self, visible: int) -> list[int]:
-        """Return the number of tokens that the last row of a sequence reads: `count` for an integer.
-
-        One number if all heads read as many, else one for each share.
-        """
+        """Return `count` for an integer: one number if all heads read as many, else one for each share."""
         if self.by_head is True or not isinstance(self.dense_below, int):
             self._require_numbers()
         shares: Any = self.by_head or (1.0,)
@@ -180,11 +170,8 @@ class Budget:
 class Tally:
     """Tokens selected and visible so far in one layer, summed over sparse rows and query heads.
 
-    Counts known to the host are Python integers. Counts on a device are added up there; the host waits for them only
-    in `totals`.
-
-    Attributes:
-        tensor: the counts on the device, int64 [2]: selected and visible.
+    Counts known to the host are Python integers; those on a device are in `tensor` there, int64 [2], and the host waits
+    for them only in `totals`.
     """
 
     def __init__(self, device: torch.device | None):
@@ -220,10 +207,7 @@ class Tally:
         self.tensor.add_(counts.to(self.tensor.device))
 
     def add_step(self, counts: Tensor, heads: int) -> None:
-        """Add what a step selected and saw for each query head, int64 [2]; many steps are added up at once.
-
-        So a step launches nothing for this, except in a graph.
-        """
+        """Add what a step selected and saw for each query head, int64 [2]; a launch adds up many steps at once."""
         if in_graph(counts.device):
             self.tensor.add_(counts, alpha=heads)
             return
@@ -242,10 +226,6 @@ class Tally:
 
 def _are_shares(value: object) -> bool:
     return isinstance(value, tuple) and len(cast("tuple[object, ...]", value)) > 0 and are_shares(cast(object, value))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
 
 
 def _is_int(value: object) -> bool:

@@ -34,6 +34,8 @@ NO_COPY = (
     "a model to which sparse attention is attached cannot be copied or pickled; call detach() first, and attach to the "
     "copy"
 )
+Coded = Callable[[LayerPlan, Any], CacheLayerMixin]
+Growing = WeakSet[CacheLayerMixin]
 _OTHERS = frozenset(OTHER_STATES)
 _tuple: Callable[[type[Inputs], tuple[Any, ...]], Inputs] = tuple.__new__
 _PAGED = frozenset(PAGED_NAMES.values())
@@ -56,7 +58,7 @@ class AttentionContext:
 class Short(AttentionContext):
     """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer.
 
-    Args: name: of our attention, by which the hook has found that the model calls it.
+    Attributes: name: of our attention; by_torch: whether the model's own is torch's, which needs no checks then.
     """
 
     __slots__ = ("by_torch", "count", "name")
@@ -66,14 +68,13 @@ class Short(AttentionContext):
         self.count: Callable[[int, int], None] = plan.count_short
         self.name: str = name
         self.by_torch: bool = name == NAMES["sdpa"]
-        """Whether the model's own attention is torch's, which needs no checks then."""
 
 
 class Hook:
     """The forward pre-hook of a sparse layer's attention module.
 
     Args:
-        plan: the layer's plan; arguments: the names of the module's positional arguments.
+        arguments: the names of the module's positional arguments.
         ours: the config of the text decoder, and the attention implementation that it must name.
         coded: makes a cache carry codes in the plan's layer, and returns that layer.
         growing: the cache layers that grow in place and carry no codes.
@@ -94,20 +95,13 @@ class Hook:
     )
 
     def __init__(
-        self,
-        plan: LayerPlan,
-        arguments: tuple[str, ...],
-        ours: tuple[Any, str],
-        coded: Callable[[LayerPlan, Any], CacheLayerMixin],
-        growing: WeakSet[CacheLayerMixin],
+        self, plan: LayerPlan, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Coded, growing: Growing,
         may_be_short: bool,
-    ):
+    ):  # fmt: skip
         self.plan: LayerPlan = plan
-        self._arguments = arguments
         self._config, self._name = ours
         self._settings: dict[str, Any] = vars(self._config)
-        self._coded = coded
-        self._growing = growing
+        self._arguments, self._coded, self._growing = arguments, coded, growing
         self._layer, self._short = plan.layer, Short(plan, self._name)
         below: Any = plan.budget.dense_below
         self._below: int = below if may_be_short else 0
@@ -145,7 +139,10 @@ class Hook:
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
         """Raise ValueError if the call uses a paged cache without codes, or another attention was set."""
         if "read_index" in kwargs:
-            _refuse_paged()
+            raise ValueError(
+                "the cache of continuous batching carries no codes, because its manager was made before sparse "
+                "attention was attached; stop it, and make another one"
+            )
         if (now := self._config._attn_implementation) != self._name:
             refuse_attention(now)
 
@@ -186,14 +183,6 @@ def refuse_attention(now: str) -> NoReturn:
     )
 
 
-def _refuse_paged() -> None:
-    """Raise ValueError because a manager of continuous batching called the module that was made before attaching."""
-    raise ValueError(
-        "the cache of continuous batching carries no codes, because its manager was made before sparse attention was "
-        "attached; stop it, and make another one"
-    )
-
-
 def register() -> None:
     """Register our attention with Hugging Face, and its masks, without which padding would be ignored."""
     masks = {NAMES["sdpa"]: sdpa_mask, NAMES["eager"]: mask_of_eager, FLASH_NAME: flash_attention_mask}
@@ -213,15 +202,9 @@ def mask_of_eager(*, q_length: int, **how: Any) -> Tensor | None:
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> Output:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> Output:  # fmt: skip
     """Attend, sparsely in the rows that the plan makes sparse.
 
     Args: those of Hugging Face's attention functions, in their order, because kvpress passes dropout by position.

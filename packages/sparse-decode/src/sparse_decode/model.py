@@ -26,10 +26,8 @@ from sparse_decode.modes import autocasts
 # Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.
 NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
 """Names of our attention, by the dense attention it replaces."""
-
 FLASH_NAME = "sparse_decode_fa"
 """Name of our attention with dense calls through flash-attn."""
-
 PAGED_NAMES = {"sdpa": "sparse_decode_flash", "eager": "sparse_decode_eager_flash"}
 """Names of our attention in continuous batching, by the dense attention it replaces. They contain "flash", although
 there is none: transformers then accepts them there, and builds no mask of all requests by all keys."""
@@ -47,8 +45,7 @@ _PASSES_KEYWORDS = 8
 class AttentionName(str):
     """The name of our attention in an attached model's config; copies and files of the config get the dense name.
 
-    Attributes:
-        dense: the attention that it replaces; live: whether the attachment that set it is still attached.
+    Attributes: dense: the attention that it replaces; live: whether the attachment that set it is still attached.
     """
 
     dense: str
@@ -133,7 +130,8 @@ def attention_modules(model: PreTrainedModel) -> list[Attention]:
         if not isinstance(getattr(module, "layer_idx", None), int):
             continue
         arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        if any(cache in arguments for cache in CACHE_NAMES) and not _contains_attention(module):
+        contains_attention = any(hasattr(m, "layer_idx") for m in module.modules() if m is not module)  # a whole layer
+        if any(cache in arguments for cache in CACHE_NAMES) and not contains_attention:
             found.append(Attention(name, module, arguments))
     return found
 
@@ -190,11 +188,7 @@ def dense_modules(model: PreTrainedModel, sparse: Collection[int]) -> list[Atten
 def require_kernels(
     model: PreTrainedModel, modules: dict[int, Attention], shape: ModelShape, per_query_head: bool
 ) -> None:
-    """Raise ValueError if the kernels do not support the model's device, dtype or heads, or cannot be compiled.
-
-    Args:
-        per_query_head: whether every query head has its own selection.
-    """
+    """Raise ValueError if the kernels do not support the model's device, dtype or heads, or cannot be compiled."""
     for layer, found in modules.items():
         device = _device(found.module, model)
         if device.type == "meta" or autocasts(device):  # device or dtype will differ when it attends
@@ -259,12 +253,6 @@ def _path(config: Any, wanted: Any) -> list[str]:
         if part is not None and (rest := _path(part, wanted)):
             return [key, *rest]
     return []
-
-
-def _contains_attention(module: nn.Module) -> bool:
-    """Whether a module contains an attention module, as whole layers do."""
-    inner = (m for m in module.modules() if m is not module)
-    return any(hasattr(m, "layer_idx") for m in inner)
 
 
 def _reuses(config: Any, layer: int) -> bool:

@@ -21,8 +21,7 @@ _WIDENED = 1 << 28  # bytes of keys converted to float32 per chunk
 class OracleSelector(NoCodes):
     """Selects by the exact attention probabilities (eq. 9), as a perfect selector would.
 
-    Args:
-        per_query_head: one index set per query head; by default one per KV head, by the group's summed probabilities.
+    Args: per_query_head: one index set per query head; by default one per KV head, by its group's summed probabilities.
     """
 
     def __init__(self, per_query_head: bool = False):

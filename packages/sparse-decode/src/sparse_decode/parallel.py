@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 def head_shard(module: Any, heads: ModelShape) -> tuple[int, int]:
     """Return the shard of a layer's heads in this process: (rank, size); (0, 1) if not sharded.
 
-    Args:
-        module: the layer's attention module; heads: the shape of that layer in the whole model.
+    Args: heads: the shape of that layer in the whole model.
     Raises: ValueError if ranks do not have whole KV heads.
     """
     weight = getattr(getattr(module, "k_proj", None), "weight", None)
@@ -30,10 +29,7 @@ def head_shard(module: Any, heads: ModelShape) -> tuple[int, int]:
 
 
 def shard(owner: Any, rank: int, size: int) -> Any:
-    """Return the part of a selector or hasher for the heads of one rank.
-
-    Raises: ValueError if it has no method `shard`.
-    """
+    """Return the part of a selector or hasher for the heads of one rank. Raises: ValueError if it has no `shard`."""
     if isinstance(owner, Hasher):
         return shard_hasher(owner, rank, size)
     if not hasattr(owner, "shard"):

@@ -1,4 +1,4 @@
-"""What `attach` decides before it changes a model: which layers are sparse, for which heads, and with which budgets."""
+"""What `attach` decides and refuses before it changes a model: which layers are sparse, for which heads and budgets."""
 
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
@@ -12,29 +12,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+from hashcore.cuda.program import require_compiler
 from hashtrain import ModelShape
 from hashtrain.models import text_decoder
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_decode.attach_checks import (
-    as_selector,
-    require_budgets,
-    require_layers,
-    require_remainder,
-    require_selector,
-)
+from sparse_decode.attention import flash
+from sparse_decode.attention.attend_inputs import require_values
 from sparse_decode.budget import Budget
 from sparse_decode.costs.break_even import break_even, predicted
 from sparse_decode.costs.pace import Costs, Pace
 from sparse_decode.hashing.hashers import KeyQueryHasher
 from sparse_decode.layer.blocks import RowRule
 from sparse_decode.layer.plan import Backend, LayerPlan
-from sparse_decode.model import Attention, sparse_modules
+from sparse_decode.model import Attention, require_all_full, require_kernels, require_own_keys, sparse_modules
 from sparse_decode.parallel import head_shard, shard, shard_shape
 from sparse_decode.positions import Sights
-from sparse_decode.select import HashSelector, Selector
+from sparse_decode.select import AttendingSelector, HashSelector, Selector
 
+Modules = Mapping[int, Attention]
 Budgets = Mapping[int, Budget]
 HeadsOf = Callable[[int], ModelShape]
 """The heads of a layer, by its index."""
@@ -56,12 +53,10 @@ class Options:
 
 @dataclass
 class Planned:
-    """The layers of an attachment.
+    """The sparse layers of an attachment: their modules and plans.
 
-    Attributes:
-        modules: the sparse ones; plans: how each attends; ranks: over how many processes their heads are divided.
-        break_even: as in `Attachment`.
-        pace: creates what decides, in one generation of exact mode, how many tokens are drafted; None without it.
+    Attributes: ranks: over how many processes their heads are divided; break_even: as in `Attachment`; pace: creates
+        what decides, in one generation of exact mode, how many tokens are drafted; None without it.
     """
 
     modules: dict[int, Attention] = field(default_factory=dict[int, Attention])
@@ -79,20 +74,92 @@ def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | No
     if selector is None:
         return Planned()
     chosen = as_selector(selector)
-    require_selector(model, chosen, how.on_host, how.backend)
+    _require_selector(model, chosen, how)
     modules = sparse_modules(model, how.dense_layers)
     shape = ModelShape.of(text_decoder(model).config)
-    require_layers(model, modules, shape, chosen, how.on_host, how.backend)
+    if how.backend == "gather" and not isinstance(chosen, AttendingSelector):
+        require_kernels(model, modules, shape, getattr(chosen, "per_query_head", False))
+    elif chosen.needs_codes and model.device.type == "cuda":
+        require_compiler()
+    if how.on_host:
+        require_own_keys(model)
     rank, ranks = head_shard(next(iter(modules.values())).module, shape.at(min(modules)))
     heads: HeadsOf = shape.at
     if ranks > 1:
         chosen, heads = shard(chosen, rank, ranks), lambda layer: shard_shape(shape.at(layer), ranks)
     budgets = divided(_budgets_of(modules, how), chosen, heads)
-    require_budgets(budgets.values(), how.backend, chosen, model.device)
+    _require_budgets(budgets, how.backend, chosen, model.device)
     stops = any(isinstance(found.dense_below, str) for found in budgets.values())
     budgets, even = _settled(model, modules, budgets, heads, chosen, how)
     pace = None if how.exact is None else _pace(model, how.exact, budgets, heads, chosen, stops)
     return Planned(modules, _plans(modules, budgets, chosen, how), ranks, even, pace)
+
+
+def require_rows(dense_layers: object, sparse_rows: object, max_decode_rows: object) -> None:
+    """Raise ValueError if these arguments of `attach` are out of range."""
+    given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]
+    if any(not isinstance(layer, int) or layer < 0 for layer in given):
+        raise ValueError(f"dense_layers must be an integer of 0 or more, or a set of them, got {dense_layers!r}")
+    if sparse_rows != "decode" and (not isinstance(sparse_rows, int) or sparse_rows < 0):
+        raise ValueError(f'sparse_rows must be "decode" or an integer of 0 or more, got {sparse_rows!r}')
+    if not isinstance(max_decode_rows, int) or max_decode_rows < 1:
+        raise ValueError(f"max_decode_rows must be an integer of 1 or more, got {max_decode_rows!r}")
+
+
+def as_selector(selector: KeyQueryHasher | Selector) -> Selector:
+    """Return a selector as it is, and a hasher as a selector. Raises: ValueError for anything else."""
+    if hasattr(selector, "select"):
+        return selector  # pyright: ignore[reportReturnType]
+    if hasattr(selector, "encode_queries"):
+        return HashSelector(selector)  # pyright: ignore[reportArgumentType]
+    raise ValueError(
+        f"selector must be a hasher with encode_keys and encode_queries, or a Selector, got {type(selector).__name__}"
+    )
+
+
+def require_flash(model: PreTrainedModel, on_host: bool) -> None:
+    """Raise ValueError if flash-attn cannot serve the model."""
+    shape = ModelShape.of(text_decoder(model).config)
+    flash.require(model.device, model.dtype, [shape.at(i).head_dim for i in range(shape.num_layers)])
+    require_all_full(model)
+    if on_host:
+        raise ValueError('backend="flash" gathers on the model\'s device; use kv="device"')
+
+
+def _require_selector(model: PreTrainedModel, selector: Selector, how: Options) -> None:
+    """Raise ValueError if a selector does not match the model, the place of its keys, or the backend."""
+    selector.require_match(text_decoder(model).config)
+    kind = type(selector).__name__
+    if how.on_host and not selector.needs_codes:
+        raise ValueError(f'kv="host" needs a selector that works on codes, got {kind}; use kv="device"')
+    if how.backend == "flash" and isinstance(selector, AttendingSelector):
+        raise ValueError(
+            f'backend="flash" does not support a selector with its own attention, got {kind}; use backend="gather"'
+        )
+
+
+def _require_remainder(selector: Selector, backend: Backend) -> None:
+    """Raise ValueError if the attention cannot add the remainder."""
+    if isinstance(selector, AttendingSelector):
+        raise ValueError(
+            "the remainder is fitted to softmax attention over a selection, got "
+            f"{type(selector).__name__}, which has its own attention; attach with remainder=False"
+        )
+    if backend == "flash":
+        raise ValueError(
+            'backend="flash" does not support the remainder; attach with remainder=False, or use backend="gather"'
+        )
+
+
+def _require_budgets(budgets: Budgets, backend: Backend, selector: Selector, device: torch.device) -> None:
+    """Raise ValueError if the attention does not support budgets by head, or with a share of the values."""
+    by = 'backend="flash"' if backend == "flash" else type(selector).__name__
+    by_head, share = (any(x.by_head for x in budgets.values()), min(x.values for x in budgets.values()))
+    if by_head and (backend == "flash" or not isinstance(selector, HashSelector)):
+        raise ValueError(f"a budget by head needs a hasher and our own kernels, got {by}; leave by_head out")
+    require_values(share, device)
+    if share < 1 and (backend == "flash" or isinstance(selector, AttendingSelector)):
+        raise ValueError(f"values below 1 needs our own kernels, got {share} and {by}; set it to 1")
 
 
 def _budgets_of(modules: Collection[int], how: Options) -> Budgets:
@@ -140,17 +207,9 @@ def _shares(kind: str, budgets: Budgets, selector: Selector) -> Sequence[Any]:
 
 
 def _settled(
-    model: PreTrainedModel,
-    modules: Mapping[int, Attention],
-    budgets: Budgets,
-    heads: HeadsOf,
-    selector: Selector,
-    how: Options,
+    model: PreTrainedModel, modules: Modules, budgets: Budgets, heads: HeadsOf, selector: Selector, how: Options
 ) -> tuple[dict[int, Budget], int | None]:
-    """Replace `dense_below="measured"` (measured once for all layers) and "predicted" by numbers.
-
-    Returns: the budgets, and the first of these numbers above 0.
-    """
+    """Replace "measured" (once for all layers) and "predicted" in `dense_below`; also return the first above 0."""
     found, even = dict(budgets), None
     measured = [layer for layer, budget in budgets.items() if budget.dense_below == "measured"]
     if measured:
@@ -181,16 +240,13 @@ def _pace(
     return functools.partial(Pace, exact, costs, stops, below)
 
 
-def _plans(
-    modules: Mapping[int, Attention], budgets: Budgets, selector: Selector, how: Options
-) -> dict[int, LayerPlan]:
-    """Return the plan of each sparse layer."""
+def _plans(modules: Modules, budgets: Budgets, selector: Selector, how: Options) -> dict[int, LayerPlan]:
     coefficients = getattr(selector, "remainder", None) if how.remainder else None
     found, sights = dict[int, LayerPlan](), Sights()
     for layer, budget in budgets.items():
         left_out = None if coefficients is None else coefficients(layer)
         if left_out is not None:
-            require_remainder(selector, how.backend)
+            _require_remainder(selector, how.backend)
         device = _device_of(modules[layer].module)
         found[layer] = LayerPlan(layer, selector, budget, how.rule, left_out, how.backend, sights, device)
     return found

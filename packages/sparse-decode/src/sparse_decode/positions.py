@@ -20,9 +20,8 @@ def visible_rows(
 ) -> Tensor | None:
     """Return which of `n` tokens the query rows first..last-1 see.
 
-    Args:
-        mask: Hugging Face's mask, [B or 1, 1, n_queries, n]: bool, or 0 for visible and the dtype's most negative
-            number for hidden tokens; None is causal.
+    Args: mask: Hugging Face's mask, [B or 1, 1, n_queries, n]: bool, or 0 for visible and the dtype's most negative
+        number for hidden tokens; None is causal.
     Returns: bool [B or 1, 1, last - first, n]; None if every row sees every token.
     Raises: ValueError if the mask differs by head or contains biases.
     """
@@ -46,11 +45,7 @@ def visible_rows(
 
 
 def last_row(mask: Tensor | None, batch: int, n: int) -> Tensor | None:
-    """Return which of `n` tokens the last row sees, bool [batch, n]: all except padding, if the mask is causal.
-
-    Args: mask: as in `visible_rows`.
-    Returns: None if the row sees every token.
-    """
+    """Return which of `n` tokens the last row of a mask sees, bool [batch, n]; None if it sees every token."""
     if mask is None:
         return None
     rows = mask.shape[2]
@@ -78,13 +73,10 @@ class Seen(NamedTuple):
 
 
 def see(shown: Tensor, count: Callable[[Tensor], tuple[Tensor, Tensor]], sink: int, recent: int) -> Seen:
-    """Return what the rows of a decode step see.
+    """Return what the rows of a decode step see, given their visible tokens, bool [B, 1, 1, N].
 
-    Args:
-        shown: the visible tokens of each row, bool [B, 1, 1, N].
-        count: maps numbers of visible tokens, int64 [B, 1], to numbers of tokens to read, including sink and recent,
-            [B, 1] or [B, H, 1] by head, and to which rows are sparse.
-        sink, recent: numbers of first and last tokens that are always read.
+    Args: count: maps numbers of visible tokens, int64 [B, 1], to numbers of tokens to read, including sink and recent,
+        [B, 1] or [B, H, 1] by head, and to which rows are sparse.
     """
     tokens = shown[:, 0, 0]
     rank = tokens.cumsum(-1, dtype=torch.int32)  # rank of a visible token, from 1
@@ -128,7 +120,7 @@ class Sights:
     """What the rows of the current step see: computed by the first sparse layer, shared by those with the same mask."""
 
     def __init__(self) -> None:
-        self._step: _Step | None = None
+        self._step: tuple[Tensor, list[int], dict[Hashable, Seen]] | None = None  # mask, last layer, results
 
     def of(self, mask: Tensor, layer: int, key: Hashable, find: Callable[[], Seen]) -> Seen:
         """Return the result of `find`, or that of an earlier layer with the same mask and key.
@@ -137,27 +129,19 @@ class Sights:
         earlier layer, or at the same one.
         """
         step = self._step
-        if step is None or step.mask is not mask or layer <= step.layer:
-            step = self._step = _Step(mask)  # one assignment: other threads have their own steps
-        step.layer = layer
-        if (known := step.found.get(key)) is None:
-            known = step.found[key] = find()
+        if step is None or step[0] is not mask or layer <= step[1][0]:
+            step = self._step = mask, [layer], {}  # one assignment: other threads have their own steps
+        step[1][0], found = layer, step[2]
+        if (known := found.get(key)) is None:
+            known = found[key] = find()
         return known
 
 
-class _Step:
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-        self.layer = -1
-        self.found: dict[Hashable, Seen] = {}
-
-
 def visible_span(visible: Tensor | None, n: int) -> tuple[Tensor | int, Tensor | int] | None:
-    """Return the interval of visible tokens of each row, if the visible tokens of every row are consecutive.
+    """Return starts and ends (exclusive) of the rows' visible tokens, integers or int64 [B or 1, Q].
 
-    Args:
-        visible: bool [B or 1, 1, Q, N]; None if every row sees all `n` tokens.
-    Returns: starts and ends (exclusive), integers or int64 [B or 1, Q]; None if the mask of a row has holes.
+    Args: visible: bool [B or 1, 1, Q, N]; None if every row sees all `n` tokens.
+    Returns: None if the visible tokens of a row are not consecutive.
     """
     if visible is None:
         return 0, n
@@ -171,12 +155,7 @@ def visible_span(visible: Tensor | None, n: int) -> tuple[Tensor | int, Tensor |
 def between(
     visible: Tensor | None, sink: int, recent: int, n_queries: int, n: int, device: torch.device
 ) -> Tensor | None:
-    """Return the visible tokens without the first `sink` and the last `recent` ones of each row.
-
-    Args:
-        visible: bool [B or 1, 1, Q, N]; None if every row sees all `n` tokens.
-    Returns: bool [B or 1, 1, Q, N]; None if every row keeps every token.
-    """
+    """Return `visible`, bool [B or 1, 1, Q, N] or None for all tokens, without the ends of each row."""
     if not sink and not recent:
         return visible
     slots, span = torch.arange(n, device=device), visible_span(visible, n)
@@ -206,7 +185,7 @@ def first_visible(visible: Tensor | None, counts: Tensor, n: int) -> Tensor:
 
 
 def last_visible(visible: Tensor | None, counts: Tensor, n: int) -> Tensor:
-    """Return the last counts [B, Q] visible tokens of each row: int64 [B, Q, K], ascending, then -1."""
+    """Like `first_visible`, of the last tokens."""
     total = torch.full_like(counts, n) if visible is None else visible[:, 0].sum(-1).expand_as(counts)
     return _by_rank(visible, total - counts, total, n)
 
@@ -292,8 +271,7 @@ def _with_ends(selected, starts, ends, sink, recent, merged):  # pragma: no cove
 def merge(selected: Tensor, extra: Tensor, n: int) -> Tensor:
     """Return the union of two sets of tokens per row.
 
-    Args:
-        selected: int64 [B, H, Q, K]; extra: int64 [B, Q, E]; both with -1 in unused slots; tokens are below `n`.
+    Args: selected: int64 [B, H, Q, K]; extra: int64 [B, Q, E]; both with -1 in unused slots; tokens are below `n`.
     Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union on the CPU, else K + E.
     """
     extra = extra[:, None].expand(*selected.shape[:-1], -1)

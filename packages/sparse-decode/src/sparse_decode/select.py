@@ -14,7 +14,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
 from sparse_decode.hashing.encode_cuda import PlacedHasher
-from sparse_decode.hashing.hashers import KeyQueryHasher, PerHead, QueryHeadHasher
+from sparse_decode.hashing.hashers import KeyQueryHasher, OfHasher, PerHead, QueryHeadHasher
 from sparse_decode.modes import readable
 from sparse_decode.parallel import shard
 from sparse_decode.positions import between, last_visible, visible_span
@@ -92,7 +92,6 @@ class Selector(Protocol):
 
     def require_match(self, model_config: Any) -> None:
         """Raise ValueError if this selector was made for another model."""
-        ...
 
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
         """Hash keys [B, Hkv, T, D] of one layer to int32 codes [B, H, T, W]; called only if `needs_codes`."""
@@ -113,18 +112,15 @@ class AttendingSelector(Selector, Protocol):
     def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
         """Attend to the selected tokens of v [B, Hkv, N, Dv]: [B, Q, Hq, Dv] in q's type, zeros without a token.
 
-        Args:
-            rows: the input of `select`.
-            indices: its result, int64 [B, H, Q, K].
+        Args: rows: the input of `select`; indices: its result, int64 [B, H, Q, K].
         """
         ...
 
 
-class HashSelector:
+class HashSelector(OfHasher):
     """Selects by plane scores between query planes and key codes (eq. 4 and 6), of any hasher.
 
-    Args:
-        hasher: a `hashtrain.Hasher`, whose weights are moved to the device of the keys, or another `KeyQueryHasher`.
+    Args: hasher: a `hashtrain.Hasher`, whose weights are moved to the device of the keys, or another `KeyQueryHasher`.
     """
 
     needs_codes = True
@@ -136,21 +132,6 @@ class HashSelector:
         self.hasher = hasher
         self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """Layers that stay dense by default, because training measured a high cost for them."""
-        return getattr(self.hasher, "dense_layers", ())
-
-    @property
-    def layer_shares(self) -> tuple[float, ...]:
-        """Budgets of the layers relative to their mean, for `Budget.by_layer`; empty if the hasher has none."""
-        return getattr(self.hasher, "layer_shares", ())
-
-    @property
-    def head_shares(self) -> tuple[tuple[float, ...], ...]:
-        """For each layer the budgets of its KV heads relative to their mean, for `Budget.by_head`; empty if none."""
-        return getattr(self.hasher, "head_shares", ())
 
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
@@ -177,11 +158,6 @@ class HashSelector:
     def per_query_head(self) -> bool:
         """Whether every query head has its own index set."""
         return bool(getattr(self._encoder, "per_query_head", False))
-
-    def remainder(self, layer: int) -> Tensor | None:
-        """Return the coefficients of the remainder (eq. 15), [Hq, 5]; None if the hasher is not calibrated."""
-        found = getattr(self.hasher, "remainder", None)
-        return None if found is None else found(layer)
 
     @property
     def placed(self) -> PlacedHasher | None:
@@ -261,10 +237,7 @@ class HashSelector:
 
 
 def _hide(scores: Tensor, candidates: Tensor) -> Tensor:
-    """Return scores [B, H, 1, N] plus one, 0 for tokens that are no candidates; rows are padded to a multiple of four.
-
-    The top-k kernel reads four scores at a time.
-    """
+    """Return scores [B, H, 1, N] plus one, 0 for tokens that are no candidates; the top-k kernel reads four at once."""
     n, more = scores.shape[-1], -scores.shape[-1] % 4
     if torch.compiler.is_compiling() or not more:
         found = torch.addcmul(candidates, scores, candidates)
@@ -277,10 +250,7 @@ def _hide(scores: Tensor, candidates: Tensor) -> Tensor:
 class LshSelector(HashSelector):
     """Selects by untrained locality-sensitive hashes: the signs of a random rotation per KV head.
 
-    Args:
-        model_config: the Hugging Face config of the model.
-        bits: bits of a code, a multiple of 32.
-        seed: seed of the random rotations.
+    Args: model_config: of the Hugging Face model; bits: of a code, a multiple of 32; seed: of the rotations;
         per_query_head: one index set per query head instead of one per KV head.
     """
 

@@ -33,12 +33,8 @@ _WARM_UP = 32  # prompt tokens of the warm-up, which compiles or loads the kerne
 class TimedStreamer(TextStreamer):
     """Writes text as it is generated, and records the time of each token.
 
-    Args:
-        write: called with each piece of text.
-        decoding: options of the tokenizer's `decode`, such as skip_special_tokens.
-    Attributes:
-        times: seconds from the start to each new token.
-        tokens: the new tokens.
+    Args: write: called with each piece of text; decoding: options of the tokenizer's `decode`.
+    Attributes: times: seconds from the start to each new token; tokens: the new tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object], **decoding: Any):
@@ -56,7 +52,6 @@ class TimedStreamer(TextStreamer):
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Write text that is final."""
         self._write(text + "\n" * stream_end)
 
     @property
@@ -67,10 +62,7 @@ class TimedStreamer(TextStreamer):
 
 
 def load_selector(hasher: str, model: PreTrainedModel) -> HashSelector:
-    """Load a hasher from a folder or hub id; `lsh` gives untrained codes.
-
-    Raises: ValueError if there is no such hasher.
-    """
+    """Load a hasher from a folder or hub id; `lsh` gives untrained codes. Raises: ValueError if there is none."""
     if hasher == UNTRAINED:
         return LshSelector(text_decoder(model).config)
     return HashSelector(Hasher.from_pretrained(hasher))
@@ -127,10 +119,8 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
 def _loaded(command: GenerateCommand) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model of a command; what its device lacks is said before."""
     device = device_for(command.device, 0)
-    if command.dtype is None:
-        dtype = torch.bfloat16 if device.type == "cuda" else None
-    else:
-        dtype = None if command.dtype == "auto" else getattr(torch, command.dtype)
+    kind = command.dtype or ("bfloat16" if device.type == "cuda" else "auto")
+    dtype = None if kind == "auto" else getattr(torch, kind)
     require_dtype(device, dtype)
     model, tokenizer = load_model(command.model_path, dtype, str(device))
     require_dtype(device, model.dtype)  # what `auto` selected

@@ -104,17 +104,9 @@ class SpotlightImpl(CPUAttentionBackendImpl):
             self._served, self._paged = served, served.layer(index, self)
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Write keys and values, and attend."""
         if attn_metadata is None:
             return output
@@ -152,11 +144,7 @@ class SpotlightImpl(CPUAttentionBackendImpl):
         ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, layer.isa, **self._how(layer))
 
     def _how(self, layer: Any) -> dict[str, Any]:
-        return {
-            "k_scale": layer._k_scale_float,
-            "v_scale": layer._v_scale_float,
-            "kv_cache_dtype": self.kv_cache_dtype,
-        }
+        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float, "kv_cache_dtype": self.kv_cache_dtype}
 
     def _attend(
         self, layer: Any, q: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor, batch: Batch
@@ -166,23 +154,16 @@ class SpotlightImpl(CPUAttentionBackendImpl):
         at, slots = batch.written
         k, v = (key, value) if len(at) == len(key) else (key[at], value[at])
         pages.write(slots, k, v, paged.encode(k))
-        if batch.stock is not None:
-            stock = batch.stock
+        if (stock := batch.stock) is not None:
             self.do_kv_cache_update(layer, key[: len(stock.slots)], value[: len(stock.slots)], kv_cache, stock.slots)
-            keys, values = self._both(kv_cache)
+            count, heads, size, _ = kv_cache.shape
+            keys, values = kv_cache.view(count, heads, 2 * size, -1).chunk(2, dim=2)
             self._kernel(layer, q, out, keys, values, stock)
         if batch.prompts is not None:
             self._prefill(layer, q, out, pages, batch.prompts)
         if len(batch.rows):
             step = batch.step(len(pages.k), pages.k.shape[2])
             out[batch.rows] = paged.decode(q[batch.rows], pages, step)
-
-    @staticmethod
-    def _both(cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the key and value parts of pages [M, H, S, 2 D], as vLLM's kernels take them."""
-        pages, heads, size, _ = cache.shape
-        keys, values = cache.view(pages, heads, 2 * size, -1).chunk(2, dim=2)
-        return keys, values
 
     def _prefill(self, layer: Any, q: Tensor, out: Tensor, pages: Any, prompts: Prompts) -> None:
         """Attend in prompts whose pages are by rows; bit for bit the result without the plug-in."""

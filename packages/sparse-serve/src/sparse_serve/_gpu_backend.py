@@ -141,17 +141,9 @@ class SpotlightImpl(FlashAttentionImpl):
             paged_cuda.write_codes(self._pages(kv_cache), slot_mapping, codes)
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
         if attn_metadata is None or self._paged is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output=output, **scales)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -35,14 +35,14 @@ class Stock(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Prompts, or chunks of them, whose pages are by rows, and the layout of a copy of them for vLLM's kernel."""
+    """Prompts, or chunks of them, whose pages are by rows, and a copy of them for vLLM's kernel.
+
+    rows, starts, lengths and schedule: as in `Stock`.
+    """
 
     rows: Tensor | slice
-    """Their query tokens in the step."""
     starts: Tensor
-    """Start of each row among these query tokens, int32 [R + 1]."""
     lengths: Tensor
-    """Number of visible tokens of each row's last query token, int32 [R]."""
     sources: tuple[Tensor, Tensor]
     """Page, and position in the page, of each visible token, row after row, int64 [N]."""
     slots: Tensor
@@ -52,7 +52,6 @@ class Prompts(NamedTuple):
     pages: int
     """Number of pages of the copy."""
     schedule: Any
-    """Scheduler metadata of vLLM's kernel."""
 
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Gather the visible keys and values of these rows from pages [M, H, S, D]: [N, H, D] each."""
@@ -93,16 +92,16 @@ class Batch:
         Args:
             metadata: vLLM's attention metadata: query_start_loc [R + 1], seq_lens [R], block_table [R, T],
                 slot_mapping [Q].
-            size: tokens per page.
-            prefilling: rows whose prompt is not processed yet, bool [R]; None if no prompt is chunked.
-            budget: how many tokens decode rows read; from `dense_below` on they need their pages by rows.
+            size: tokens per page; prefilling: rows whose prompt is not processed yet, bool [R]; None if no prompt is
+                chunked; budget: of decode rows, which need their pages by rows from `dense_below` on.
         """
         starts, lengths = metadata.query_start_loc.numpy(), metadata.seq_lens.numpy().astype(np.int64)
         counts = np.diff(starts).astype(np.int64)
         decodes = (counts == 1) & (lengths > 1)
         if prefilling is not None:
             decodes &= ~prefilling[: len(counts)].numpy()
-        moves = held.settle(*_pages(metadata.block_table, lengths, counts, size), decodes & (lengths >= _below(budget)))
+        below = cast(int, budget.dense_below)  # by `Settings`
+        moves = held.settle(*_pages(metadata.block_table, lengths, counts, size), decodes & (lengths >= below))
         found = cls()
         found.moves, found.plain = moves, not moves.by_rows.any()
         found.read = int(lengths[decodes & ~moves.by_rows].sum())
@@ -147,11 +146,6 @@ class Batch:
         return self._step
 
 
-def _below(budget: Budget) -> int:
-    assert isinstance(budget.dense_below, int)  # by `Settings`
-    return budget.dense_below
-
-
 def _pages(
     table: Tensor, lengths: NDArray[np.int64], counts: NDArray[np.int64], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
@@ -163,13 +157,7 @@ def _pages(
 
 
 def _prompts(
-    metadata: Any,
-    reads: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    counts: Tensor,
-    size: int,
-    schedule: Schedule,
+    metadata: Any, reads: Tensor, starts: Tensor, lengths: Tensor, counts: Tensor, size: int, schedule: Schedule
 ) -> Prompts:
     counts, lengths, first = counts[reads], lengths[reads], starts[:-1][reads]
     needed = -(-lengths // size)

@@ -13,8 +13,7 @@ from sparse_serve.settings import KEY, Settings
 def require_serves(vllm_config: Any) -> None:
     """Raise ValueError if the plug-in is configured and does not support this engine's configuration.
 
-    Args:
-        vllm_config: a `vllm.config.VllmConfig`, after the platform has completed it.
+    Args: vllm_config: a `vllm.config.VllmConfig`, after the platform has completed it.
     """
     settings = Settings.of(vllm_config.additional_config)
     model = vllm_config.model_config

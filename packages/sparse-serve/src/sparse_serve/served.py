@@ -85,8 +85,11 @@ class Served:
         served = cls.latest
         if served is None or not supports(spec) or spec.page_size_padded is not None:
             return spec
+        from sparse_decode.pages.paged import tail_bytes
+
         others = spec.unpadded_page_size_bytes
-        return replace(spec, page_size_padded=others + served.tail_bytes(spec.block_size, spec.num_kv_heads, others))
+        tail = tail_bytes(spec.block_size, spec.num_kv_heads, served._words, others)
+        return replace(spec, page_size_padded=others + tail)
 
     @classmethod
     def of(cls, vllm_config: Any) -> Served | None:
@@ -122,12 +125,6 @@ class Served:
     def counts(self) -> tuple[int, int]:
         """Return the numbers of selected and visible tokens so far, over layers, decode rows and query heads."""
         return sum(layer.selected for layer in self._layers), sum(layer.visible for layer in self._layers)
-
-    def tail_bytes(self, block_size: int, heads: int, others: int) -> int:
-        """Return the bytes that codes add to a page."""
-        from sparse_decode.pages.paged import tail_bytes
-
-        return tail_bytes(block_size, heads, self._words, others)
 
     def require_room(self, spec: Any) -> None:
         """Raise ValueError if pages of a cache spec have no room for codes after keys and values."""

@@ -37,34 +37,16 @@ _NOTHING = np.empty((0, 5), np.float32), np.empty((0, 0, 0, 0), np.float32), np.
 
 @overload
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    scaling: float,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    left_out: LeftOut | None = None,
-    ends: tuple[int, int] | Tensor = (0, 0),
-    values: float = 1.0,
-    lse: Literal[False] = False,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, *, softcap: float | None = None,
+    sinks: Tensor | None = None, left_out: LeftOut | None = None, ends: tuple[int, int] | Tensor = (0, 0),
+    values: float = 1.0, lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
 @overload
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    scaling: float,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    left_out: LeftOut | None = None,
-    ends: tuple[int, int] | Tensor = (0, 0),
-    values: float = 1.0,
-    lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, *, softcap: float | None = None,
+    sinks: Tensor | None = None, left_out: LeftOut | None = None, ends: tuple[int, int] | Tensor = (0, 0),
+    values: float = 1.0, lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attend(
     q: Tensor,
     k: Tensor,
@@ -123,17 +105,9 @@ def attend(
 
 
 def on_host(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    left_out: LeftOut | None,
-    blocks: NDArray[np.int64] = _SIDE_BY_SIDE,
-    values: float = 1.0,
-) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
+    left_out: LeftOut | None, blocks: NDArray[np.int64] = _SIDE_BY_SIDE, values: float = 1.0,
+) -> tuple[Tensor, Tensor, NDArray[np.int64]]:  # fmt: skip
     """Attend on the CPU, without checking shapes: `attend` with lse, and the number of tokens used, int64 [B, H, Q].
 
     With blocks, int64 [B, T], k and v are pages [M, Hkv, S, D]: token j of a row is token j % S of page blocks[j // S],
@@ -202,19 +176,10 @@ def place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
     return x.data_ptr(), reach, (row, head, token, heads, tokens)
 
 
-def _on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor]:
-    left_out, always = None if rest[0] is None else LeftOut(*rest[:4]), rest[6]
-    indices = include(indices, k.shape[2], rest[4:6] if always is None else always)  # pyright: ignore[reportArgumentType]
-    share = rest[7] if len(rest) > 7 else 1.0
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    scaling, softcap, sinks, *left, sink, recent, always = rest[:10]
+    left_out, share = None if left[0] is None else LeftOut(*left), rest[10] if len(rest) > 10 else 1.0
+    indices = include(indices, k.shape[2], (sink, recent) if always is None else always)
     return on_host(q, k, v, indices, scaling, softcap, sinks, left_out, values=share)[:2]
 
 

@@ -43,8 +43,7 @@ class LeftOut(NamedTuple):
 def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = (), group: int = 1) -> None:
     """Raise ValueError if no kernel supports this device, dtype and head sizes.
 
-    Args:
-        dims: components of keys and of values; group: query heads that share an index set.
+    Args: dims: components of keys and of values; group: query heads that share an index set.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"sparse attention runs on the CPU or on CUDA, got {device}; move the model")
@@ -63,16 +62,10 @@ def require_values(share: float, device: torch.device) -> None:
 
 
 def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    softcap: float | None,
-    sinks: Tensor | None,
-    left_out: LeftOut | None,
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, softcap: float | None, sinks: Tensor | None, rest: LeftOut | None
 ) -> None:
     far = q.is_cuda and k.device == v.device == torch.device("cpu")  # pinned host memory
-    devices = {x.device for x in (q, indices, sinks, *(left_out or ()), *(() if far else (k, v))) if x is not None}
+    devices = {x.device for x in (q, indices, sinks, *(rest or ()), *(() if far else (k, v))) if x is not None}
     if len(devices) > 1 or q.device.type not in ("cpu", "cuda"):
         got = ", ".join(sorted(map(str, devices)))
         raise ValueError(
@@ -97,8 +90,8 @@ def check(
         raise ValueError(f"sinks must be one logit per query head, shape ({hq},), got {tuple(sinks.shape)}")
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("the components of each key and value must be contiguous (stride 1); call .contiguous()")
-    if left_out is not None:
-        _check_left_out(q, v, hkv, left_out)
+    if rest is not None:
+        _check_left_out(q, v, hkv, rest)
 
 
 def _check_left_out(q: Tensor, v: Tensor, hkv: int, left_out: LeftOut) -> None:

@@ -15,17 +15,9 @@ from torch import Tensor
 
 
 def attend_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    scaling: float,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    values: float = 1.0,
-    stand_in: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, *, softcap: float | None = None,
+    sinks: Tensor | None = None, values: float = 1.0, stand_in: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute `attend` with plain torch operations: the oracle of the tests.
 
     Args: those of `attend`; stand_in: the value of selected tokens whose own values are not read, [B, Hq, Q, Dv].

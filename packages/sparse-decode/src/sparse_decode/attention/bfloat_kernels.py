@@ -25,30 +25,20 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_decode.attention.bfloat_lanes import BLOCK, MOST_ROWS, VECTORS, largest, pair, products, soften, turn, weigh
-from sparse_decode.attention.dense_kernels import _hide, _look
+from sparse_decode.attention.bfloat_lanes import BLOCK, VECTORS, largest, pair, products, soften, turn, weigh
+from sparse_decode.attention.dense_kernels import _hide, _in_place, _look
 from sparse_decode.attention.intrinsics import pointer
-from sparse_decode.attention.lanes import LANES, WIDTH
+from sparse_decode.attention.lanes import LANES, MOST_ROWS, WIDTH
 from sparse_decode.attention.softmax import cap, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "588630292f42f34c"
+FROM_OTHERS = "3299df178ff78338"
 CHUNK = 256
 """Tokens whose logits are in the cache at a time."""
 SPAN = 4 * CHUNK
 """Tokens per task: the sums of a task are written once, and for many lines they are as many bytes as its keys."""
 LINE = CHUNK + LANES
 """Distance of two lines' logits: that of CHUNK would put too many lines in one set of the L1 cache."""
-
-
-@numba.njit(inline="always")
-def _in_place(shown, every, j, width):  # pragma: no cover - compiled
-    """Whether rows j..j+BLOCK-1 of a part can be used without a copy; every: no token is hidden."""
-    whole = j + BLOCK <= len(shown) and width % WIDTH == 0
-    if whole and not every:
-        for t in range(BLOCK):
-            whole = whole and shown[j + t] != 0
-    return whole
 
 
 @numba.njit(inline="always")
@@ -80,7 +70,7 @@ def _multiply(
     """Write the logits of a part, from `base` on, before soft-capping."""
     step, dim, words, groups = k_at[2], k_at[5], wide // 2, (lines + MOST_ROWS - 1) // MOST_ROWS
     for j in range(0, len(seen), BLOCK):
-        if _in_place(seen, every, j, dim):
+        if _in_place(seen, every, j, BLOCK, dim):
             for t in range(0, BLOCK, LANES):
                 turn(k, base + (j + t) * step, step, wide // WIDTH, tile, t)
         else:
@@ -91,8 +81,8 @@ def _multiply(
             x, (later, quarters) = group * MOST_ROWS, _later(base, j, step, group, groups)
             at, to = x * words, x * LINE + j
             products(
-                queries, at, words, lines - x, tile, words, scale, logits, to, LINE, k, later, step, quarters
-            )  # fmt: skip
+                lines - x, queries, at, words, tile, 0, BLOCK, words, scale, logits, to, LINE, k, later, step, quarters
+            )
 
 
 @numba.njit(inline="always")
@@ -100,7 +90,7 @@ def _weigh(v, base, v_at, seen, every, wide, lines, weights, out, rows, tile):  
     """Add the values of a part, from `base` on, times their weights to out [lines, wide]."""
     step, dim, groups = v_at[2], v_at[5], (lines + MOST_ROWS - 1) // MOST_ROWS
     for j in range(0, len(seen), BLOCK):
-        if _in_place(seen, every, j, dim):  # tile has zeros beyond these components
+        if _in_place(seen, every, j, BLOCK, dim):  # tile has zeros beyond these components
             for t in range(0, BLOCK, 2):
                 pair(v, base + (j + t) * step, step, dim // WIDTH, tile, t // 2 * wide)
         else:

@@ -28,14 +28,25 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sparse_decode.attention.lanes import _FLOATS, _WORDS, LANES, WIDTH, _data, _lines, _vector
-from sparse_decode.attention.softmax import _all, _reduced, _spread
+from sparse_decode.attention.lanes import (
+    _FLOATS,
+    _WORDS,
+    LANES,
+    WIDTH,
+    _by_rows,
+    _call,
+    _data,
+    _fused,
+    _lines,
+    _spread,
+    _vector,
+)  # fmt: skip
+from sparse_decode.attention.softmax import _all, _reduced
 
 BLOCK = 64
 """Tokens of a tile."""
 VECTORS = BLOCK // LANES
-MOST_ROWS = 4
-"""Lines per call of `products` and `weigh`: with VECTORS each, half of the registers hold sums."""
+"""Vectors of a tile's row: with MOST_ROWS lines, half of the registers hold sums."""
 POWERS = [0.009582853, 0.055906425, 0.240240986, 0.693124193, 1.0]
 """Coefficients of 2^r for |r| <= 1/2, highest first, to a relative error of 3e-6."""
 LEAST = -200.0
@@ -61,11 +72,6 @@ def supported() -> bool:
     return "+avx512bf16" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
-def _call(builder: Any, name: str, returns: Any, given: list[Any]) -> Any:
-    kind = ir.FunctionType(returns, [x.type for x in given])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), given)
-
-
 def _paired(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """Return total + the products of two vectors of words."""
     return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, [total, a, b])
@@ -77,22 +83,12 @@ def _words(builder: Any, data: Any, at: Any) -> Any:
 
 def _prefetch(builder: Any, data: Any, at: Any) -> None:
     pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-    line = builder.bitcast(builder.gep(data, [at]), pointer)
-    _call(
-        builder, "llvm.prefetch.p0", ir.VoidType(), [line, *(ir.Constant(number, n) for n in (0, 2, 1))]
-    )  # read, L2, data
+    line, how = builder.bitcast(builder.gep(data, [at]), pointer), (0, 2, 1)  # read, L2, data
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [line, *(ir.Constant(number, n) for n in how)])
 
 
 def _shuffled(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
-
-
-def _everywhere(builder: Any, data: Any, at: Any) -> Any:
-    """Return a vector of the word at an offset."""
-    one = builder.insert_element(
-        ir.Constant(_WORDS, ir.Undefined), builder.load(builder.gep(data, [at])), ir.Constant(ir.IntType(32), 0)
-    )
-    return _shuffled(builder, one, ir.Constant(_WORDS, ir.Undefined), [0] * LANES)
 
 
 class _Numbers:
@@ -107,13 +103,9 @@ class _Numbers:
     def times(self, a: Any, b: Any) -> Any:
         return self._builder.mul(self._value(a), self._value(b))
 
-    def rest(self, a: Any) -> Any:
-        """Return a % LANES."""
-        return self._builder.and_(a, self._value(LANES - 1))
-
-    def sixteenth(self, a: Any) -> Any:
-        """Return a // LANES."""
-        return self._builder.udiv(a, self._value(LANES))
+    def parts(self, a: Any) -> tuple[Any, Any]:
+        """Return a // LANES and a % LANES."""
+        return self._builder.udiv(a, self._value(LANES)), self._builder.and_(a, self._value(LANES - 1))
 
     def _value(self, x: Any) -> Any:
         return ir.Constant(self._kind, x) if isinstance(x, int) else x
@@ -178,131 +170,82 @@ def pair(typing_context: Any, x: Any, at: Any, step: Any, count: Any, tile: Any,
     return types.void(x, n, n, n, tile, n), emit
 
 
-def _summing(rows: int, fresh: bool) -> Any:
+def _summing(fresh: bool) -> Any:
     """Return an intrinsic: C [rows, BLOCK] = factor A [rows, depth] B [depth, BLOCK] if fresh, else C + A B.
 
-    On the way it prefetches later rows of x to the L2 cache: `quarters` times 16 rows from x_at on, a cache line of
-    each quarter at a step. Spread like this, prefetches do not wait for one another.
+    A has up to MOST_ROWS rows. On the way it prefetches later rows of x to the L2 cache: `quarters` times 16 rows from
+    x_at on, a cache line of each quarter at a step. Spread like this, prefetches do not wait for one another.
     """
 
     @intrinsic
     def product(
-        typing_context: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any, factor: Any,
-        c: Any, c_at: Any, c_step: Any, x: Any, x_at: Any, x_step: Any, quarters: Any,
+        typing_context: Any, rows: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any,
+        factor: Any, c: Any, c_at: Any, c_step: Any, x: Any, x_at: Any, x_step: Any, quarters: Any,
     ) -> Any:  # fmt: skip
         _lines(a, b, c, x)
 
         def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            a, b, c, x = (_data(context, builder, signature.args[i], values[i]) for i in (0, 3, 8, 11))
-            (a_at, a_step), (b_at, b_step, depth, factor), (c_at, c_step) = values[1:3], values[4:8], values[9:11]
-            by, (x_at, x_step, quarters) = _Numbers(builder, a_at.type), values[12:]
-            places = {
-                (row, i): _vector(builder, c, by.sum(c_at, by.times(c_step, row), LANES * i), _FLOATS)
-                for row in range(rows)
-                for i in range(VECTORS)
-            }
-            first = {cell: _all(0) if fresh else builder.load(place, align=4) for cell, place in places.items()}
-            sums = {cell: cgutils.alloca_once_value(builder, value) for cell, value in first.items()}
-            with cgutils.for_range(builder, depth, intp=a_at.type) as loop:
-                later = by.sum(x_at, by.times(x_step, by.rest(loop.index)), by.times(by.sixteenth(loop.index), WIDTH))
-                with cgutils.for_range(builder, quarters, intp=a_at.type) as quarter:
-                    _prefetch(builder, x, by.sum(later, by.times(by.times(x_step, LANES), quarter.index)))
-                line = by.sum(b_at, by.times(b_step, loop.index))
-                right = [_words(builder, b, by.sum(line, LANES * i)) for i in range(VECTORS)]
-                for row in range(rows):
-                    left = _everywhere(builder, a, by.sum(a_at, by.times(a_step, row), loop.index))
-                    for i in range(VECTORS):
-                        held = sums[row, i]
-                        builder.store(_paired(builder, builder.load(held), left, right[i]), held)
-            for cell, place in places.items():
-                total = builder.load(sums[cell])
-                builder.store(builder.fmul(total, _spread(builder, factor)) if fresh else total, place, align=4)
+            a, b, c, x = (_data(context, builder, signature.args[i], values[i]) for i in (1, 4, 9, 12))
+            given = (a, *values[2:4]), (b, *values[5:7]), values[7:9], (c, *values[10:12]), (x, *values[13:])
+            _by_rows(builder, values[0], lambda count: _sum(builder, count, fresh, *given))
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(a, n, n, b, n, n, n, types.float32, c, n, n, x, n, n, n), emit
+        return types.void(n, a, n, n, b, n, n, n, types.float32, c, n, n, x, n, n, n), emit
 
     return product
 
 
-products_1: Any = _summing(1, fresh=True)
-products_2: Any = _summing(2, fresh=True)
-products_3: Any = _summing(3, fresh=True)
-products_4: Any = _summing(4, fresh=True)
-weigh_1: Any = _summing(1, fresh=False)
-weigh_2: Any = _summing(2, fresh=False)
-weigh_3: Any = _summing(3, fresh=False)
-weigh_4: Any = _summing(4, fresh=False)
+def _sum(builder: Any, rows: int, fresh: bool, *given: Any) -> None:
+    """Emit the code of `_summing` for a number of rows."""
+    (a, a_at, a_step), (b, b_at, b_step), (depth, factor), (c, c_at, c_step), (x, x_at, x_step, quarters) = given
+    by, cells = _Numbers(builder, a_at.type), [(row, i) for row in range(rows) for i in range(VECTORS)]
+    places = {(row, i): by.sum(c_at, by.times(c_step, row), LANES * i) for row, i in cells}
+    places = {cell: _vector(builder, c, place, _FLOATS) for cell, place in places.items()}
+    first = {cell: _all(0) if fresh else builder.load(place, align=4) for cell, place in places.items()}
+    sums = {cell: cgutils.alloca_once_value(builder, value) for cell, value in first.items()}
+    with cgutils.for_range(builder, depth, intp=a_at.type) as loop:
+        sixteenth, rest = by.parts(loop.index)
+        later = by.sum(x_at, by.times(x_step, rest), by.times(sixteenth, WIDTH))
+        with cgutils.for_range(builder, quarters, intp=a_at.type) as quarter:
+            _prefetch(builder, x, by.sum(later, by.times(by.times(x_step, LANES), quarter.index)))
+        line = by.sum(b_at, by.times(b_step, loop.index))
+        right = [_words(builder, b, by.sum(line, LANES * i)) for i in range(VECTORS)]
+        for row in range(rows):
+            one = by.sum(a_at, by.times(a_step, row), loop.index)
+            left = _spread(builder, builder.load(builder.gep(a, [one])), _WORDS)
+            for i in range(VECTORS):
+                held = sums[row, i]
+                builder.store(_paired(builder, builder.load(held), left, right[i]), held)
+    for cell, place in places.items():
+        total = builder.load(sums[cell])
+        builder.store(builder.fmul(total, _spread(builder, factor)) if fresh else total, place, align=4)
 
 
-@numba.njit(inline="always")
-def products(
-    q: Any,
-    at: Any,
-    step: Any,
-    rows: Any,
-    tile: Any,
-    words: Any,
-    factor: Any,
-    out: Any,
-    to: Any,
-    out_step: Any,
-    x: Any,
-    x_at: Any,
-    x_step: Any,
-    quarters: Any,
-) -> None:  # pragma: no cover - compiled
-    """Write factor times q [up to MOST_ROWS rows, words] times tile [words, BLOCK] to out, and prefetch rows of x."""
-    if rows >= 4:
-        products_4(q, at, step, tile, 0, BLOCK, words, factor, out, to, out_step, x, x_at, x_step, quarters)
-    elif rows == 3:
-        products_3(q, at, step, tile, 0, BLOCK, words, factor, out, to, out_step, x, x_at, x_step, quarters)
-    elif rows == 2:
-        products_2(q, at, step, tile, 0, BLOCK, words, factor, out, to, out_step, x, x_at, x_step, quarters)
-    else:
-        products_1(q, at, step, tile, 0, BLOCK, words, factor, out, to, out_step, x, x_at, x_step, quarters)
+products: Any = _summing(fresh=True)
+weighed: Any = _summing(fresh=False)
 
 
 @numba.njit(inline="always")
 def weigh(
-    weights: Any,
-    at: Any,
-    step: Any,
-    rows: Any,
-    tile: Any,
-    depth: Any,
-    out: Any,
-    to: Any,
-    wide: Any,
-    x: Any,
-    x_at: Any,
-    x_step: Any,
-    quarters: Any,
-) -> None:  # pragma: no cover - compiled
+    weights, at, step, rows, tile, depth, out, to, wide, x, x_at, x_step, quarters
+):  # pragma: no cover - compiled
     """Add weights [up to MOST_ROWS rows, depth] times tile [depth, wide] to out, and prefetch rows of x.
 
     BLOCK divides wide.
     """
     one = np.float32(1)
     for i in range(0, wide, BLOCK):
-        if rows >= 4:
-            weigh_4(weights, at, step, tile, i, wide, depth, one, out, to + i, wide, x, x_at + i, x_step, quarters)
-        elif rows == 3:
-            weigh_3(weights, at, step, tile, i, wide, depth, one, out, to + i, wide, x, x_at + i, x_step, quarters)
-        elif rows == 2:
-            weigh_2(weights, at, step, tile, i, wide, depth, one, out, to + i, wide, x, x_at + i, x_step, quarters)
-        else:
-            weigh_1(weights, at, step, tile, i, wide, depth, one, out, to + i, wide, x, x_at + i, x_step, quarters)
+        weighed(rows, weights, at, step, tile, i, wide, depth, one, out, to + i, wide, x, x_at + i, x_step, quarters)
 
 
 def _power(builder: Any, y: Any) -> Any:
     """Return 2^y to a relative error of 3e-6; NaN stays NaN, and 2^LEAST is 0."""
-    fused = functools.partial(_call, builder, f"llvm.fmuladd.v{LANES}f32", _FLOATS)
     y = builder.select(builder.fcmp_ordered("<", y, _all(LEAST)), _all(LEAST), y)
     n = _call(builder, f"llvm.roundeven.v{LANES}f32", _FLOATS, [y])
     r, p = builder.fsub(y, n), _all(POWERS[0])
     for coefficient in POWERS[1:]:
-        p = fused([p, r, _all(coefficient)])
+        p = _fused(builder, p, r, _all(coefficient))
     everywhere, current = ir.Constant(ir.IntType(16), 0xFFFF), ir.Constant(ir.IntType(32), 4)
     return _call(builder, "llvm.x86.avx512.mask.scalef.ps.512", _FLOATS, [p, n, _all(0), everywhere, current])
 
@@ -321,8 +264,7 @@ def _soften(typing_context: Any, x: Any, at: Any, count: Any, top: Any):
                 here = by.sum(at, by.times(loop.index, WIDTH), LANES * half)
                 logit = builder.load(_vector(builder, x, here, _FLOATS), align=4)
                 less = builder.fneg(most)
-                y = _call(builder, f"llvm.fmuladd.v{LANES}f32", _FLOATS, [logit, scale, less])
-                found.append(_power(builder, y))
+                found.append(_power(builder, _fused(builder, logit, scale, less)))
             rounded = _call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _NUMBERS, found[::-1])
             words = builder.bitcast(rounded, _WORDS)
             place = _vector(builder, x, by.sum(at, by.times(loop.index, LANES)), _WORDS)

@@ -33,15 +33,9 @@ _NO_MASK = np.empty((0, 0, 0), np.uint8)
 
 
 def attend_all(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float,
-    mask: Tensor | None = None,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor | None:
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None = None, *,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Attend to all visible tokens.
 
     Args:

@@ -33,7 +33,7 @@ from sparse_decode.attention.lanes import LANES, TOKENS, WIDTH, dot, weigh
 from sparse_decode.attention.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "4ba827b9a4daace5"
+FROM_OTHERS = "a08ac681d3031622"
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
 the last token are wasted."""
@@ -58,11 +58,11 @@ def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cov
 
 
 @numba.njit(inline="always")
-def _in_place(shown, every, j, width, kind):  # pragma: no cover - compiled
-    """Whether rows j..j+WIDTH-1 of a chunk can be used without a copy; every: no token is hidden."""
-    whole = j + WIDTH <= len(shown) and kind < 2 and width % WIDTH == 0
+def _in_place(shown, every, j, rows, width):  # pragma: no cover - compiled
+    """Whether `rows` rows of a chunk, from j on, can be used without a copy; every: no token is hidden."""
+    whole = j + rows <= len(shown) and width % WIDTH == 0
     if whole and not every:
-        for t in range(WIDTH):
+        for t in range(rows):
             whole = whole and shown[j + t] != 0
     return whole
 
@@ -130,7 +130,7 @@ def _multiply(queries, k, base, k_at, seen, every, kind, wide, lines, logits, ti
     step, dim = k_at[2], k_at[5]
     ahead = _ahead(dim * k.itemsize)
     for j in range(0, len(seen), WIDTH):
-        if _in_place(seen, every, j, dim, kind):
+        if kind < 2 and _in_place(seen, every, j, WIDTH, dim):
             for t in range(j, j + WIDTH, TOKENS):
                 _ask(k, base + (t + ahead) * step, step, TOKENS, dim)
                 dot(queries, wide, lines, k, base + t * step, step, dim, logits, t, CHUNK)
@@ -145,7 +145,7 @@ def _weigh(v, base, v_at, seen, every, kind, wide, lines, ahead, weights, out, t
     """Add the values of a chunk, from `base` on, times their weights to out."""
     step, dim = v_at[2], v_at[5]
     for j in range(0, len(seen), WIDTH):
-        if _in_place(seen, every, j, dim, kind):
+        if kind < 2 and _in_place(seen, every, j, WIDTH, dim):
             for t in range(j, j + WIDTH, ahead):
                 _ask(v, base + (t + ahead) * step, step, ahead, dim)
                 weigh(weights, t, CHUNK, lines, v, base + t * step, step, ahead, out, wide)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from hashcore.cuda.layout import SAMPLES, Pages
 from hashcore.cuda.operands import Tables, page_tables
 from torch import Tensor
 
+Given = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Queries, keys, values and indices."""
 KERNELS = Path(__file__).parent.parent / "kernels"
 THREADS = 128
 MAX_GROUP = 16
@@ -96,20 +99,10 @@ def _misplaced(name: str, x: Tensor) -> ValueError:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    left_out: Sequence[Tensor | None] = (None,) * 4,
-    ends: Sequence[int] = (0, 0),
-    always: Tensor | None = None,
-    run: Run | None = None,
-    lse: bool = True,
-    blocks: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
+    left_out: Sequence[Tensor | None] = (None,) * 4, ends: Sequence[int] = (0, 0), always: Tensor | None = None,
+    run: Run | None = None, lse: bool = True, blocks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `sparse_decode.attend` for arguments that were checked; the second result is None without lse.
 
     Args: as there; left_out: the fields of its `LeftOut`, or four times None; always: its `ends`, if that is a tensor.
@@ -126,14 +119,14 @@ def attend(
     form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
     call = _calls.found.get(form)
     if call is None:
-        given = q, k, v, indices, ends, always, scaling, softcap, sinks is None and left_out[0] is None
+        given = (q, k, v, indices), ends, always, scaling, softcap, sinks is None and left_out[0] is None
         call = _renewed(form, *given) if tables is None else _calls.keep(form, _prepare(*given, tables))
     out, known = torch.empty_like(call.like), q.new_empty(*call.lse, dtype=torch.float32) if lse else None
     if call.launches is None:
         if known is not None:
             known[0], known[1] = 0, -torch.inf
         return out.zero_(), known
-    held = _place(call, q, k, v, indices, out, known, (sinks, left_out, always))
+    held = _place(call, (q, k, v, indices), out, known, (sinks, left_out, always))
     if tables is not None:
         call.pages.table = tables.blocks.data_ptr()
     (launch.run if run is None else run)(call.launches, device, KERNELS)
@@ -141,50 +134,31 @@ def attend(
     return out, known
 
 
-class _Arguments(NamedTuple):
-    """The arguments that change from call to call: addresses."""
-
-    q: ctypes.c_void_p
-    k: ctypes.c_void_p
-    v: ctypes.c_void_p
-    indices: ctypes.c_void_p
-    sums: ctypes.c_void_p
-    stats: ctypes.c_void_p
-    counts: ctypes.c_void_p
-    always: ctypes.c_void_p
-    sinks: ctypes.c_void_p
-    out: ctypes.c_void_p
-    lse: ctypes.c_void_p
-    left_out: LeftOut
+_ADDRESSES = "q", "k", "v", "indices", "sums", "stats", "counts", "always", "sinks", "out", "lse"
+_Arguments = namedtuple("_Arguments", (*_ADDRESSES, "left_out"))
+"""The arguments that change from call to call: addresses."""
 
 
 class _Call(NamedTuple):
     """Prepared launches for one set of shapes, strides and options."""
 
     at: _Arguments
-    like: Tensor
-    """A tensor like the result; `empty_like` takes less time than `new_empty`."""
+    like: Tensor  # the result; `empty_like` takes less time than `new_empty`
     lse: tuple[int, ...]
-    stats: int
-    """Bytes from the sums in scratch memory to the statistics."""
+    stats: int  # bytes from the sums in scratch memory to the statistics, to the counts, and to an unwanted lse
     counts: int
     unused: int
-    """Bytes from the sums to scratch memory for the lse if the caller does not want it."""
-    words: int
-    """Words of scratch memory, including that of searches."""
-    alone: bool
-    """Whether there are no sinks, no remainder, and no list of tokens that are always read."""
-    launches: Kept | None
-    """None: there is nothing to read."""
+    words: int  # of scratch memory, including that of searches
+    alone: bool  # no sinks, no remainder, and no list of tokens that are always read
+    launches: Kept | None  # None: there is nothing to read
     shape: Shape
     strides: tuple[Rows, Rows]
     pages: Pages
 
-    def resize(
-        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, ends: Sequence[int], always: Tensor | None
-    ) -> bool:
+    def resize(self, given: Given, ends: Sequence[int], always: Tensor | None) -> bool:
         """Adapt the launches to a new number of tokens; False if their grids would have to change."""
-        _check_form(q, k, v, indices)
+        _check_form(*given)
+        q, k, v, indices = given
         n, width, shape = v.shape[2], indices.shape[3], self.shape
         sink, recent = _ends(ends, always, n)
         if self.launches is None or not sink + width + recent:
@@ -211,26 +185,19 @@ _calls: Table[_Call] = Table()
 
 def _renewed(form: tuple[Any, ...], *given: Any) -> _Call:
     """Return the launches for a form: those of the previous length, updated, or new ones; given: of `_prepare`."""
-    q, k, v, indices, *_ = given
+    q, k, v, indices = given[0]
     (*lead, n, dim), value_dim = k.shape, v.shape[3]
     kind = q.shape, *lead, dim, value_dim, indices.shape[:3], *form[6:]
-    return _calls.renew(form, kind, n, lambda made: made.resize(*given[:6]), lambda: _prepare(*given))
+    return _calls.renew(form, kind, n, lambda made: made.resize(*given[:3]), lambda: _prepare(*given))
 
 
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    ends: Sequence[int],
-    always: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    plain: bool,
+    given: Given, ends: Sequence[int], always: Tensor | None, scaling: float, softcap: float | None, plain: bool,
     tables: Tables | None = None,
-) -> _Call:
+) -> _Call:  # fmt: skip
     """Create the launches for a form; plain: without sinks and remainder."""
-    _check_form(q, k, v, indices)
+    _check_form(*given)
+    q, k, v, indices = given
     (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
     pages = Pages()
     if tables is not None:
@@ -282,20 +249,12 @@ def _ends(ends: Sequence[int], always: Tensor | None, n: int) -> tuple[int, int]
     return (sink, min(ends[1], n - sink)) if always is None else (always.shape[1], 0)
 
 
-def _place(
-    call: _Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    out: Tensor,
-    known: Tensor | None,
-    more: tuple[Tensor | None, Sequence[Tensor | None], Tensor | None],
-) -> list[Tensor | None]:
+def _place(call: _Call, given: Given, out: Tensor, known: Tensor | None, more: tuple[Any, ...]) -> list[Tensor | None]:
     """Set all addresses; return the tensors that were made, which must stay alive until the launch.
 
-    Args: more: sinks, left_out and always of `attend`; known: the second result of it; the others as there.
+    Args: known: the second result of `attend`; more: its sinks, left_out and always.
     """
+    q, k, v, indices = given
     q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
     if (keys | values) % 16:
         check(q, k, v, indices)
@@ -358,22 +317,27 @@ def _paged(
 
 
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
-for _name, _returns, _cuda, _fake in (
-    ("gather", "Tensor", functools.partial(_checked, False), _empty),
-    ("gather_with_lse", "(Tensor, Tensor)", functools.partial(_checked, True), _empty_with_lse),
-):
-    LIBRARY.define(
-        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
-        "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent, "
-        f"Tensor? always) -> {_returns}"
-    )
-    LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
-LIBRARY.define(
-    "gather_paged(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
-    "Tensor always, Tensor blocks) -> Tensor"
-)
-LIBRARY.impl("gather_paged", _paged, "CUDA")
-torch.library.register_fake("sparse_decode::gather_paged", _empty, lib=LIBRARY)
 OPERATORS: Any = torch.ops.sparse_decode
-"""`attend` as torch operators, which can be traced, counted and captured."""
+"""This package's torch operators, which can be traced, counted and captured."""
+
+
+def operator(schema: str, fake: Callable[..., Any], **kernels: Callable[..., Any]) -> None:
+    """Define a torch operator; kernels: its implementations by the type of device."""
+    name = LIBRARY.define(schema)
+    for device, kernel in kernels.items():
+        LIBRARY.impl(name, kernel, device.upper())
+    torch.library.register_fake(f"sparse_decode::{name}", fake, lib=LIBRARY)
+
+
+_SELECTED = "Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks"
+_OPTIONS = (
+    "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent, "
+    "Tensor? always"
+)
+operator(f"gather({_SELECTED}, {_OPTIONS}) -> Tensor", _empty, cuda=functools.partial(_checked, False))
+operator(
+    f"gather_with_lse({_SELECTED}, {_OPTIONS}) -> (Tensor, Tensor)",
+    _empty_with_lse,
+    cuda=functools.partial(_checked, True),
+)
+operator(f"gather_paged({_SELECTED}, Tensor always, Tensor blocks) -> Tensor", _empty, cuda=_paged)

@@ -65,9 +65,30 @@ def _wide(builder: Any, x: Any, at: Any) -> list[Any]:
     return [builder.bitcast(half, _FLOATS) for half in (even, odd)]
 
 
-def _fused(builder: Any) -> Any:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+def _call(builder: Any, name: str, returns: Any, given: list[Any]) -> Any:
+    kind = ir.FunctionType(returns, [x.type for x in given])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), given)
+
+
+def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a b + c."""
+    return _call(builder, f"llvm.fmuladd.v{LANES}f32", _FLOATS, [a, b, c])
+
+
+def _spread(builder: Any, number: Any, kind: Any = _FLOATS) -> Any:
+    """Return a vector that holds a number in each lane."""
+    undefined = ir.Constant(kind, ir.Undefined)
+    one = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * LANES))
+
+
+def _by_rows(builder: Any, rows: Any, emit: Callable[[int], None]) -> None:
+    """Emit code for each number of rows up to MOST_ROWS, and run that of `rows`, or of MOST_ROWS if they are more."""
+    most = ir.Constant(rows.type, MOST_ROWS)
+    rows = builder.select(builder.icmp_signed("<", rows, most), rows, most)
+    for count in range(1, MOST_ROWS + 1):
+        with builder.if_then(builder.icmp_signed("==", rows, ir.Constant(rows.type, count))):
+            emit(count)
 
 
 class _Matrix(NamedTuple):
@@ -82,63 +103,50 @@ class _Matrix(NamedTuple):
         return builder.add(self.at, builder.mul(self.step, number))
 
 
-def _product(emit: Callable[[Any, _Matrix, _Matrix, Any, _Matrix], None]) -> Any:
-    """Return an intrinsic whose code `emit` generates, from matrices A, B and C, and the depth of the product."""
+def _product(emit: Callable[[Any, int, _Matrix, _Matrix, Any, _Matrix], None]) -> Any:
+    """Return an intrinsic whose code `emit` generates, from A's rows, matrices A, B and C, and the product's depth."""
 
     @intrinsic
     def product(
-        typing_context: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any, c: Any,
-        c_at: Any, c_step: Any,
+        typing_context: Any, rows: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any,
+        c: Any, c_at: Any, c_step: Any,
     ) -> Any:  # fmt: skip
         _lines(a, b, c)
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             a, b, c = (
                 _Matrix(_data(context, builder, signature.args[i], values[i]), *values[i + 1 : i + 3])
-                for i in (0, 3, 7)
+                for i in (1, 4, 8)
             )
-            emit(builder, a, b, values[6], c)
+            _by_rows(builder, values[0], lambda count: emit(builder, count, a, b, values[7], c))
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(a, n, n, b, n, n, n, c, n, n), generate
+        return types.void(n, a, n, n, b, n, n, n, c, n, n), generate
 
     return product
 
 
-def _weigh(rows: int) -> Any:
-    """Return an intrinsic that adds A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH], in the order of depth."""
+def _weigh(builder: Any, rows: int, a: _Matrix, b: _Matrix, depth: Any, c: _Matrix) -> None:
+    """Add A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH], in the order of depth."""
+    number = a.at.type
 
-    def emit(builder: Any, a: _Matrix, b: _Matrix, depth: Any, c: _Matrix) -> None:
-        number, fused = a.at.type, _fused(builder)
-        zero, undefined = ir.Constant(ir.IntType(32), 0), ir.Constant(_FLOATS, ir.Undefined)
-        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    def place(row: int, half: int) -> Any:
+        at = builder.add(c.row(builder, ir.Constant(number, row)), ir.Constant(number, half * LANES))
+        return _vector(builder, c.data, at, _FLOATS)
 
-        def place(row: int, half: int) -> Any:
-            at = builder.add(c.row(builder, ir.Constant(number, row)), ir.Constant(number, half * LANES))
-            return _vector(builder, c.data, at, _FLOATS)
-
-        cells = [(row, half) for row in range(rows) for half in range(2)]
-        sums = {cell: cgutils.alloca_once_value(builder, builder.load(place(*cell), align=4)) for cell in cells}
-        with cgutils.for_range(builder, depth, intp=number) as loop:
-            lines = _wide(builder, b.data, b.row(builder, loop.index))
-            for row in range(rows):
-                one = builder.add(a.row(builder, ir.Constant(number, row)), loop.index)
-                factor = builder.insert_element(undefined, builder.load(builder.gep(a.data, [one])), zero)
-                factor = builder.shuffle_vector(factor, undefined, everywhere)
-                for half in range(2):
-                    held = sums[row, half]
-                    builder.store(builder.call(fused, [factor, lines[half], builder.load(held)]), held)
-        for cell in cells:
-            builder.store(builder.load(sums[cell]), place(*cell), align=4)
-
-    return _product(emit)
-
-
-weigh_1: Any = _weigh(1)
-weigh_2: Any = _weigh(2)
-weigh_3: Any = _weigh(3)
-weigh_4: Any = _weigh(4)
+    cells = [(row, half) for row in range(rows) for half in range(2)]
+    sums = {cell: cgutils.alloca_once_value(builder, builder.load(place(*cell), align=4)) for cell in cells}
+    with cgutils.for_range(builder, depth, intp=number) as loop:
+        lines = _wide(builder, b.data, b.row(builder, loop.index))
+        for row in range(rows):
+            one = builder.add(a.row(builder, ir.Constant(number, row)), loop.index)
+            factor = _spread(builder, builder.load(builder.gep(a.data, [one])))
+            for half in range(2):
+                held = sums[row, half]
+                builder.store(_fused(builder, factor, lines[half], builder.load(held)), held)
+    for cell in cells:
+        builder.store(builder.load(sums[cell]), place(*cell), align=4)
 
 
 def _lanes(*of: tuple[int, ...]) -> tuple[list[int], ...]:
@@ -171,83 +179,57 @@ def _summed(builder: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def _dots(rows: int) -> Any:
-    """Return an intrinsic that writes C [rows, TOKENS] = A [rows, width] X [TOKENS, width]^T; WIDTH divides width."""
+def _dots(builder: Any, rows: int, a: _Matrix, x: _Matrix, width: Any, c: _Matrix) -> None:
+    """Write C [rows, TOKENS] = A [rows, width] X [TOKENS, width]^T; WIDTH divides width."""
+    number, nothing = a.at.type, ir.Constant(_FLOATS, [0.0] * LANES)
+    cells = [(row, token) for row in range(rows) for token in range(TOKENS)]
+    sums = {cell: cgutils.alloca_once_value(builder, nothing) for cell in cells}
 
-    def emit(builder: Any, a: _Matrix, x: _Matrix, width: Any, c: _Matrix) -> None:
-        number, fused = a.at.type, _fused(builder)
-        nothing = ir.Constant(_FLOATS, [0.0] * LANES)
-        cells = [(row, token) for row in range(rows) for token in range(TOKENS)]
-        sums = {cell: cgutils.alloca_once_value(builder, nothing) for cell in cells}
+    def part(of: _Matrix, row: int, i: Any) -> list[Any]:
+        return _wide(builder, of.data, builder.add(of.row(builder, ir.Constant(number, row)), i))
 
-        def part(of: _Matrix, row: int, i: Any) -> list[Any]:
-            return _wide(builder, of.data, builder.add(of.row(builder, ir.Constant(number, row)), i))
-
-        with cgutils.for_range(builder, builder.udiv(width, ir.Constant(number, WIDTH)), intp=number) as loop:
-            i = builder.mul(loop.index, ir.Constant(number, WIDTH))
-            keys = [part(x, token, i) for token in range(TOKENS)]
-            for row in range(rows):
-                query = part(a, row, i)
-                for token in range(TOKENS):
-                    total = builder.load(sums[row, token])
-                    for half in range(2):
-                        total = builder.call(fused, [query[half], keys[token][half], total])
-                    builder.store(total, sums[row, token])
-        undefined = ir.Constant(_FLOATS, ir.Undefined)
-        vectors = [builder.load(sums[cell]) for cell in cells]
-        found = _summed(builder, vectors + [undefined] * (LANES - len(vectors)))
-        few = ir.VectorType(ir.FloatType(), TOKENS)
+    with cgutils.for_range(builder, builder.udiv(width, ir.Constant(number, WIDTH)), intp=number) as loop:
+        i = builder.mul(loop.index, ir.Constant(number, WIDTH))
+        keys = [part(x, token, i) for token in range(TOKENS)]
         for row in range(rows):
-            which = ir.Constant(ir.VectorType(ir.IntType(32), TOKENS), [TOKENS * row + i for i in range(TOKENS)])
-            line = builder.shuffle_vector(found, undefined, which)
-            to = _vector(builder, c.data, c.row(builder, ir.Constant(number, row)), few)
-            builder.store(line, to, align=4)
+            query = part(a, row, i)
+            for token in range(TOKENS):
+                total = builder.load(sums[row, token])
+                for half in range(2):
+                    total = _fused(builder, query[half], keys[token][half], total)
+                builder.store(total, sums[row, token])
+    undefined = ir.Constant(_FLOATS, ir.Undefined)
+    vectors = [builder.load(sums[cell]) for cell in cells]
+    found = _summed(builder, vectors + [undefined] * (LANES - len(vectors)))
+    few = ir.VectorType(ir.FloatType(), TOKENS)
+    for row in range(rows):
+        which = ir.Constant(ir.VectorType(ir.IntType(32), TOKENS), [TOKENS * row + i for i in range(TOKENS)])
+        line = builder.shuffle_vector(found, undefined, which)
+        to = _vector(builder, c.data, c.row(builder, ir.Constant(number, row)), few)
+        builder.store(line, to, align=4)
 
-    return _product(emit)
 
-
-dots_1: Any = _dots(1)
-dots_2: Any = _dots(2)
-dots_3: Any = _dots(3)
-dots_4: Any = _dots(4)
+weighed: Any = _product(_weigh)
+dots: Any = _product(_dots)
 
 
 @numba.njit(inline="always")
-def dot(
-    queries: Any, step: Any, rows: Any, x: Any, at: Any, x_step: Any, width: Any, out: Any, to: Any, out_step: Any
-) -> None:  # pragma: no cover - compiled
+def dot(queries, step, rows, x, at, x_step, width, out, to, out_step):  # pragma: no cover - compiled
     """Write queries [rows, width] times the rows of x, [TOKENS, width], to out [rows, TOKENS]; WIDTH divides width.
 
     step, x_step and out_step are the distances between rows.
     """
     for row in range(0, rows, MOST_ROWS):
-        q_at, c_at, left = row * step, to + row * out_step, rows - row
-        if left >= 4:
-            dots_4(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
-        elif left == 3:
-            dots_3(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
-        elif left == 2:
-            dots_2(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
-        else:
-            dots_1(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
+        dots(rows - row, queries, row * step, step, x, at, x_step, width, out, to + row * out_step, out_step)
 
 
 @numba.njit(inline="always")
-def weigh(
-    weights: Any, at: Any, step: Any, rows: Any, x: Any, x_at: Any, x_step: Any, depth: Any, out: Any, wide: Any
-) -> None:  # pragma: no cover - compiled
+def weigh(weights, at, step, rows, x, x_at, x_step, depth, out, wide):  # pragma: no cover - compiled
     """Add weights [rows, depth] times the rows of x, [depth, wide], to out [rows, wide]; WIDTH divides wide.
 
     step and x_step are the distances between rows of weights and of x; those of out are contiguous.
     """
     for i in range(0, wide, WIDTH):
         for row in range(0, rows, MOST_ROWS):
-            a_at, c_at, left = at + row * step, row * wide + i, rows - row
-            if left >= 4:
-                weigh_4(weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)
-            elif left == 3:
-                weigh_3(weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)
-            elif left == 2:
-                weigh_2(weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)
-            else:
-                weigh_1(weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)
+            a_at, c_at = at + row * step, row * wide + i
+            weighed(rows - row, weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)

@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sparse_decode.attention.lanes import _FLOATS, _WORDS, LANES, _data, _fused, _lines, _vector
+from sparse_decode.attention.lanes import _FLOATS, _WORDS, LANES, _call, _data, _fused, _lines, _spread, _vector
 
 LEAST = -127 * math.log(2)
 """Smallest argument of an exponential: the result has exponent bits 0."""
@@ -33,26 +33,21 @@ def _all(number: float) -> Any:
     return ir.Constant(_FLOATS, [number] * LANES)
 
 
-def _floor(builder: Any, x: Any) -> Any:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.floor.v{LANES}f32"), [x])
-
-
 def _exp(builder: Any, y: Any) -> Any:
     """Return exp(y) to a relative error of 2e-7; NaN stays NaN, subnormal results become 0, those above 2^127.5 inf.
 
     exp(y) = 2^n exp(r), n = round(y / log 2): a polynomial of degree 7, and n added to the exponent. log 2 is the sum
     of two constants, the first of which has few bits, so that n times it is exact.
     """
-    fused = _fused(builder)
     y = builder.select(builder.fcmp_ordered("<", y, _all(LEAST)), _all(LEAST), y)
     below = builder.select(builder.fcmp_ordered("<", y, _all(MOST)), y, _all(MOST))  # not NaN: n must be an integer
-    n = _floor(builder, builder.call(fused, [below, _all(1 / math.log(2)), _all(0.5)]))
-    r = builder.call(fused, [n, _all(-0.693359375), y])
-    r = builder.call(fused, [n, _all(2.12194440e-4), r])
+    half = _fused(builder, below, _all(1 / math.log(2)), _all(0.5))
+    n = _call(builder, f"llvm.floor.v{LANES}f32", _FLOATS, [half])
+    r = _fused(builder, n, _all(-0.693359375), y)
+    r = _fused(builder, n, _all(2.12194440e-4), r)
     p = _all(POLYNOMIAL[0])
     for coefficient in POLYNOMIAL[1:]:
-        p = builder.call(fused, [p, r, _all(coefficient)])
+        p = _fused(builder, p, r, _all(coefficient))
     whole = builder.add(builder.fptosi(n, _WORDS), ir.Constant(_WORDS, [127] * LANES))
     power = builder.bitcast(builder.shl(whole, ir.Constant(_WORDS, [23] * LANES)), _FLOATS)
     return builder.fmul(p, power)
@@ -65,13 +60,6 @@ def _reduced(builder: Any, vector: Any, join: Any) -> Any:
         mask = ir.Constant(_WORDS, [(lane + half) % LANES for lane in range(LANES)])
         vector, half = join(vector, builder.shuffle_vector(vector, undefined, mask)), half // 2
     return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
-
-
-def _spread(builder: Any, number: Any) -> Any:
-    """Return a vector that holds a number in each lane."""
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
-    one = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * LANES))
 
 
 @intrinsic

@@ -163,19 +163,12 @@ def append_both(
 
 
 def keeps_first_words(wanted: bool, device: torch.device) -> bool:
-    """Whether codes on a device have a copy of their first words: a CPU reads whole cache lines of four codes anyway.
-
-    Args: wanted: whether searches use a shortlist.
-    """
+    """Whether codes on a device have a copy of first words; a CPU reads whole cache lines of four codes anyway."""
     return wanted and device.type == "cuda"
 
 
 class CodeBuffer(GrowingBuffer):
-    """Codes of the tokens so far, int32 [B, H, T, W].
-
-    Args:
-        lists: whether searches use a shortlist (`Budget.shortlist`).
-    """
+    """Codes of the tokens so far, int32 [B, H, T, W]; lists: whether searches use a shortlist."""
 
     def __init__(self, lists: bool = False) -> None:
         super().__init__()
@@ -194,7 +187,6 @@ class CodeBuffer(GrowingBuffer):
         return super().nbytes + self.words.nbytes
 
     def append(self, rows: Tensor) -> Tensor:
-        """Append the codes of the next tokens, [B, H, t, W]; return all of them."""
         found = super().append(rows)
         if keeps_first_words(self._lists, rows.device):
             self.words.append(rows[..., :1])
@@ -206,11 +198,9 @@ class CodeBuffer(GrowingBuffer):
         return self.extend(rows), self.words.extend(rows[..., :1])[..., 0] if words else None
 
     def truncate(self, length: int) -> None:
-        """Drop the codes of tokens from `length` on."""
         super().truncate(length)
         self.words.truncate(length)
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change`, a function on the batch dimension, to the codes and the copy."""
         super().map_batch(change)
         self.words.map_batch(change)

@@ -22,6 +22,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from sparse_decode.caches.buffer import CodeBuffer, GrowingBuffer, append_both, keeps_first_words
 from sparse_decode.caches.cache_encoder import Encoder, drop_codes
+from sparse_decode.caches.growing import itself
 from sparse_decode.caches.opaque import write_codes
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.unselected.remainder import RunningMoments
@@ -83,7 +84,7 @@ class Coded(CacheLayerMixin):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self.plainly(),)
+        return itself, (self.plainly(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Coded:
         self.settle()
@@ -94,10 +95,6 @@ class Coded(CacheLayerMixin):
         twin.mark()
         self.encoder.adopt(twin)
         return twin
-
-
-def _itself(layer: CacheLayerMixin) -> CacheLayerMixin:
-    return layer
 
 
 class CodedDynamicLayer(Coded, DynamicLayer):
@@ -182,11 +179,6 @@ class CodedDynamicLayer(Coded, DynamicLayer):
     def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
         return self._keys, self._values, self._codes
 
-    def _show(self) -> None:
-        """Point `keys` and `values`, which Hugging Face reads, at the buffers."""
-        self.keys, self.values = self._keys.view(), self._values.view()
-        self.mark()
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, t, D] and hash the new keys; few keys on the device are hashed later."""
         found = None
@@ -220,7 +212,6 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop tokens from the end, with their codes."""
         self.settle()
         keys, values = self.keys, self.values
         super().crop(tokens_to_remove)
@@ -231,7 +222,6 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         self.mark()
 
     def reset(self) -> None:
-        """Empty the layer."""
         self.keys = self.values = None  # transformers before 5.21 would keep zeros of full length
         self.is_initialized = False
         super().reset()
@@ -241,24 +231,21 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         self.mark()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take the batch rows `beam_idx`, as beam search asks."""
         self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row `repeats` times."""
         self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the batch rows `indices`."""
         self._map_batch(lambda x: x[indices.to(x.device), ...])
 
     def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         self.settle()
         if self.get_seq_length():
-            for buffer in self._buffers():
-                buffer.map_batch(change)
-            self.moments.map_batch(change)
-            self._show()
+            for held in (*self._buffers(), self.moments):
+                held.map_batch(change)
+            self.keys, self.values = self._keys.view(), self._values.view()
+            self.mark()
 
 
 class CodedStaticLayer(Coded, StaticLayer):
@@ -319,7 +306,6 @@ class CodedStaticLayer(Coded, StaticLayer):
         return codes
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate keys, values, codes and sums."""
         super().lazy_initialization(*args, **kwargs)
         if self.is_initialized and self._codes is None:  # a hybrid layer initialises its two parts one by one
             self._allocate()
@@ -339,7 +325,6 @@ class CodedStaticLayer(Coded, StaticLayer):
         return found
 
     def reset(self) -> None:
-        """Empty the layer."""
         super().reset()
         if self._codes is not None and self.moments is not None:
             self._codes.zero_()
@@ -349,7 +334,6 @@ class CodedStaticLayer(Coded, StaticLayer):
         self.mark()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take the batch rows `beam_idx`, as beam search asks."""
         self.settle()
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         if self._codes is not None and self.moments is not None and self.get_seq_length() > 0:

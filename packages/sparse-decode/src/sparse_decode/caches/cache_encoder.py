@@ -20,6 +20,9 @@ Encode = Callable[[Tensor], Tensor]
 Into = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], bool]
 """Keys, codes, token, first words -> whether one operator has written the codes, as `Encoder.write` does."""
 
+Traceable = Callable[[Tensor], bool]
+"""Whether keys [B, Hkv, 1, D] are hashed by operators that a compiled graph can contain."""
+
 _CHUNK = 1 << 26  # bytes of float32 temporaries when hashing a chunk of tokens, at any batch size and context length
 _WIDTHS = 8  # temporary numbers per number or bit of a key, whichever are more: itself, hidden layer, bits, their sums
 _MOST_BITS = 8  # assumed bits of a code per number of its key, until the first code is known
@@ -32,18 +35,13 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        encode: Encode,
-        into: Into | None = None,
-        traceable: Callable[[Tensor], bool] = lambda keys: False,
-        lists: bool = False,
+        self, encode: Encode, into: Into | None = None, traceable: Traceable = lambda keys: False, lists: bool = False
     ):
         self._encode = encode
         self.lists: bool = lists
         """Whether searches use a shortlist, so that caches on a GPU also keep the first words of codes."""
         self._into = into
-        self.traceable: Callable[[Tensor], bool] = traceable
-        """Whether keys [B, Hkv, 1, D] are hashed by operators that a compiled graph can contain."""
+        self.traceable: Traceable = traceable
         self._shape: tuple[int, int] | None = None
         self._layers = WeakSet[CacheLayerMixin]()
         self.number: int = register(self)
@@ -64,12 +62,11 @@ class Encoder:
                 done = end
         return codes
 
-    def code_shape(self, keys: Tensor, device: torch.device | None = None) -> tuple[int, int]:
+    def code_shape(self, keys: Tensor) -> tuple[int, int]:
         """Return the heads and int32 words of codes of keys [B, Hkv, T, D]; the first call hashes a key of zeros."""
         if self._shape is None:
-            device = keys.device if device is None else device
-            with no_autocast(device):
-                self._learn(self._encode(keys.new_zeros(1, keys.shape[1], 1, keys.shape[3], device=device)))
+            with no_autocast(keys.device):
+                self._learn(self._encode(keys.new_zeros(1, keys.shape[1], 1, keys.shape[3])))
         assert self._shape is not None
         return self._shape
 
@@ -79,10 +76,7 @@ class Encoder:
         return self._shape is not None
 
     def temporaries(self, keys: Tensor) -> int:
-        """Return the peak bytes of temporaries when hashing keys [B, Hkv, T, D], which may be meta tensors.
-
-        The size of a code must be known: hash keys or call `code_shape` first.
-        """
+        """Return the peak bytes of temporaries when hashing keys [B, Hkv, T, D], after `code_shape`."""
         return min(keys.shape[2], self._tokens_at_once(keys)) * self._bytes_per_token(keys)
 
     def _learn(self, codes: Tensor) -> Tensor:
@@ -99,10 +93,7 @@ class Encoder:
         return batch * max(heads * dim, bits) * 4 * _WIDTHS
 
     def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None, first: Tensor | None = None) -> None:
-        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on; None: into all of them.
-
-        Args: first: for a copy of the codes' first words, [B, H, N], or None.
-        """
+        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], and `first` words, from token `at` on; None: into all."""
         if self._into is not None and self._into(keys, codes, at, first):
             return
         found = self(keys)

@@ -34,10 +34,7 @@ QUANTISED = hasattr(cache_utils, "BaseQuantizedLayer")
 
 
 class CodedQuantisedLayer(Coded, BaseQuantizedLayer):
-    """A quantised layer with the codes and moments of its keys and values before quantisation.
-
-    `_quantised` creates its subclasses.
-    """
+    """A quantised layer with the codes and moments of its keys and values before quantisation (`_quantised`)."""
 
     moments: RunningMoments
     _watched = ("keys", "values", "_quantized_keys", "_quantized_values")
@@ -82,14 +79,12 @@ class CodedQuantisedLayer(Coded, BaseQuantizedLayer):
         return found
 
     def reset(self) -> None:
-        """Empty the layer."""
         super().reset()
         self._codes.truncate(0)
         self.moments = RunningMoments()
         self.mark()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take the batch rows `beam_idx`, as beam search asks."""
         self.settle()
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         for held in (self._codes, self.moments):
@@ -98,16 +93,13 @@ class CodedQuantisedLayer(Coded, BaseQuantizedLayer):
 
     # Hugging Face's versions of these three methods would change only the unquantised tokens.
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ValueError: quantised tokens cannot be dropped."""
         if tokens_to_remove:
             raise ValueError(f"a quantised cache cannot drop {-tokens_to_remove} tokens; use DynamicCache()")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Raise ValueError: quantised rows cannot be repeated."""
         raise ValueError("a quantised cache cannot repeat its rows; use DynamicCache()")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Raise ValueError: quantised rows cannot be selected."""
         raise ValueError("a quantised cache cannot select rows; use DynamicCache()")
 
 
@@ -177,12 +169,9 @@ def coded_type(plain: type) -> type[Coded] | None:
 
 
 def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[Coded] | None = None) -> Any:
-    """Make a cache layer carry the codes of its present and future keys.
+    """Make a cache layer, plain or with another encoder's codes, carry the codes of its present and future keys.
 
-    Args:
-        layer: a plain layer, or one that carries another encoder's codes.
-        encoder: hashes the keys.
-        coded: the new class; by default `coded_type` of the layer's class.
+    Args: coded: the new class; by default `coded_type` of the layer's class.
     Returns: the same object, re-typed.
     Raises: ValueError if there is no such class.
     """

@@ -59,10 +59,11 @@ class GrowingLayer(DynamicLayer):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (plainly(self),)
+        return itself, (plainly(self),)
 
 
-def _itself(layer: CacheLayerMixin) -> CacheLayerMixin:
+def itself(layer: CacheLayerMixin) -> CacheLayerMixin:
+    """Return a plain layer: what pickle calls to make one."""
     return layer
 
 

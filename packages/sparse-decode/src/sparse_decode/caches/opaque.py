@@ -35,18 +35,9 @@ write_codes.register_fake(lambda *given, **named: None)
 
 @torch.library.custom_op("sparse_decode::attend_step", mutates_args=("sums",))
 def attend_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    codes: Tensor | None,
-    mask: Tensor | None,
-    length: Tensor | None,
-    sinks: Tensor | None,
-    sums: list[Tensor],
-    step: int,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, mask: Tensor | None, length: Tensor | None,
+    sinks: Tensor | None, sums: list[Tensor], step: int, scaling: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """Run `LayerPlan.run` of the plan registered as `step`: [B, Q, Hq, Dv].
 
     Updates `sums`: the tensors of a `StaticMoments`, if there is one, then one without meaning: inductor cannot compile
@@ -55,6 +46,4 @@ def attend_step(
     return _registered[step].run(q, k, v, codes, mask, length, sinks, sums[:-1], scaling, softcap)
 
 
-@attend_step.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+attend_step.register_fake(lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))

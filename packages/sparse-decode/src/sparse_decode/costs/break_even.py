@@ -37,30 +37,18 @@ _MAX_BYTES = 1 << 28  # of keys and values: longer contexts are not timed
 
 
 def predicted(heads: ModelShape, budget: Budget, dtype: torch.dtype) -> int:
-    """Predict the break-even of one layer on the CPU from the bytes that sparse and dense steps read.
-
-    Args: heads: the shape of that layer; dtype: of its keys.
-    """
+    """Predict the break-even of one layer on the CPU from the bytes that sparse and dense steps read."""
     dense = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize
     saved = dense - heads.num_kv_heads * CODE - FAR * budget.mean_fraction * dense
     return math.ceil(EARNS / saved) if saved > 0 else NEVER
 
 
 def break_even(
-    module: Any,
-    layer: int,
-    heads: ModelShape,
-    selector: Selector,
-    budget: Budget,
-    dtype: torch.dtype,
-    device: Any,
+    module: Any, layer: int, heads: ModelShape, selector: Selector, budget: Budget, dtype: torch.dtype, device: Any,
     backend: Backend = "gather",
-) -> int:
-    """Time decode steps of one layer at growing contexts, sparse and dense.
+) -> int:  # fmt: skip
+    """Time decode steps of one layer, of this shape, dtype and device of its keys, at growing contexts.
 
-    Args:
-        module: the layer's attention module.
-        heads: the shape of that layer; dtype and device: of its keys; backend: as in `attach`.
     Returns: the first length at which the sparse step was no slower; twice the longest one timed if there is none.
     """
     plan = LayerPlan(layer, selector, replace(budget, dense_below=0), RowRule(None, 1), backend=backend)

@@ -19,6 +19,7 @@ from sparse_decode.layer.blocks import rows_at_once
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.unselected.sums import Moments, Rounded, summing_bytes
 
+Plans = Mapping[int, LayerPlan]
 _SCRATCH = 1 << 23  # bytes of candidates per thread of a search, unless one row needs more
 _ENTRY = 24  # bytes of a selected token: score, index, and the index again merged with sink and recent
 _SLOT = 24  # bytes of a candidate in a search, in two buffers
@@ -63,18 +64,11 @@ class Layer(NamedTuple):
 
 
 def forecast(
-    model: Any,
-    shape: ModelShape,
-    plans: Mapping[int, LayerPlan],
-    batch: int,
-    tokens: int,
-    growing: Collection[int] = (),
+    model: Any, shape: ModelShape, plans: Plans, batch: int, tokens: int, growing: Collection[int] = ()
 ) -> Forecast:
     """Predict the memory of `batch` sequences of `tokens` tokens each.
 
-    Args:
-        model: the attached model; shape: of its heads in this process.
-        plans: of its sparse layers; growing: dense layers whose caches also grow in place.
+    Args: shape: of the model's heads in this process; growing: dense layers whose caches also grow in place.
     Raises: ValueError if batch or tokens is below 1.
     """
     for name, value in (("batch", batch), ("tokens", tokens)):

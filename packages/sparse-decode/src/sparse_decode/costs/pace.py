@@ -68,15 +68,13 @@ class LayerCost:
         return min(n, self.window or n) * self.dense * more
 
 
+@dataclass(frozen=True)
 class Costs:
-    """Predicted times of steps, in bytes read.
+    """Predicted times of steps, in bytes read."""
 
-    Args: layers: the attention layers; weights: bytes of a pass outside of attention, including `HOST`.
-    """
-
-    def __init__(self, layers: Sequence[LayerCost], weights: float):
-        self._layers = tuple(layers)
-        self._weights = weights
+    layers: Sequence[LayerCost]
+    weights: float
+    """Bytes of a pass outside of attention, including `HOST`."""
 
     @classmethod
     def predicted(cls, model: PreTrainedModel, budgets: Mapping[int, Budget], heads: Sequence[ModelShape]) -> Costs:
@@ -98,22 +96,20 @@ class Costs:
 
     def draft(self, n: int) -> float:
         """Return the time of drafting a token at context length n."""
-        layers = (layer.read(n) if n < layer.below else EARNS + n * layer.sparse for layer in self._layers)
-        return self._weights + sum(layers)
+        layers = (layer.read(n) if n < layer.below else EARNS + n * layer.sparse for layer in self.layers)
+        return self.weights + sum(layers)
 
     def check(self, n: int, rows: int) -> float:
         """Return the time of a dense pass over `rows` rows at context length n."""
         more = 1 + SEVERAL * (rows > 1) + ROW * (rows - 1)
-        return self._weights * more + sum(layer.read(n, rows) for layer in self._layers)
+        return self.weights * more + sum(layer.read(n, rows) for layer in self.layers)
 
 
 class Pace:
-    """Chooses how many tokens one generation drafts next.
+    """Chooses how many tokens one generation drafts next, at most `most`.
 
-    Args:
-        most: maximal number of drafts; costs: predicted times; None: assume that a draft takes half a check's time.
-        stops: whether it may draft none; otherwise it drafts at least one token from context length `below` on.
-        below: context length below which it drafts none, because drafts would be dense.
+    Args: costs: predicted times; None: assume that a draft takes half a check's time; stops: whether it may draft none,
+        else at least one token from context length `below` on; below it drafts would be dense, and there are none.
     """
 
     def __init__(self, most: int, costs: Costs | None, stops: bool, below: int = 0):

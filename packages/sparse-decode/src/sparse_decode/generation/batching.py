@@ -20,7 +20,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -32,8 +32,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from sparse_decode.attention.attend_inputs import KINDS
-from sparse_decode.generation.packed import MARK, CodedBlocks, attention
-from sparse_decode.layer.plan import LayerPlan
+from sparse_decode.generation.packed import MARK, CodedBlocks, Plans, attention
 from sparse_decode.model import PAGED_NAMES, AttentionName
 from sparse_decode.select import HashSelector
 
@@ -100,24 +99,13 @@ class AttentionSwitch:
 class Batching:
     """Continuous batching on one attached model, until `close`.
 
-    Args:
-        model: the model; its method `init_continuous_batching` is replaced in this object alone.
-        plans: its sparse layers; name: its attention while attached.
-        exact, on_host, ranks: whether it is in exact mode, whether its keys are in host memory, and the number of
-            tensor-parallel ranks.
-    Attributes: switch: sets the model's attention.
+    Args: model: its method `init_continuous_batching` is replaced in this object alone; plans: its sparse layers; name:
+        its attention while attached; exact, on_host: whether it is in exact mode, and whether its keys are in host
+        memory; ranks: the number of tensor-parallel ranks.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        plans: Mapping[int, LayerPlan],
-        name: AttentionName,
-        exact: bool,
-        on_host: bool,
-        ranks: int,
-    ):
-        self._model: Any = model
+    def __init__(self, model: Any, plans: Plans, name: AttentionName, exact: bool, on_host: bool, ranks: int):
+        self._model = model
         self._config: Any = text_decoder(model).config
         self._plans = plans
         self._elsewhere = (
@@ -311,7 +299,7 @@ class _Wider:
         return getattr(self._model, name)
 
 
-def code_layers(model: PreTrainedModel, plans: Mapping[int, LayerPlan]) -> tuple[int, int]:
+def code_layers(model: PreTrainedModel, plans: Plans) -> tuple[int, int]:
     """Return how many layers have as many bytes in a block as the codes, and the 32-bit words of a code."""
     layer = min(plans)
     heads = ModelShape.of(text_decoder(model).config).at(layer)

@@ -21,12 +21,11 @@ import threading
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from sparse_decode.caches.cache import CodedDynamicLayer
@@ -35,7 +34,6 @@ from sparse_decode.costs.pace import Pace
 from sparse_decode.generation.exact_refusals import require_drafts
 from sparse_decode.interface import Hook, may_grow
 from sparse_decode.layer.dense_step import MOST_ROWS
-from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.model import CACHE_NAMES
 from sparse_decode.unselected.remainder import RunningMoments
 
@@ -62,9 +60,8 @@ class Acceptance(NamedTuple):
 class Drafts:
     """State shared by all generations of one attachment.
 
-    Args:
-        pace: creates the object that chooses how many tokens a generation drafts.
-        prepare: makes a cache carry codes; summing: layers that add the remainder.
+    Args: pace: creates what chooses how many tokens a generation drafts; prepare: makes a cache carry codes; summing:
+        layers that add the remainder.
     """
 
     def __init__(self, pace: Callable[[], Pace], prepare: Callable[[Cache], object], summing: Collection[int]):
@@ -105,7 +102,7 @@ class Drafts:
         for held in (cast(CodedDynamicLayer, cache.layers[layer]) for layer in self._summing):
             # Bring the sums up to date with the accepted tokens before copying them.
             held.moments.advance(cast(Tensor, held.keys), cast(Tensor, held.values), seen, n, held.device)
-            sums.append((held, held.moments.copied()))
+            sums.append((held, copy.copy(held.moments)))
         setattr(cache, MARK, self)
         try:
             yield
@@ -265,17 +262,8 @@ class ExactHook(Hook):
 
     __slots__ = ("_drafting", "_grows")
 
-    def __init__(
-        self,
-        plan: LayerPlan,
-        arguments: tuple[str, ...],
-        ours: tuple[Any, str],
-        coded: Callable[[LayerPlan, Any], CacheLayerMixin],
-        growing: WeakSet[CacheLayerMixin],
-        drafting: Callable[[object], bool],
-        grows: Callable[[object], None],
-    ):
-        super().__init__(plan, arguments, ours, coded, growing, may_be_short=False)
+    def __init__(self, *given: Any, drafting: Callable[[object], bool], grows: Callable[[object], None]):
+        super().__init__(*given, may_be_short=False)
         self._drafting, self._grows = drafting, grows
 
     def __call__(

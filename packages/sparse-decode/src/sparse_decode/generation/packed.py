@@ -22,33 +22,20 @@ from torch import Tensor
 
 from sparse_decode.budget import Budget
 from sparse_decode.interface import KEYWORD, AttentionContext, refuse_attention
-from sparse_decode.layer.dense_step import EAGER, Output, attend_densely
+from sparse_decode.layer.dense_step import EAGER, QKV, Output, attend_densely
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.pages.paged import PagedLayer, Pages, Step
 from sparse_decode.positions import visible_rows
 from sparse_decode.select import HashSelector
 
+Plans = Mapping[int, LayerPlan]
 MARK = "_sparse_decode"
 """Attribute of a paged cache: its `CodedBlocks`."""
 PACKED = (
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "read_index",
-    "write_index",
-    "block_table",
-    "logits_indices",
-    "logits_processor_args",
-    "is_causal",
-    "use_cache",
-    "position_ids",
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index", "block_table"),
+    *("logits_indices", "logits_processor_args", "is_causal", "use_cache", "position_ids"),
 )
 """Keyword arguments that describe a step; the others are the layer's."""
-
-
-Inputs = tuple[Tensor, Tensor, Tensor]
-"""Queries [1, Hq, T, D], keys and values [1, Hkv, T, D] of the new tokens of all requests."""
 
 
 class Piece(NamedTuple):
@@ -63,12 +50,9 @@ class Piece(NamedTuple):
 class Packed:
     """What all layers need to know of a step.
 
-    Args:
-        given: the keyword arguments `PACKED` of the step.
-        blocks: of the full-attention layers.
-        borders: positions from which each request's rows are sparse.
+    Args: blocks: of the full-attention layers; borders: positions from which each request's rows are sparse.
     Attributes:
-        given: as above.
+        given: the keyword arguments `PACKED` of the step.
         slots: page slot of each new token, int64 [T].
         index: page slot of each visible token, request after request, int64 [N].
         whole: all rows of each request, by type of layer.
@@ -148,14 +132,7 @@ class CodedBlocks:
     Raises: ValueError if the blocks are not laid out as in the versions of transformers that this was written for.
     """
 
-    def __init__(
-        self,
-        cache: Any,
-        plans: Mapping[int, LayerPlan],
-        words: int,
-        extra: int,
-        prompts: Callable[[], list[int]],
-    ):
+    def __init__(self, cache: Any, plans: Plans, words: int, extra: int, prompts: Callable[[], list[int]]):
         allocator = cache.layer_to_allocator[min(plans)]
         self.kind: str = allocator.layer_type
         self.index: int = allocator.index
@@ -216,15 +193,9 @@ def _view(memory: Tensor, kind: torch.dtype, at: int, shape: tuple[int, ...], st
 
 
 def attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> Output:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> Output:  # fmt: skip
     """Attend in a step of continuous batching, with the signature of Hugging Face's attention functions.
 
     Args: query [1, Hq, T, D], key and value [1, Hkv, T, D] of the new tokens of all requests; no mask.
@@ -237,48 +208,43 @@ def attention(
         refuse_attention(module.config._attn_implementation)
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError("sparse attention supports neither masks nor biases in continuous batching; call detach()")
-    packed = held.step(given)
-    rest = packed, float(query.shape[3] ** -0.5 if scaling is None else scaling), kwargs
+    packed, out = held.step(given), query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+    rest = packed, float(query.shape[3] ** -0.5 if scaling is None else scaling), kwargs, out
     if call is None:
-        return _attend_whole(module, (query, key, value), cache, *rest), None
-    return _attend_sparsely(module, (query, key, value), held.pages[call.plan.layer], *rest, call.plan), None
+        _attend_whole(module, (query, key, value), cache, *rest)
+    else:
+        _attend_sparsely(module, (query, key, value), held.pages[call.plan.layer], *rest, call.plan)
+    return out, None
 
 
 def _attend_whole(
-    module: Any, qkv: Inputs, cache: Any, packed: Packed, factor: float, options: dict[str, Any]
-) -> Tensor:
+    module: Any, qkv: QKV, cache: Any, packed: Packed, factor: float, options: dict[str, Any], out: Tensor
+) -> None:
     """Attend in a layer that is dense, or slides: all requests one by one, their keys read by the cache itself."""
     allocator, (query, key, value) = cache.layer_to_allocator[module.layer_idx], qkv
     k, v = cache.update(key, value, module.layer_idx, dict(packed.given))
-    window, out = getattr(allocator, "sliding_window", None), _empty(query)
     for piece in packed.whole[allocator.layer_type]:
-        kv = k[:, :, piece.keys], v[:, :, piece.keys]
-        _attend(module, query, kv, piece, packed, window, factor, options, out)
-    return out
+        window, kv = getattr(allocator, "sliding_window", None), (k[:, :, piece.keys], v[:, :, piece.keys])
+        _attend(module, (query, *kv), piece, packed, window, factor, options, out)
 
 
 def _attend_sparsely(
-    module: Any, qkv: Inputs, pages: Pages, packed: Packed, factor: float, options: dict[str, Any], plan: LayerPlan
-) -> Tensor:
+    module: Any, qkv: QKV, pages: Pages, packed: Packed, factor: float, options: dict[str, Any], out: Tensor,
+    plan: LayerPlan,
+) -> None:  # fmt: skip
     """Write and attend in a sparse layer."""
     query, key, value = qkv
     assert isinstance(plan.selector, HashSelector)
     layer = PagedLayer(plan.layer, plan.selector, factor, options.get("softcap"), options.get("s_aux"))
     k, v = (x[0].transpose(0, 1) for x in (key, value))
     pages.write(packed.slots, k, v, layer.encode(k))
-    out = _empty(query)
     for piece in packed.dense:
-        _attend(module, query, _gather(pages, packed.index[piece.keys]), piece, packed, None, factor, options, out)
+        kv = _gather(pages, packed.index[piece.keys])
+        _attend(module, (query, *kv), piece, packed, None, factor, options, out)
     if len(packed.rows):
         rows = query[0].transpose(0, 1)[packed.rows]
         out[0, packed.rows] = layer.decode(rows, pages, packed.step(plan.budget))
         plan.tally.add(layer.selected, layer.visible)
-    return out
-
-
-def _empty(query: Tensor) -> Tensor:
-    """Return an output for queries [1, Hq, T, D]: [1, T, Hq, D]."""
-    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
 def _gather(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,16 +255,10 @@ def _gather(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attend(
-    module: Any,
-    query: Tensor,
-    kv: tuple[Tensor, Tensor],
-    piece: Piece,
-    packed: Packed,
-    window: int | None,
-    factor: float,
-    options: dict[str, Any],
+    module: Any, qkv: QKV, piece: Piece, packed: Packed, window: int | None, factor: float, options: dict[str, Any],
     out: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Attend densely in the rows of a piece, as the model alone would do with this request."""
+    query, k, v = qkv
     mask = packed.mask(piece, window, query, module.config._attn_implementation in EAGER)
-    out[:, piece.rows] = attend_densely(module, query[:, :, piece.rows], *kv, mask, 0.0, factor, **options)[0]
+    out[:, piece.rows] = attend_densely(module, query[:, :, piece.rows], k, v, mask, 0.0, factor, **options)[0]

@@ -76,7 +76,7 @@ class CpuEncoder:
     def keys(self, layer: LayerHasher, k: Tensor) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
         own = cast(Planes | Transform, layer)
-        return self._hash(own.key, self.digits_of(own), k, 1, 0)[0][..., 0, :]
+        return hash_tokens(self._found(own.key), self.digits_of(own), k, 1, 0)[0][..., 0, :]
 
     def queries(self, layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`.
@@ -84,13 +84,11 @@ class CpuEncoder:
         Raises: ValueError if a query's weights are not finite.
         """
         own = cast(Planes | Transform, layer)
-        words, numbers = self._hash(own.query, self.digits_of(own), q, 1 if per_query_head else own.group, own.planes)
+        weights, group = self._found(own.query), 1 if per_query_head else own.group
+        words, numbers = hash_tokens(weights, self.digits_of(own), q, group, own.planes)
         if not words.numel():
             hashcore.planes(numbers, own.planes)  # raises the error
         return words, tuple(1 << p for p in range(own.planes))
-
-    def _hash(self, functions: nn.Module, digits: Digits, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
-        return hash_tokens(self._found(functions), digits, x, group, planes)
 
     def digits_of(self, layer: Planes | Transform) -> Digits:
         """Return the digits of a layer's bits, the same object until other digits are loaded."""

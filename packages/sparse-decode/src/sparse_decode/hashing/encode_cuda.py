@@ -8,7 +8,6 @@ call the operator, launch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,8 +18,10 @@ from hashtrain import Hasher
 from hashtrain.layers import LayerHasher
 from torch import Tensor
 
-from sparse_decode.attention.gather import KERNELS, Run
+from sparse_decode.attention.gather import KERNELS, OPERATORS, Run, operator
 from sparse_decode.hashing import encode_on_cpu
+from sparse_decode.hashing.encode import MAX_TOKENS
+from sparse_decode.hashing.encode_on_cpu import Tensors
 from sparse_decode.hashing.encode_weights import (
     MOST_GROUPS,
     Bits,
@@ -39,12 +40,9 @@ from sparse_decode.hashing.encode_weights import (
 )
 
 THREADS = 1024
-MAX_TOKENS = 16
-"""Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""
 TICKETS = MAX_TOKENS * MOST_GROUPS
 """Words of zeros in front of the memory where the heads of a group meet."""
 _BF16 = {torch.bfloat16: "1", torch.float16: "0"}
-_DTYPES = torch.bfloat16, torch.float16
 
 
 class PlacedHasher:
@@ -99,7 +97,7 @@ class _Watch:
 
 def supports(layer: LayerHasher, x: Tensor) -> bool:
     """Whether the CUDA kernel supports tokens x [B, H, T, D] of a layer: few tokens, 16 bits."""
-    return x.device.type == "cuda" and x.dtype in _DTYPES and fits(layer, x)
+    return x.device.type == "cuda" and x.dtype in _BF16 and fits(layer, x)
 
 
 def fits(layer: LayerHasher, x: Tensor) -> bool:
@@ -109,12 +107,7 @@ def fits(layer: LayerHasher, x: Tensor) -> bool:
 
 
 def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> None:
-    """Hash keys [B, Hkv, T, D] into codes int32 [B, H, N, W], from token `at` on; None: into all of them.
-
-    H and W: `code_shape`, which also tells whether codes are per query head.
-
-    Args: first: for a copy of the codes' first words, int32 [B, H, N], or None.
-    """
+    """Hash keys [B, Hkv, T, D] into codes int32 [B, H, N, W] of `code_shape`, as `hash_keys`."""
     known = placed.get(id(layer)) or found_in(layer)
     OPERATORS.hash_keys(k, known.key, known.digits, codes, at, first)
 
@@ -140,49 +133,32 @@ def step(
 
 
 def hash_keys(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    digits: Sequence[Tensor],
-    codes: Tensor,
-    at: Tensor | None = None,
-    first: Tensor | None = None,
-    run: Run | None = None,
+    x: Tensor, weights: Tensors, digits: Tensors, codes: Tensor, *where: Tensor | None, run: Run | None = None
 ) -> None:
-    """Hash x [B, Hkv, T, D], not empty, into codes int32 [B, H, N, W], from token `at` on.
+    """Hash x [B, Hkv, T, D], not empty, into codes int32 [B, H, N, W].
 
     Args:
         weights: see `encode_weights.NAMES`, without gaps.
         digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
         codes: their words must be contiguous (stride 1). With more heads than the functions, each code is written to
             as many; with fewer, the codes of several functions lie side by side.
-        first: for a copy of the codes' first words, int32 [B, H, N], contiguous along N; None: not wanted.
+        where: the token to start at, int64 []; room for a copy of the codes' first words, int32 [B, H, N], contiguous
+            along N. None or left out: the first token; no copy.
     """
+    at, first = (*where, None, None)[:2]
     _hash((x, side_of(weights, digits), codes, at, first), None, run)
 
 
-def hash_queries(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    digits: Sequence[Tensor],
-    how: How,
-    run: Run | None = None,
-) -> Tensor:
+def hash_queries(x: Tensor, weights: Tensors, digits: Tensors, how: How, run: Run | None = None) -> Tensor:
     """Hash x [B, Hq, T, D], not empty, to planes int32 of shape `planes_shape(x, how)`. Args: as `hash_keys`."""
     return _hash(None, (x, side_of(weights, digits), how), run)
 
 
 def hash_step(
-    k: Tensor,
-    key_weights: Sequence[Tensor],
-    q: Tensor,
-    query_weights: Sequence[Tensor],
-    digits: Sequence[Tensor],
-    codes: Tensor,
-    how: How,
-    run: Run | None = None,
+    k: Tensor, of_k: Tensors, q: Tensor, of_q: Tensors, digits: Tensors, codes: Tensor, how: How, run: Run | None = None
 ) -> Tensor:
     """Do both in one launch: keys k [B, Hkv, T, D] into all of `codes`, and queries q [B, Hq, T, D] to planes."""
-    return _hash((k, side_of(key_weights, digits), codes, None, None), (q, side_of(query_weights, digits), how), run)
+    return _hash((k, side_of(of_k, digits), codes, None, None), (q, side_of(of_q, digits), how), run)
 
 
 class _Call(NamedTuple):
@@ -220,8 +196,7 @@ def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
     assert x is not None
     form = of_keys, of_queries, x.dtype, x.device
     call = _calls.found.get(form)
-    if call is None:
-        call = _calls.keep(form, _prepare(keys, queries))
+    call = call or _calls.keep(form, _prepare(keys, queries))
     found = None
     if keys is not None and k is not None:
         to, (codes, at, first) = call.codes, keys[2:]
@@ -282,36 +257,31 @@ def _empty_planes(x: Tensor, how: How) -> Tensor:
     return x.new_empty(*planes_shape(x, how), dtype=torch.int32)
 
 
-def side_of(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
+def side_of(weights: Tensors, digits: Tensors) -> Side:
     """Return the kernel arguments of contiguous weights and digits, cached for layers passed to `place`."""
     known = sides.get(id(weights[0]))
     # Comparing lists compares identities first, so no tensor contents are compared here.
     return known if known and known.weights == weights and known.digits == digits else describe(weights, digits)
 
 
-LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 _HOW = "int bits, int group, int planes, int join"
-_OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
+operator(
     "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at, Tensor(b!)? first=None) "
-    "-> ()": (hash_keys, encode_on_cpu.hash_keys, lambda *_: None),
-    f"hash_queries(Tensor x, Tensor[] weights, Tensor[] digits, {_HOW}) -> Tensor": (
-        lambda x, weights, digits, *how: hash_queries(x, weights, digits, How(*how)),
-        encode_on_cpu.hash_queries,
-        lambda x, weights, digits, *how: _empty_planes(x, How(*how)),
-    ),
+    "-> ()",
+    lambda *_: None,
+    cuda=hash_keys,
+    cpu=encode_on_cpu.hash_keys,
+)
+operator(
+    f"hash_queries(Tensor x, Tensor[] weights, Tensor[] digits, {_HOW}) -> Tensor",
+    lambda x, weights, digits, *how: _empty_planes(x, How(*how)),
+    cuda=lambda x, weights, digits, *how: hash_queries(x, weights, digits, How(*how)),
+    cpu=encode_on_cpu.hash_queries,
+)
+operator(
     "hash_step(Tensor k, Tensor[] key_weights, Tensor q, Tensor[] query_weights, Tensor[] digits, "
-    f"Tensor(a!) codes, {_HOW}) -> Tensor": (
-        lambda k, of_keys, q, of_queries, digits, codes, *how: hash_step(
-            k, of_keys, q, of_queries, digits, codes, How(*how)
-        ),
-        encode_on_cpu.hash_step,
-        lambda k, of_keys, q, of_queries, digits, codes, *how: _empty_planes(q, How(*how)),
-    ),
-}
-for _schema, (_cuda, _cpu, _fake) in _OPERATORS.items():
-    _name = LIBRARY.define(_schema)
-    LIBRARY.impl(_name, _cuda, "CUDA")
-    LIBRARY.impl(_name, _cpu, "CPU")
-    torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
-OPERATORS: Any = torch.ops.sparse_decode
-"""All three as torch operators, which can be traced, counted and captured."""
+    f"Tensor(a!) codes, {_HOW}) -> Tensor",
+    lambda k, of_keys, q, of_queries, digits, codes, *how: _empty_planes(q, How(*how)),
+    cuda=lambda k, of_k, q, of_q, digits, codes, *how: hash_step(k, of_k, q, of_q, digits, codes, How(*how)),
+    cpu=encode_on_cpu.hash_step,
+)

@@ -13,14 +13,11 @@ from torch.nn import functional as F
 
 from sparse_decode.hashing import encode
 
+Tensors = Sequence[Tensor]
+
 
 def hash_keys(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    digits: Sequence[Tensor],
-    codes: Tensor,
-    at: Tensor | None,
-    first: Tensor | None = None,
+    x: Tensor, weights: Tensors, digits: Tensors, codes: Tensor, at: Tensor | None, first: Tensor | None = None
 ) -> None:
     if len(weights) == 5:
         found = encode.hash_tokens(*_arrays(weights, digits), x, 1, 0)[0][..., 0, :]
@@ -35,7 +32,7 @@ def hash_keys(
         first[:, :, tokens] = found[..., 0]
 
 
-def hash_queries(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], *how: int) -> Tensor:
+def hash_queries(x: Tensor, weights: Tensors, digits: Tensors, *how: int) -> Tensor:
     _, group, planes, join = how
     if not planes:
         codes = hashcore.pack(_numbers(x, weights))
@@ -49,19 +46,13 @@ def hash_queries(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor],
 
 
 def hash_step(
-    k: Tensor,
-    key_weights: Sequence[Tensor],
-    q: Tensor,
-    query_weights: Sequence[Tensor],
-    digits: Sequence[Tensor],
-    codes: Tensor,
-    *how: int,
+    k: Tensor, of_keys: Tensors, q: Tensor, of_queries: Tensors, digits: Tensors, codes: Tensor, *how: int
 ) -> Tensor:
-    hash_keys(k, key_weights, digits, codes, None)
-    return hash_queries(q, query_weights, digits, *how)
+    hash_keys(k, of_keys, digits, codes, None)
+    return hash_queries(q, of_queries, digits, *how)
 
 
-def _numbers(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _numbers(x: Tensor, weights: Tensors) -> Tensor:
     """Apply `lsh` or `paper` to x [B, H, T, D] as its layer does, so that the bits are the same: [B, H or F, T, C]."""
     x, heads = x.float(), len(weights[0])
     if len(weights) == 1:
@@ -83,7 +74,7 @@ def _joined(codes: Tensor, join: int) -> Tensor:
     return codes if join == 1 else codes.unflatten(1, (-1, join)).transpose(2, 3).flatten(-2)
 
 
-def _arrays(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> tuple[encode.Weights, encode.Digits]:
+def _arrays(weights: Tensors, digits: Tensors) -> tuple[encode.Weights, encode.Digits]:
     if not digits:
         return tuple(x.numpy() for x in weights), encode.NO_DIGITS
     coordinate, power, limit = digits

@@ -25,12 +25,7 @@ MOST = 512
 """The largest head_dim, width of the hidden layer and number of bits that the kernel supports."""
 MOST_GROUPS = 256
 """Maximal number of output heads."""
-NAMES = {
-    1: ("r",),
-    3: ("w1", "b1", "w2"),
-    4: ("w1", "b1", "w2", "b2"),
-    5: ("r", "w1", "b1", "w2", "b2"),
-}
+NAMES = {1: ("r",), 3: ("w1", "b1", "w2"), 4: ("w1", "b1", "w2", "b2"), 5: ("r", "w1", "b1", "w2", "b2")}
 """The weights of a hash function by their number: linear; the paper's; the paper's with its residuals; a linear part
 and an MLP. R [F, D, C], W1 [F, D, M], b1 [F, 1, M], W2 [F, M, C], b2 [F, 1, C] for F heads."""
 MATRICES = ("r", "w1", "w2")
@@ -103,10 +98,8 @@ def describe(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
 class How(NamedTuple):
     """How the planes of a query come from its heads' functions.
 
-    Attributes:
-        bits: of one code; group: query heads whose functions are summed.
-        planes: binary digits of the sum's levels; 0: of the number of heads whose function is positive (eq. 3).
-        join: groups whose planes lie side by side (eq. 2).
+    Attributes: bits: of one code; group: query heads whose functions are summed; planes: binary digits of the sum's
+        levels; 0: of the number of heads whose function is positive (eq. 3); join: groups side by side (eq. 2).
     """
 
     bits: int
@@ -118,10 +111,8 @@ class How(NamedTuple):
 class Placed(NamedTuple):
     """What the operators need of a layer whose tensors stay where they are.
 
-    Attributes:
-        key, query: weights of the functions of keys and of queries; digits: those of `transform`.
-        hows: how planes come from them, per KV head and per query head; planes: the weights of these planes.
-        fits: whether the kernel supports them.
+    Attributes: hows: how planes come from the functions, per KV head and per query head; planes: the weights of these
+        planes; fits: whether the kernel supports the functions.
     """
 
     key: list[Tensor]
@@ -141,9 +132,8 @@ sides: dict[int, Side] = {}
 def place(layer: LayerHasher, original: LayerHasher | None = None) -> None:
     """Cache the addresses of a layer's tensors from now on; the tensors must never be replaced.
 
-    Args:
-        original: the layer in host memory that it is a copy of. If all matrices are float16 numbers, the kernel reads
-            them as such, half the bytes, and computes the same.
+    Args: original: the layer in host memory that it is a copy of. If all matrices are float16 numbers, the kernel reads
+        them as such, half the bytes, and computes the same.
     """
     if type(layer) not in _VARIANTS:
         return
@@ -165,11 +155,10 @@ def _forget(layer: int, *weights: int) -> None:
 
 def found_in(layer: LayerHasher) -> Placed:
     """Return what the operators need of a layer, as it is now."""
-    ways = hows(layer)
-    planes = _plane_weights(ways[0]), _plane_weights(ways[1])
-    return Placed(
-        weights_of(layer, "key"), weights_of(layer, "query"), digits_of(layer), ways, planes, are_supported(layer)
-    )
+    ways, weights = hows(layer), (weights_of(layer, "key"), weights_of(layer, "query"))
+    # The weights of a query's planes.
+    one, many = (tuple(1 << p for p in range(how.planes)) or group_weights(how.group) for how in ways)
+    return Placed(*weights, digits_of(layer), ways, (one, many), are_supported(layer))
 
 
 def hows(layer: LayerHasher) -> tuple[How, How]:
@@ -177,11 +166,6 @@ def hows(layer: LayerHasher) -> tuple[How, How]:
     planes = getattr(layer, "planes", 0)
     together = How(layer.bits, 1, 0, layer.group) if isinstance(layer, Paper) else How(layer.bits, layer.group, planes)
     return together, How(layer.bits, 1, planes)
-
-
-def _plane_weights(how: How) -> tuple[int, ...]:
-    """Return the weights of a query's planes."""
-    return tuple(1 << p for p in range(how.planes)) or group_weights(how.group)
 
 
 def code_shape(layer: LayerHasher, per_query_head: bool) -> tuple[int, int]:

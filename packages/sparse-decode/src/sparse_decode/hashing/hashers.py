@@ -30,10 +30,35 @@ class KeyQueryHasher(Protocol):
 
     def require_match(self, model_config: Any) -> None:
         """Raise ValueError if this hasher was made for another model."""
-        ...
 
 
-class PerHead:
+class OfHasher:
+    """What a hasher has besides its functions; empty if it is another than those of `hashtrain`."""
+
+    hasher: Any
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers that stay dense by default, because training measured a high cost for them."""
+        return getattr(self.hasher, "dense_layers", ())
+
+    @property
+    def layer_shares(self) -> tuple[float, ...]:
+        """Budgets of the layers relative to their mean, for `Budget.by_layer`; empty if the hasher has none."""
+        return getattr(self.hasher, "layer_shares", ())
+
+    @property
+    def head_shares(self) -> tuple[tuple[float, ...], ...]:
+        """For each layer the budgets of its KV heads relative to their mean, for `Budget.by_head`; empty if none."""
+        return getattr(self.hasher, "head_shares", ())
+
+    def remainder(self, layer: int) -> Tensor | None:
+        """Return the coefficients of the remainder (eq. 15), [Hq, 5]; None if the hasher is not calibrated."""
+        found = getattr(self.hasher, "remainder", None)
+        return None if found is None else found(layer)
+
+
+class PerHead(OfHasher):
     """Applies a `hashtrain.Hasher` in deployment: codes per KV head, weights on the device of the keys."""
 
     per_query_head = False
@@ -42,21 +67,6 @@ class PerHead:
         self.hasher: Hasher = hasher
         self.placed: PlacedHasher = PlacedHasher(hasher)
         self._cpu_encoder = CpuEncoder()
-
-    @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """Layers that stay dense by default, because training measured a high cost for them."""
-        return self.hasher.dense_layers
-
-    @property
-    def layer_shares(self) -> tuple[float, ...]:
-        """Budgets of the layers relative to their mean, for `Budget.by_layer`; empty if the hasher has none."""
-        return self.hasher.layer_shares
-
-    @property
-    def head_shares(self) -> tuple[tuple[float, ...], ...]:
-        """For each layer the budgets of its KV heads relative to their mean, for `Budget.by_head`; empty if none."""
-        return self.hasher.head_shares
 
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
@@ -111,10 +121,6 @@ class PerHead:
         """Whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph can contain."""
         own = self.placed.layer(layer, x.device)
         return encode_cuda.fits(own, x) and (x.device.type == "cpu" or encode_cuda.supports(own, x))
-
-    def remainder(self, layer: int) -> Tensor | None:
-        """Return the hasher's coefficients of the remainder (eq. 15), [Hq, 5]; None if it is not calibrated."""
-        return self.hasher.remainder(layer)
 
     def require_match(self, model_config: Any) -> None:
         """Raise ValueError if the hasher is for another model, or stores no codes."""

@@ -97,16 +97,14 @@ class AttentionArgs:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive query rows of a call; in a decode step, the one row of each sequence.
+    """Consecutive query rows of a call, the input of the selector; in a decode step, the one row of each sequence.
 
     Attributes:
-        rows: the input of the selector.
         visible: number of tokens that each row sees, int64 [B, R]; None in a decode step without a mask: all.
         sparse: which rows are sparse, bool [B, R]; None if all are.
         reads: number of tokens that each row reads in a head, int64 [B, R], 0: computed elsewhere; None in a step.
         first: position of the first row in the call.
-        sight: in a decode step with a mask, what each row sees, on the device.
-        known: in one without, `Budget.count_heads`.
+        sight, known: in a decode step, what each row sees, with a mask; `Budget.count_heads`, without one.
     """
 
     rows: Rows

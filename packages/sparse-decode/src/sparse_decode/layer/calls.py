@@ -39,10 +39,8 @@ Held = CacheLayerMixin | None
 class Call:
     """One call of a sparse layer: the arguments of `interface.attention`, the layer's plan and its cache layer.
 
-    Attributes:
-        factor: on the logits.
-        length: number of tokens, int64 [], of a static cache: a compiled graph must not read it.
-        whole: whether all of key and value is attended to: of a static cache, which returns its whole buffers, or not.
+    Attributes: factor: on the logits; length: number of tokens, int64 [], of a static cache, which a compiled graph
+        must not read; whole: whether all of key and value is attended to: a static cache returns its whole buffers.
     """
 
     module: Any
@@ -66,8 +64,9 @@ class Call:
     def args(self, kv: tuple[Tensor, Tensor], codes: Tensor | None, **more: Any) -> AttentionArgs:
         """Return the arguments of `LayerPlan.attend`, for keys and values of this call and their codes."""
         softcap, sinks = self.kwargs.get("softcap"), self.kwargs.get("s_aux")
-        host = self.held if isinstance(self.held, HostLayer) else None
-        more |= {"moments": getattr(self.held, "moments", None), "first": _first_words(self.held, codes)}
+        host, words = self.held if isinstance(self.held, HostLayer) else None, getattr(self.held, "first_words", None)
+        first = None if words is None or codes is None else words[:, :, : codes.shape[2]]
+        more |= {"moments": getattr(self.held, "moments", None), "first": first}
         given = self.query, *kv, self.mask, codes, host, self.factor, softcap, sinks
         return AttentionArgs(*given, length=self.length, **more)
 
@@ -92,9 +91,7 @@ def codes_of(plan: LayerPlan, held: Held, k: Tensor) -> Tensor | None:
     return codes
 
 
-def _encoded(
-    plan: LayerPlan, held: Held, q: Tensor, k: Tensor
-) -> tuple[Tensor | None, tuple[Tensor, tuple[int, ...]] | None]:
+def _encoded(plan: LayerPlan, held: Held, q: Tensor, k: Tensor) -> tuple[Tensor | None, Any]:
     """Return `codes_of`, and the planes of a step's queries q [B, Hq, 1, D] on a GPU if hashed with the new key."""
     selector, planes = plan.selector, None
     if not isinstance(held, CodedDynamicLayer) or not isinstance(selector, HashSelector):
@@ -108,12 +105,6 @@ def _encoded(
         if planes is not None:
             missing.length += 1
     return codes_of(plan, held, k), planes
-
-
-def _first_words(held: Held, codes: Tensor | None) -> Tensor | None:
-    """Return the cache's copy of the first words of codes [B, H, N, W], [B, H, N]; None if it has none."""
-    words: Tensor | None = None if codes is None else getattr(held, "first_words", None)
-    return None if words is None or codes is None else words[:, :, : codes.shape[2]]
 
 
 def attend(call: Call) -> Output:
@@ -152,7 +143,7 @@ def _compiled(call: Call) -> Tensor:
     codes = None if call.held is None else codes_of(plan, call.held, call.key)  # without a cache the operator hashes
     x = call.args(kv, codes)
     if plan.traces(x):
-        return _as_eager(plan.attend(x)[0], call.value, call.mask, x.sinks)
+        return _as_eager(call, plan.attend(x)[0], x.sinks)
     sums = x.moments.tensors if plan.remainder is not None and isinstance(x.moments, StaticMoments) else []
     rest = x.sinks, [*sums, plan.unused], plan.number, call.factor, x.softcap
     return attend_step(q, *kv, codes, call.mask, call.length, *rest)
@@ -196,7 +187,7 @@ def _sparse(call: Call) -> Output:
         return call.densely()
     out, sparse = plan.attend(x)
     if sparse is None:
-        return _as_eager(out, call.value, call.mask, x.sinks, weights, x.host is not None), weights
+        return _as_eager(call, out, x.sinks, weights), weights
     if sparse.all():
         return out, weights
     all_read, all_weights = call.densely()
@@ -206,28 +197,18 @@ def _sparse(call: Call) -> Output:
     return out, weights
 
 
-def _as_eager(
-    out: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    weights: Tensor | None = None,
-    on_host: bool = False,
-) -> Tensor:
+def _as_eager(call: Call, out: Tensor, sinks: Tensor | None, weights: Tensor | None = None) -> Tensor:
     """Give a step's rows that see nothing what eager attention gives them, without a wait (`with_means`).
 
     Torch's own attention, whose mask is bool, gives zeros, as ours does; so does eager attention with sinks.
 
-    Args:
-        out: [B, 1, Hq, Dv]; value: [B, Hkv, N, Dv], of a static cache the whole buffer; mask: [B or 1, 1, 1, N].
-        weights: attention weights [B, Hq, 1, N], changed in place.
-        on_host: whether the values are in host memory, where the mean would take a copy of them all: such a row stops
-            the device by an assertion.
+    Args: out: [B, 1, Hq, Dv]; weights: attention weights [B, Hq, 1, N], changed in place.
     """
+    value, mask = call.value, call.mask
     if mask is None or mask.dtype == torch.bool or sinks is not None:
         return out
     sees = (mask == 0).any(-1)  # [B or 1, 1, 1]
-    if on_host:
+    if isinstance(call.held, HostLayer):  # the mean would take a copy of all values
         torch._assert_async(sees.all(), _SEES_NOTHING)  # pyright: ignore[reportPrivateImportUsage]
         return out
     if weights is not None:
@@ -288,11 +269,8 @@ def _require_serves(call: Call) -> None:
             )
         if query.shape[2] > 1 and not coded and isinstance(plan.selector, HashSelector):
             plan.selector.require_heads(plan.layer, key)  # hashed later; codes of now are refused when they are made
-        if (
-            coded
-            and query.shape[2] > 1
-            and (codes := cast(Tensor, held.codes).shape[1]) not in (key.shape[1], query.shape[1])
-        ):
+        codes = cast(Tensor, held.codes).shape[1] if coded and query.shape[2] > 1 else key.shape[1]
+        if codes not in (key.shape[1], query.shape[1]):
             raise ValueError(
                 f"layer {plan.layer} needs codes of {key.shape[1]} KV heads or {query.shape[1]} query heads, got "
                 f"{codes}; the head counts in the model's config are wrong"

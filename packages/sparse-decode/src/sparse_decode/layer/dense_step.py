@@ -22,6 +22,8 @@ from sparse_decode.attention.dense import attend_all
 from sparse_decode.model import FLASH_NAME, NAMES, PAGED_NAMES
 from sparse_decode.modes import readable
 
+QKV = tuple[Tensor, Tensor, Tensor]
+"""Queries [B, Hq, R, D], keys and values [B, Hkv, N, D]."""
 Output = tuple[Tensor, Tensor | None]
 """Of an attention function: [B, Q, Hq, D], and the attention weights [B, Hq, Q, N] or None."""
 
@@ -68,10 +70,7 @@ def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, s
 
 
 def attend_visible(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
-    """Attend to the tokens that are `seen`, bool [B or 1, 1, R, N], with torch's attention: [B, R, Hq, Dv].
-
-    Args: as in `attend_step`; seen: None if every row sees every token.
-    """
+    """Attend to the tokens that are `seen`, bool [B or 1, 1, R, N] or None for all, with torch's attention."""
     out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous()
 
@@ -96,9 +95,7 @@ def _with_means(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
     return out.clone() if sees.all() else _replaced(out, value, sees)
 
 
-@_with_means.register_fake
-def _(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
-    return torch.empty_like(out)
+_with_means.register_fake(lambda out, value, sees: torch.empty_like(out))
 
 
 def _replaced(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
@@ -106,38 +103,23 @@ def _replaced(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
     return torch.where(sees[..., None, None], out, mean[:, None].to(out.dtype))
 
 
-def attend_step(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    dropout: float,
-    eager: bool,
-    kwargs: dict[str, Any],
-) -> Tensor | None:
+def _attend_step(qkv: QKV, mask: Tensor | None, scaling: float, eager: bool, kwargs: dict[str, Any]) -> Tensor | None:
     """Attend to all visible tokens in a decode step: [B, R, Hq, Dv]; None if our kernel does not support the call.
 
-    Args:
-        module: the attention module; eager: whether it would use its own eager function, which supports soft-capping
-            and learned sinks, or torch's attention.
-        query [B, Hq, R, D], key and value [B, Hkv, N, D], mask [B or 1, 1, R, N]; kwargs: as Hugging Face gives them.
+    Args: eager: whether the module would use its own eager function, which supports soft-capping and learned sinks, or
+        torch's attention; kwargs: as Hugging Face gives them.
     """
-    if torch.compiler.is_compiling() or not _fits(query, key, value) or _asks_for_more(module, dropout, kwargs):
-        return None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if not eager and (softcap is not None or sinks is not None):
         return None
-    rows, n = query.shape[2], key.shape[2]
-    if mask is None:
-        if rows > 1:
+    rows, n = qkv[0].shape[2], qkv[1].shape[2]
+    if mask is not None:
+        mask = _shown(mask) if mask.shape[1] == 1 and mask.shape[-2:] == (rows, n) else None
+        if mask is None:
             return None
-        return attend_all(query, key, value, scaling, softcap=softcap, sinks=sinks)
-    if mask.shape[1] != 1 or mask.shape[-2:] != (rows, n):
+    elif rows > 1:
         return None
-    shown = _shown(mask)
-    return None if shown is None else attend_all(query, key, value, scaling, shown, softcap=softcap, sinks=sinks)
+    return attend_all(*qkv, scaling, mask, softcap=softcap, sinks=sinks)
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -183,16 +165,9 @@ def dense_attention(module: Any) -> Callable[..., Output]:
 
 
 def attend_densely(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    set_to: str | None = None,
-    **kwargs: Any,
-) -> Output:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, set_to: str | None = None, **kwargs: Any,
+) -> Output:  # fmt: skip
     """Attend to all visible tokens: long decode steps on the CPU with our kernel, all other calls as the model does.
 
     Args: those of `interface.attention`; set_to: the attention that the module's config names, if known: reading it
@@ -204,27 +179,21 @@ def attend_densely(
         if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
             return attend_by_torch(query, key, value, dropout, scaling), None
     elif name != FLASH_NAME:
-        factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-        eager = name in EAGER
-        out = attend_step(module, query, key, value, mask, factor, dropout, eager, kwargs)
-        if out is not None:
-            return out, None
+        asks = torch.compiler.is_compiling() or not _fits(query, key, value) or _asks_for_more(module, dropout, kwargs)
+        if not asks:
+            factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
+            out = _attend_step((query, key, value), mask, factor, name in EAGER, kwargs)
+            if out is not None:
+                return out, None
     if alone and name in EAGER:
         mask = query.new_zeros(1, 1, 1, key.shape[2])  # some eager attention functions add a mask unconditionally
     return dense_attention(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
 def flash_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, scaling: Any, **kwargs: Any
 ) -> Output:
     """Attend densely through flash-attn, with the signature of Hugging Face's attention functions."""
-    flash.refuse(attention_mask, kwargs.get("s_aux"), dropout)
-    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-    return flash.dense(query, key, value, factor, kwargs.get("softcap")), None
+    flash.refuse(mask, kwargs.get("s_aux"), dropout)
+    factor = float(q.shape[3] ** -0.5 if scaling is None else scaling)
+    return flash.dense(q, k, v, factor, kwargs.get("softcap")), None

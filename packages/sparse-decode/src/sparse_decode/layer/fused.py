@@ -28,6 +28,10 @@ from sparse_decode.layer.fused_kernels import FORM
 from sparse_decode.select import HashSelector
 from sparse_decode.unselected.sums import FOLD
 
+Fitted = tuple[Tensor, Tensor] | None
+"""What `Coefficients.on` returns; None without a remainder."""
+Given = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Queries, keys, values and codes of a step."""
 _NO_SUMS = 0, 0, 0, 0
 _NAMES = encode.NAMES * 2  # of the weights of the functions of queries and of keys
 
@@ -35,30 +39,20 @@ _NAMES = encode.NAMES * 2  # of the weights of the functions of queries and of k
 class _Form(NamedTuple):
     """The kernel's arguments that calls share if they differ only in tensor contents and the number of tokens.
 
-    Attributes:
-        key: shapes, dtypes and strides of the calls.
-        values: int64, in the order of `fused_kernels.FORM`.
-        work: popcounts per token, times 32, and multiply-adds per token that is read, of a KV head.
-        layer, weights, left_out, coordinate: the owners of the addresses in `values`, to check that these are still
-            valid.
-        owners, addresses: of the weights: the modules' parameters, which are looked up there at each step because a
-            module's own lookup is slow, and where they were.
-        digits: the owner of further addresses.
-        modules: the hasher's layers by index, to check that `layer` is still one of them; None if it is a copy on
-            another device.
+    It holds the owners of the addresses in `values`, to check that these are still valid.
     """
 
-    key: tuple[Any, ...]
-    values: NDArray[np.int64]
-    work: tuple[int, int]
+    key: tuple[Any, ...]  # shapes, dtypes and strides of the calls
+    values: NDArray[np.int64]  # in the order of `fused_kernels.FORM`
+    work: tuple[int, int]  # popcounts per token, times 32, and multiply-adds per token that is read, of a KV head
     layer: Planes | Transform
     weights: list[Tensor]
-    owners: list[dict[str, Any]]
-    addresses: list[int]
-    left_out: tuple[Tensor, Tensor] | None
+    owners: list[dict[str, Any]]  # the modules' parameters: a module's own lookup is slow
+    addresses: list[int]  # of the weights
+    left_out: Fitted
     digits: encode.Digits
     coordinate: Tensor | None
-    modules: dict[str, Any] | None
+    modules: dict[str, Any] | None  # the hasher's layers by index; None if `layer` is a copy on another device
 
 
 class FusedStep:
@@ -73,9 +67,7 @@ class FusedStep:
         self._cpu_encoder = encode.CpuEncoder()
         self._form: _Form | None = None
 
-    def run(
-        self, held: CodedDynamicLayer, x: Inputs, left_out: tuple[Tensor, Tensor] | None, reads: list[int]
-    ) -> Tensor | None:
+    def run(self, held: CodedDynamicLayer, x: Inputs, left_out: Fitted, reads: list[int]) -> Tensor | None:
         """Encode, select and attend: q [B, Hq, 1, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, 1, Hq, Dv].
 
         Args: those of `sparse_decode.layer.plan.PlainStep`. Returns: None if the call is not supported here.
@@ -83,7 +75,7 @@ class FusedStep:
         q, k, v, scaling, softcap, sinks = x
         batch, hkv, n, _ = k.shape
         codes, pending = held.room_for_code()
-        form, moments = self._formed(q, k, v, codes, left_out), held.moments
+        form, moments = self._formed((q, k, v, codes), left_out), held.moments
         sums = _NO_SUMS if left_out is None else moments.for_step(batch, n)
         if form is None or sums is None:
             return None
@@ -111,13 +103,9 @@ class FusedStep:
             moments.advance(k, v, None, n, k.device)
         return out if q.dtype == torch.float32 else out.to(q.dtype)
 
-    def _formed(
-        self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor, left_out: tuple[Tensor, Tensor] | None
-    ) -> _Form | None:
-        """Return the shared arguments of such calls, cached while the addresses are valid; None for other hashers.
-
-        The object is immutable, because threads share it.
-        """
+    def _formed(self, given: Given, left_out: Fitted) -> _Form | None:
+        """Return the shared arguments of such calls, cached while the addresses are valid; None for other hashers."""
+        q, k, v, codes = given
         (b_k, h_k, _, dim), (b_v, h_v, _, dim_v), (b_c, h_c, _, words) = k.shape, v.shape, codes.shape
         known = self._form
         key = (
@@ -132,19 +120,11 @@ class FusedStep:
                 there, weights = map(getitem, known.owners, _NAMES), known.weights
                 if all(map(is_, there, weights)) and list(map(Tensor.data_ptr, weights)) == known.addresses:
                     return known
-        return self._made(key, q, k, v, codes, left_out)
+        return self._made(key, given, left_out)
 
-    def _made(
-        self,
-        key: tuple[Any, ...],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        codes: Tensor,
-        left_out: tuple[Tensor, Tensor] | None,
-    ) -> _Form | None:
+    def _made(self, key: tuple[Any, ...], given: Given, left_out: Fitted) -> _Form | None:
         """Look the arguments up and keep them: `_formed`."""
-        given = q, k, v, codes
+        q, k, v, _ = given
         placed = None if self._selector.per_query_head else self._selector.placed
         layer = None if placed is None else placed.layer(self.layer, q.device)
         if layer is None or not encode.supports(layer, q):
@@ -175,14 +155,9 @@ def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tens
 
 
 def _values(
-    own: Planes | Transform,
-    budget: Budget,
-    given: tuple[Tensor, Tensor, Tensor, Tensor],
-    weights: list[Tensor],
-    digits: encode.Digits,
-    left_out: tuple[Tensor, Tensor] | None,
+    own: Planes | Transform, budget: Budget, given: Given, weights: list[Tensor], digits: encode.Digits, rest: Fitted
 ) -> NDArray[np.int64]:
-    """Return the sizes, strides and addresses in the order of `fused_kernels.FORM`; given: q, k, v and codes."""
+    """Return the sizes, strides and addresses in the order of `fused_kernels.FORM`."""
     (q, k, v, _), (r, w1, _, _, _) = given, weights[:5]
     found = {
         "HKV": k.shape[1],
@@ -199,13 +174,13 @@ def _values(
         "SINK": budget.sink,
         "RECENT": budget.recent,
         "SHORTLIST": budget.shortlist or 0,
-        "REMAINDER": int(left_out is not None),
+        "REMAINDER": int(rest is not None),
     }
     for name, x in zip(("Q", "K", "V", "CODE"), given, strict=True):
         found |= dict(zip((f"{name}_BATCH", f"{name}_HEAD", f"{name}_TOKEN"), x.stride()[:3], strict=True))
     names = [f"{which}_{name.upper()}" for which in ("QUERY", "KEY") for name in encode.NAMES]
     found |= {name: x.data_ptr() for name, x in zip(names, weights, strict=True)}
     found |= {name: address(x) for name, x in zip(("COORDINATE", "POWER", "LIMIT"), digits, strict=True)}
-    if left_out is not None:
-        found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), left_out, strict=True)}
+    if rest is not None:
+        found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), rest, strict=True)}
     return np.array([found.get(name, 0) for name in FORM], np.int64)

@@ -12,7 +12,6 @@ numba's cache checks this file only, so `kernel` includes a digest of all files 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from hashcore.cpu import launch_plan, search_kernels
 from hashcore.cpu.intrinsics import observe, publish, stay_a_function
 from hashcore.cpu.threads import compiled, digest
 
-from sparse_decode.attention import attend_kernels, lanes
+from sparse_decode.attention import attend_kernels, intrinsics, lanes
 from sparse_decode.attention.attend_kernels import _attend_task, _widen
 from sparse_decode.attention.intrinsics import pointer
 from sparse_decode.hashing import encode
@@ -59,13 +58,7 @@ def kernel() -> Callable[..., int]:
     """Return the kernel, to be run by `hashcore.cpu.threads.run`."""
     global search_tasks
     search_tasks = compiled(search_kernels.search_tasks)
-    others = (
-        encode,
-        attend_kernels,
-        moment_kernels,
-        lanes,
-        importlib.import_module("sparse_decode.attention.intrinsics"),
-    )
+    others = encode, attend_kernels, moment_kernels, lanes, intrinsics
     files = (*search_kernels.SOURCES, *(Path(str(module.__file__)) for module in others))
     return _tasks_of(digest(files))
 
@@ -79,18 +72,13 @@ def _line(x, address, size, kind, like):  # pragma: no cover - compiled
 
 
 @numba.njit
+def _view(address, shape, kind):  # pragma: no cover - compiled
+    return numba.carray(pointer(address), shape, kind)
+
+
+@numba.njit
 def _floats(address, shape):  # pragma: no cover - compiled
-    return numba.carray(pointer(address), shape, np.float32)
-
-
-@numba.njit
-def _doubles(address, shape):  # pragma: no cover - compiled
-    return numba.carray(pointer(address), shape, np.float64)
-
-
-@numba.njit
-def _bytes(address, shape):  # pragma: no cover - compiled
-    return numba.carray(pointer(address), shape, np.int8)
+    return _view(address, shape, np.float32)
 
 
 @numba.njit
@@ -215,9 +203,9 @@ def _tasks_of(digest: str) -> Callable[..., int]:
                 for t in range(new):
                     _line(new_k[0, 0, t], own_k + item * (summed + t) * form[K_TOKEN], dim, kind, like)
                     _line(new_v[0, 0, t], own_v + item * (summed + t) * form[V_TOKEN], dim_v, kind, like)
-                keys = _doubles(sums[0] + 8 * task * dim, (1, 1, dim))
-                values = _doubles(sums[1] + 8 * task * dim_v, (1, 1, dim_v))
-                spread = _bytes(sums[2] + task * dim * dim_v, (1, 1, dim, dim_v))
+                keys = _view(sums[0] + 8 * task * dim, (1, 1, dim), np.float64)
+                values = _view(sums[1] + 8 * task * dim_v, (1, 1, dim_v), np.float64)
+                spread = _view(sums[2] + task * dim * dim_v, (1, 1, dim, dim_v), np.int8)
                 spread_scales = _floats(sums[3] + 4 * task * dim, (1, 1, dim))
                 slopes = _floats(form[SLOPES] + 4 * head, (group,))
                 _lean_head(

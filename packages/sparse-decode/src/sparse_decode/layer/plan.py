@@ -22,7 +22,7 @@ from sparse_decode.caches.opaque import register
 from sparse_decode.hashing import encode_cuda
 from sparse_decode.layer.blocks import AttentionArgs, Block, Moments, RowRule, rows_at_once
 from sparse_decode.layer.dense_step import attend_visible, with_means
-from sparse_decode.layer.fused import FusedStep
+from sparse_decode.layer.fused import Fitted, FusedStep
 from sparse_decode.modes import in_graph, ordinary_tensors, readable
 from sparse_decode.positions import Numbers, Seen, Sights, beside, count_visible, include, last_row, see, visible_rows
 from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
@@ -31,7 +31,6 @@ from sparse_decode.unselected.static_moments import StaticMoments
 
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
-Fitted = tuple[Tensor, Tensor] | None  # what `Coefficients.on` returns; None without a remainder
 PlainStep = Callable[[CodedDynamicLayer, Inputs, Fitted, list[int]], Tensor | None]
 """Runs a plain step, given `Budget.count_heads`. Returns None if it does not support the call."""
 
@@ -48,16 +47,9 @@ class LayerPlan:
     """
 
     def __init__(
-        self,
-        layer: int,
-        selector: Selector,
-        budget: Budget,
-        rule: RowRule,
-        remainder: Tensor | None = None,
-        backend: Backend = "gather",
-        sights: Sights | None = None,
-        device: torch.device | None = None,
-    ):
+        self, layer: int, selector: Selector, budget: Budget, rule: RowRule, remainder: Tensor | None = None,
+        backend: Backend = "gather", sights: Sights | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
         self.layer: int = layer
         self.selector: Selector = selector
         self.budget: Budget = budget
@@ -96,9 +88,9 @@ class LayerPlan:
 
     def count_dense(self, x: AttentionArgs) -> None:
         """Count a call that was dense because of `dense_below`."""
-        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
-        if x.mask is None and n_queries == 1:
-            return self.count_short(batch * hq, n)
+        hq = x.q.shape[1]
+        if x.mask is None and x.q.shape[2] == 1:
+            return self.count_short(len(x.q) * hq, x.k.shape[2])
         visible, sparse = self.seen(x)
         return self.tally.add_rows(visible * hq, visible * hq, sparse)
 
@@ -148,7 +140,7 @@ class LayerPlan:
         if not isinstance(self.selector, HashSelector) or x.mask is None or x.codes is None or x.length is None:
             return False
         ready = self.remainder is None or (isinstance(x.moments, StaticMoments) and x.moments.ready)
-        placed = self.remainder is None or self.remainder.are_on(x.q.device, x.scaling)
+        placed = self.remainder is None or (x.q.device, x.scaling) in self.remainder.placed
         here = self.tally.tensor.device == x.q.device and self.backend == "gather" and self.budget.values == 1
         return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
 
@@ -179,9 +171,9 @@ class LayerPlan:
         return with_means(out, room_v, self.seen(x)[0] > 0)
 
     def _one_row(self, x: AttentionArgs) -> Block:
-        """Return the one block of a decode step, with few tensor operations and without waiting for the device.
+        """Return the one block of a decode step, without waiting for the device.
 
-        Each operation counts: after the other layers have filled the CPU's caches, it takes ten times its usual time.
+        It has few tensor operations: after the other layers have filled the CPU's caches, each takes ten times as long.
         """
         n, ends = x.k.shape[2], self._sink + self._recent
         if x.mask is None:

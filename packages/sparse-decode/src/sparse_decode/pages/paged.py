@@ -145,8 +145,7 @@ class PagedLayer:
     def decode(self, q: Tensor, pages: Pages, step: Step) -> Tensor:
         """Select tokens for each row and attend to them, in CPU memory. On CUDA: `paged_cuda.decode`.
 
-        Args:
-            q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
+        Args: q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
         Returns: [B, Hq, Dv] in q's dtype.
         Raises: ValueError on other shapes, dtypes or devices.
         """

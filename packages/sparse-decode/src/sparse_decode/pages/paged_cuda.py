@@ -9,18 +9,20 @@ Rows that read all visible tokens are no special case: they select all that lie 
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple
 
 import torch
+from hashcore.cuda import launch
+from hashcore.cuda.kernels import make_launch
 from torch import Tensor
 
-from sparse_decode.attention import gather
+from sparse_decode.attention.gather import KERNELS, OPERATORS, Run, operator
 from sparse_decode.budget import Budget
-from sparse_decode.pages import place_cuda
 from sparse_decode.pages.paged import PagedLayer, Pages
 
 SEARCH: Any = torch.ops.hashcore
-OPERATORS: Any = gather.OPERATORS
+THREADS = 256  # of kernels/place.cu
 
 
 class DeviceStep(NamedTuple):
@@ -85,16 +87,57 @@ def _ends(lengths: Tensor, budget: Budget) -> Tensor:
     return tokens.masked_fill((tokens < least) | (tokens >= n), -1)
 
 
+class Target(ctypes.Structure):
+    """Target of kernels/place.cu, field by field."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page", "head", "token", "slots")),
+        ("size", ctypes.c_int32),
+    )
+
+
+def place_codes(codes: Tensor, slots: Tensor, pages: Tensor, run: Run | None = None) -> None:
+    """Write codes int32 [T, H, W] to pages int32 [M, H, S, W] at slots int64 [T]: page times S plus place in the page.
+
+    Tokens whose slot is out of range, such as -1, are skipped: the host does not see the slots.
+
+    Raises: ValueError on other shapes or dtypes, or if the words of a code in a page are not contiguous.
+    """
+    (tokens, heads, words), (count, _, size, _) = codes.shape, pages.shape
+    if pages.shape != (count, heads, size, words) or slots.shape != (tokens,) or slots.dtype != torch.int64:
+        raise ValueError(
+            f"codes [T, H, W] need slots int64 [T] and pages [M, H, S, W], got {tuple(codes.shape)}, {slots.dtype} "
+            f"{tuple(slots.shape)} and {tuple(pages.shape)}"
+        )
+    if codes.dtype != torch.int32 or pages.dtype != torch.int32 or (pages.stride(3) != 1 and words > 1):
+        raise ValueError(
+            f"codes and pages must be int32, with contiguous words in the pages, got {codes.dtype} and {pages.dtype} "
+            f"with strides {pages.stride()}"
+        )
+    total = tokens * heads * words
+    if not total:
+        return
+    codes, slots = codes.contiguous(), slots.contiguous()
+    target = Target(pages.data_ptr(), *pages.stride()[:3], count * size, size)
+    arguments = ctypes.c_void_p(codes.data_ptr()), ctypes.c_void_p(slots.data_ptr()), target
+    sizes = ctypes.c_int32(heads), ctypes.c_int32(words), ctypes.c_int64(total)
+    one = make_launch("place.cu", "place_codes", (-(-total // THREADS), 1), THREADS, (*arguments, *sizes))
+    (launch.run if run is None else run)([one], pages.device, KERNELS)
+
+
+operator("place_codes(Tensor codes, Tensor slots, Tensor(a!) pages) -> ()", lambda *_: None, cuda=place_codes)
+
+
 def write_codes(pages: Pages, slots: Tensor, codes: Tensor) -> None:
     """Write codes int32 [T, Hkv, W] to slots int64 [T]; tokens whose slot is out of range, such as -1, are skipped."""
-    place_cuda.OPERATORS.place_codes(codes, slots, pages.codes)
+    OPERATORS.place_codes(codes, slots, pages.codes)
 
 
 def decode(layer: PagedLayer, q: Tensor, pages: Pages, step: DeviceStep) -> Tensor:
     """Select tokens for each row and attend to them: `PagedLayer.decode` on CUDA, without counting them.
 
-    Args:
-        q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
+    Args: q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
     Returns: [B, Hq, Dv] in q's dtype; zeros for rows of length 0.
     Raises: ValueError on dtypes, head sizes or page sizes that the kernels do not support.
     """

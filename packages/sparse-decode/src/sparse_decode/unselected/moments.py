@@ -1,4 +1,4 @@
-"""The arguments of kernels/moments.cu, and what it computes, in host memory (`moment_kernels`)."""
+"""The arguments of kernels/moments.cu, and the same computation in host memory (`moment_kernels`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from hashcore.cuda.kernels import Launch, make_launch
 from torch import Tensor
 
 from sparse_decode.attention import compiled
@@ -65,28 +64,9 @@ class Results(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("mean_keys", "rest", *STATE))
 
 
-def launch_of(q: Tensor, v: Tensor, arguments: Sequence[Any]) -> Launch:
-    """Return the launch for queries like q [B, Hq, D] and values like v [B, Hkv, N, Dv]."""
-    named = defined(q.shape[2], v.shape[3], q.dtype)
-    return make_launch("moments.cu", "add_token", (len(q) * v.shape[1], 1), THREADS, arguments, named)
-
-
-def on_cpu(
-    q: Tensor,
-    slopes: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spread: Tensor,
-    levels: Tensor,
-    scales: Tensor,
-    summed: int,
-    visible: Tensor | None,
-    shown: Tensor | None,
-    before: Tensor | None,
-) -> list[Tensor]:
+def on_cpu(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     """Like `remainder.add_token`; the caller has checked that the sums cover the right tokens."""
+    keys, values, spread, levels, scales, summed, visible, shown, _ = rest
     n = k.shape[2]
     means = _lean(q, slopes, k, v, (summed, n), (keys, values, levels, scales), visible, shown)
     if n != summed + FOLD:
@@ -127,17 +107,10 @@ def _folded(
 
 
 def _lean(
-    q: Tensor,
-    slopes: Tensor,
-    k: Tensor,
-    v: Tensor,
-    new: tuple[int, int],
-    sums: Sequence[Tensor],
-    visible: Tensor | None,
-    shown: Tensor | None,
+    q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, new: tuple[int, int], sums: Sequence[Tensor], *rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return mean keys and values of eq. 16; new: first of the tokens not in the sums, and end."""
-    (batch, hkv), (first, n) = k.shape[:2], new
+    (batch, hkv), (first, n), (visible, shown) = k.shape[:2], new, rows
     sizes = sums[0].shape, (*q.shape[:2], v.shape[-1])
     means = q.new_empty(sizes[0], dtype=torch.float32), q.new_empty(sizes[1], dtype=torch.float32)
     counts = torch.full((batch,), n) if visible is None else visible[:, 0]

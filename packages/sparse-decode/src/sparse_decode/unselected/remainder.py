@@ -8,21 +8,22 @@ not cover yet; every `FOLD` tokens these are added. On CUDA one launch of kernel
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from hashcore.cuda import launch
 from hashcore.cuda.kept import Table
-from hashcore.cuda.kernels import Kept
+from hashcore.cuda.kernels import Kept, make_launch
 from torch import Tensor
 
-from sparse_decode.attention.gather import KERNELS, Run, require
+from sparse_decode.attention.gather import KERNELS, OPERATORS, Run, operator, require
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.positions import Seen
-from sparse_decode.unselected.moments import MAX_GROUP, STATE, Padding, Results, Sums, Token, launch_of, on_cpu
+from sparse_decode.unselected.moments import MAX_GROUP, STATE, THREADS, Padding, Results, Sums, Token, defined, on_cpu
 from sparse_decode.unselected.sums import FOLD, Moments, Rounded, means_of_rows
+
+Tensors = Sequence[Tensor]
 
 
 class Coefficients:
@@ -44,10 +45,6 @@ class Coefficients:
                 known = placed[:, :-1].contiguous(), placed[:, -1] * scaling
             self.placed[device, scaling] = known
         return known
-
-    def are_on(self, device: torch.device, scaling: float) -> bool:
-        """Whether they have been asked for there."""
-        return (device, scaling) in self.placed
 
 
 class RunningMoments:
@@ -91,13 +88,7 @@ class RunningMoments:
 
     @torch.no_grad()
     def step(
-        self,
-        q: Tensor,
-        slopes: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sight: Seen | None = None,
-        length: Tensor | None = None,
+        self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, sight: Seen | None = None, length: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
         """Return the means of `rows` for the last row with one kernel, if the sums cover all but the last few tokens.
 
@@ -125,31 +116,18 @@ class RunningMoments:
 
     @torch.no_grad()
     def step_on_device(
-        self,
-        q: Tensor,
-        slopes: Tensor,
-        k: Tensor,
-        v: Tensor,
-        visible: Tensor | None = None,
-        shown: Tensor | None = None,
+        self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the means of `step` on a GPU, if the sums `cover` the tokens. Args: as in `add_token`."""
-        return self._step_by(OPERATORS.add_token, q, slopes, k, v, visible, shown)
+        """Return the means of `step` on a GPU, if the sums `cover` the tokens; rows: none, or visible and shown."""
+        return self._step_by(OPERATORS.add_token, q, slopes, k, v, *(rows or (None, None)))
 
     def _step_by(
-        self,
-        add: Callable[..., Sequence[Tensor]],
-        q: Tensor,
-        slopes: Tensor,
-        k: Tensor,
-        v: Tensor,
-        visible: Tensor | None,
-        shown: Tensor | None,
+        self, add: Callable[..., Tensors], q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        assert self._sums is not None
+        (visible, shown), sums = rows, self._sums
+        assert sums is not None
         query, slopes, k, v = (x.detach() for x in (q[:, :, 0], slopes, k, v))
-        keys, values, spread, rounded = *self._sums[1:], self._for_steps(self._sums)
-        before = keys, values, spread, *rounded, self.length, visible, shown, self._seen
+        before = *sums[1:], *self._for_steps(sums), self.length, visible, shown, self._seen
         mean_keys, rest, *folded = add(query, slopes, k, v, *before)
         if folded:
             *found, levels, scales = folded
@@ -182,10 +160,6 @@ class RunningMoments:
             self._places = tuple(x.data_ptr() for x in found)
         return self._places
 
-    def copied(self) -> RunningMoments:
-        """Return a copy, which steps of this object do not change."""
-        return copy.copy(self)
-
     def drop(self, k: Tensor, v: Tensor, length: int) -> None:
         """Subtract the tokens from `length` on from the sums; k and v must still contain them."""
         if length >= self.length:
@@ -214,7 +188,7 @@ class RunningMoments:
         """Apply `change`, a function on the batch dimension, to the sums."""
         if self._sums is not None:
             rounded = self._rounded
-            self._put(self._sums.map(change))
+            self._put(Moments(*map(change, self._sums)))
             self._rounded = None if rounded is None else Rounded(*map(change, rounded))
             self._seen = None if self._seen is None else change(self._seen)
 
@@ -252,61 +226,36 @@ class RunningMoments:
         return torch.equal(before, now)
 
 
-def add_token(
-    q: Tensor,
-    slopes: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spread: Tensor,
-    levels: Tensor,
-    scales: Tensor,
-    summed: int,
-    visible: Tensor | None = None,
-    shown: Tensor | None = None,
-    before: Tensor | None = None,
-    run: Run | None = None,
-) -> list[Tensor]:
+def add_token(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *sums: Any, run: Run | None = None) -> list[Tensor]:
     """Return the means of the last token's row (eq. 16), and the sums after it if `FOLD` tokens are new.
 
     Args:
         q: its queries, [B, Hq, D]; slopes: float32 [Hq], times the factor on the logits; k [B, Hkv, N, D] and v
             [B, Hkv, N, Dv], bfloat16 or float16 like q, with contiguous components.
-        keys, values, spread: sums over the first `summed` tokens, as in `Moments`; levels, scales: as in `Rounded`.
-        visible: number of visible tokens, int64 [B, 1]; shown: the visible tokens, bool [B, N]; None: all.
-        before: the tokens that the sums cover, bool [B, `summed` or more]; None: all.
+        sums: keys, values and spread of the first tokens, as in `Moments`; levels and scales, as in `Rounded`; the
+            number of these tokens; then, None for all: the number of visible tokens, int64 [B, 1]; the visible tokens,
+            bool [B, N]; and the tokens that the sums cover, bool [B, their number or more].
     Returns: mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]; with `FOLD` new tokens also
         the sums over all, in the order of `Moments` and `Rounded`. On CUDA, if the sums do not cover the visible
         tokens of a row, all of these are NaN in at least one KV head.
     """
-    outputs = _empty(q, slopes, k, v, keys, values, spread, levels, scales, summed)
-    sums = keys, values, spread, levels, scales
-    launch_sums(q, slopes, k, v, sums, outputs, (visible, shown, before, None, None), summed, run)
+    outputs, rows = _empty(q, slopes, k, v, *sums), (*sums[6:], *(None,) * 5)[:5]
+    launch_sums((q, slopes, k, v), sums[:5], outputs, rows, sums[5], run)
     return outputs
 
 
 def launch_sums(
-    q: Tensor,
-    slopes: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    rows: tuple[Tensor | None, ...],
-    covered: int,
-    run: Run | None,
+    given: Tensors, sums: Tensors, outputs: Tensors, rows: Sequence[Tensor | None], covered: int, run: Run | None
 ) -> None:
     """Run the kernel with these sums and outputs, in the order of its arguments; rows: those of `Padding`."""
+    q, slopes, k, v = given
     if not len(q):
         return
     q, device = q.contiguous(), q.device
     visible, shown, before, length, summed = rows
     shown, before = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (shown, before))
     form = q.shape, q.dtype, device, k.shape, k.stride(), v.shape, v.stride(), _step(shown), _step(before)
-    call = _calls.found.get(form)
-    if call is None:
-        call = _renewed(form, q, k, v, k.stride(), v.stride(), _step(shown), _step(before))
+    call = _calls.found.get(form) or _renewed(form, q, k, v)
     token, padding, into, to = call.token, call.padding, call.sums, call.results
     token.k, token.v, token.q, token.slopes = k.data_ptr(), v.data_ptr(), q.data_ptr(), slopes.data_ptr()
     token.summed = covered
@@ -339,14 +288,19 @@ class _Call(NamedTuple):
 _calls: Table[_Call] = Table()
 
 
-def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *strides: Any) -> _Call:
+def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> _Call:
     """Return the launch for a form: that of the previous length, updated, or a new one."""
-    (*lead, n, dim), value_dim = k.shape, v.shape[3]
-    kind = *form[:3], *lead, dim, value_dim
+    (batch, heads, n, dim), value_dim, strides = k.shape, v.shape[3], (form[4], *form[6:])
+    kind, group = (*form[:3], batch, heads, dim, value_dim), q.shape[1] // heads
+    require(q.dtype, (dim, value_dim), group)
 
     def make() -> _Call:
-        arguments = Token(kv_heads=v.shape[1], group=q.shape[1] // v.shape[1]), Padding(), Sums(), Results()
-        call = _Call(*arguments, Kept([launch_of(q, v, arguments)]))
+        arguments, named = (
+            (Token(kv_heads=heads, group=group), Padding(), Sums(), Results()),
+            defined(dim, value_dim, q.dtype),
+        )
+        launch = make_launch("moments.cu", "add_token", (batch * heads, 1), THREADS, arguments, named)
+        call = _Call(*arguments, Kept([launch]))
         call.resize(n, *strides)
         return call
 
@@ -374,23 +328,13 @@ def _empty(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *sums: Any) -> list[
 
 def empty_means(q: Tensor, v: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return tensors for mean keys [B, Hkv, D] and values [B, Hq, Dv]; keys: their sums."""
-    return (
-        q.new_empty(*keys.shape, dtype=torch.float32),
-        q.new_empty(*q.shape[:2], v.shape[-1], dtype=torch.float32),
-    )
+    return (q.new_empty(*keys.shape, dtype=torch.float32), q.new_empty(*q.shape[:2], v.shape[-1], dtype=torch.float32))
 
 
-def _on_cuda(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // k.shape[1])
-    return add_token(q, slopes, k, v, *rest)
-
-
-LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
-LIBRARY.define(
+operator(
     "add_token(Tensor q, Tensor slopes, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor spread, Tensor levels, "
-    "Tensor scales, SymInt summed, Tensor? visible, Tensor? shown, Tensor? before) -> Tensor[]"
+    "Tensor scales, SymInt summed, Tensor? visible, Tensor? shown, Tensor? before) -> Tensor[]",
+    _empty,
+    cpu=on_cpu,
+    cuda=add_token,
 )
-LIBRARY.impl("add_token", on_cpu, "CPU")
-LIBRARY.impl("add_token", _on_cuda, "CUDA")
-torch.library.register_fake("sparse_decode::add_token", _empty, lib=LIBRARY)
-OPERATORS: Any = torch.ops.sparse_decode

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparse_decode.attention.gather import Run, require
+from sparse_decode.attention.gather import OPERATORS, Run, operator
 from sparse_decode.modes import readable
 from sparse_decode.positions import Seen
 from sparse_decode.unselected.moments import STATE, on_cpu_in_place
@@ -104,41 +103,26 @@ class StaticMoments:
 
 
 def add_in_place(
-    q: Tensor,
-    slopes: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Sequence[Tensor],
-    visible: Tensor,
-    shown: Tensor,
-    length: Tensor,
-    run: Run | None = None,
+    q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Tensor, run: Run | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Like `remainder.add_token`, for token `length` - 1 of a static cache, in place.
+    """Like `remainder.add_token`, for the last token of a static cache, in place.
 
-    Args: as in `add_token`; sums: those of a `StaticMoments`; length: number of tokens in the cache, int64 [].
+    Args: as in `add_token`; rest: the tensors of a `StaticMoments`, visible and shown as there, and the number of
+        tokens in the cache, int64 [].
     """
-    *state, before, summed = sums
+    *state, before, summed, visible, shown, length = rest
     means = empty_means(q, v, state[1])
-    launch_sums(q, slopes, k, v, state[1:], (*means, *state), (visible, shown, before, length, summed), 0, run)
+    rows = visible, shown, before, length, summed
+    launch_sums((q, slopes, k, v), state[1:], (*means, *state), rows, 0, run)
     return means
-
-
-def _on_cuda(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // k.shape[1])
-    return add_in_place(q, slopes, k, v, rest[:8], *rest[8:])
 
 
 _NAMES = *STATE, "before", "summed"
 _HELD = ", ".join(f"Tensor({mark}!) {name}" for mark, name in zip("abcdefgh", _NAMES, strict=True))
-LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
-LIBRARY.define(
+operator(
     f"add_in_place(Tensor q, Tensor slopes, Tensor k, Tensor v, {_HELD}, Tensor visible, Tensor shown, Tensor length) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    lambda q, slopes, k, v, tokens, keys, *_: empty_means(q, v, keys),
+    cpu=on_cpu_in_place,
+    cuda=add_in_place,
 )
-LIBRARY.impl("add_in_place", on_cpu_in_place, "CPU")
-LIBRARY.impl("add_in_place", _on_cuda, "CUDA")
-torch.library.register_fake(
-    "sparse_decode::add_in_place", lambda q, s, k, v, t, keys, *_: empty_means(q, v, keys), lib=LIBRARY
-)
-OPERATORS: Any = torch.ops.sparse_decode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -61,10 +60,6 @@ class Moments(NamedTuple):
         """Return the sums without the `last` tokens, which must be part of them."""
         rest = Moments(*(mine - theirs for mine, theirs in zip(self, last, strict=True)))
         return rest._replace(spread=rest.spread - _between(rest, last))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Moments:
-        """Apply `change`, a function on the batch dimension, to each sum."""
-        return Moments(*map(change, self))
 
 
 class Rounded(NamedTuple):
