@@ -58,16 +58,14 @@ class Change(NamedTuple):
     value: Any
 
 
-SWAPS: dict[type[ast.AST], type[Any]] = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
-    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
-    **{ast.And: ast.Or, ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd},
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add},
-}
-SYMBOLS = {
-    **{"Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">=", "Eq": "==", "NotEq": "!=", "Is": "is", "IsNot": "is not"},
-    **{"In": "in", "NotIn": "not in", "And": "and", "Or": "or", "BitAnd": "&", "BitOr": "|", "Add": "+", "Sub": "-"},
-}
+_PAIRS: tuple[tuple[type[Any], str, type[Any], str], ...] = (
+    *((ast.Lt, "<", ast.LtE, "<="), (ast.Gt, ">", ast.GtE, ">="), (ast.Eq, "==", ast.NotEq, "!=")),
+    *((ast.Is, "is", ast.IsNot, "is not"), (ast.In, "in", ast.NotIn, "not in"), (ast.And, "and", ast.Or, "or")),
+    *((ast.BitAnd, "&", ast.BitOr, "|"), (ast.Add, "+", ast.Sub, "-")),
+)
+SWAPS = {one: (other, f"{a} -> {b}") for one, a, other, b in _PAIRS}
+SWAPS |= {other: (one, f"{b} -> {a}") for one, a, other, b in _PAIRS}
+"""What replaces an operator, and the description of the change."""
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
@@ -78,11 +76,11 @@ def changes(node: ast.AST) -> Iterator[Change]:
     """
     if isinstance(node, ast.Compare):
         for place, operator in enumerate(node.ops):
-            other = SWAPS[type(operator)]()
-            yield Change(node, _swap(operator, other), node, "ops", [*node.ops[:place], other, *node.ops[place + 1 :]])
+            other, label = SWAPS[type(operator)]
+            yield Change(node, label, node, "ops", [*node.ops[:place], other(), *node.ops[place + 1 :]])
     elif isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SWAPS:
-        other = SWAPS[type(node.op)]()
-        yield Change(node, _swap(node.op, other), node, "op", other)
+        other, label = SWAPS[type(node.op)]
+        yield Change(node, label, node, "op", other())
     elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
         value = not node.value if isinstance(node.value, bool) else int(str(node.value)) + 1
         yield Change(node, f"{node.value} -> {value}", node, "value", value)
@@ -101,10 +99,6 @@ def changes(node: ast.AST) -> Iterator[Change]:
 
 def _is_not(node: Any) -> bool:
     return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-
-
-def _swap(old: ast.AST, new: ast.AST) -> str:
-    return f"{SYMBOLS[type(old).__name__]} -> {SYMBOLS[type(new).__name__]}"
 
 
 def _removable(statement: ast.stmt) -> bool:
@@ -134,11 +128,8 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
 def mutants(source: str, functions: tuple[str, ...] = ()) -> list[Mutant]:
     """Return every mutant of a module's functions and methods, or of those with these names, in order of lines."""
     tree, lines, found = ast.parse(source), source.splitlines(), []
-    tops = [x for x in tree.body if isinstance(x, ast.FunctionDef)]
-    tops += [
-        x for part in tree.body if isinstance(part, ast.ClassDef) for x in part.body if isinstance(x, ast.FunctionDef)
-    ]
-    for function in tops:
+    inside = [x for part in tree.body if isinstance(part, ast.ClassDef) for x in part.body]
+    for function in (x for x in [*tree.body, *inside] if isinstance(x, ast.FunctionDef)):
         if functions and function.name not in functions:
             continue
         for change in [change for node in _nodes(function) for change in changes(node)]:
