@@ -255,7 +255,8 @@ def environment() -> dict[str, Any] | None:
     if missing(("torch",)):
         print("torch is not installed; without it no GPU can be used.", flush=True)
         return None
-    script = "import json, torch\nfrom hashcore.cuda import timing\n"
+    script = f"import sys; sys.path.insert(0, {str(ROOT / 'packages' / 'hashcore' / 'benchmarks')!r})\n"
+    script += "import json, torch, gpu_timing as timing\n"
     script += "print(json.dumps(timing.environment() if torch.cuda.is_available() else None))"
     done = command([sys.executable, "-c", script], 120)
     if done.code != 0:

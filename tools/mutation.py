@@ -63,7 +63,7 @@ _PAIRS: tuple[tuple[type[Any], str, type[Any], str], ...] = (
     *((ast.Is, "is", ast.IsNot, "is not"), (ast.In, "in", ast.NotIn, "not in"), (ast.And, "and", ast.Or, "or")),
     *((ast.BitAnd, "&", ast.BitOr, "|"), (ast.Add, "+", ast.Sub, "-")),
 )
-SWAPS = {one: (other, f"{a} -> {b}") for one, a, other, b in _PAIRS}
+SWAPS: dict[type[Any], tuple[type[Any], str]] = {one: (other, f"{a} -> {b}") for one, a, other, b in _PAIRS}
 SWAPS |= {other: (one, f"{b} -> {a}") for one, a, other, b in _PAIRS}
 """What replaces an operator, and the description of the change."""
 

@@ -173,12 +173,13 @@ def as_written(log: pathlib.Path) -> str:
     server = Server(["bash", "-c", start.strip()], README_PORT, log, kept)
     try:
         server.wait()
-        done = subprocess.run(["bash", "-c", request], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        text = json.loads(done.stdout)["choices"][0]["text"]
-        if not text.strip():
-            raise ValueError("the server answered an empty text")
-        return text
-    except (json.JSONDecodeError, LookupError, TypeError):
-        raise ValueError(f"the server answered no completion: {done.stdout[:300]}") from None
+        asked = subprocess.run(["bash", "-c", request], cwd=ROOT, capture_output=True, text=True, timeout=300)
     finally:
         server.stop(everyone=True)
+    try:
+        text = json.loads(asked.stdout)["choices"][0]["text"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"the server answered no completion: {asked.stdout[:300]}") from None
+    if not text.strip():
+        raise ValueError("the server answered an empty text")
+    return text
