@@ -89,7 +89,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = [
-    Budget(*scoring("score.cu", (4, REGULAR[count])), "score_all", popc, lop3)
+    Budget(scoring("score.cu", (4, REGULAR[count]))[0], "score_all", popc, lop3)
     for count, popc, lop3 in ((3, 8, 24), (1, 3, 8), (6, 14, 60))  # G = 7 in 3 planes: 7 and 22
 ]
 

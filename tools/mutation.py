@@ -182,8 +182,7 @@ def run_tests(target: Target, copy: Path) -> int:
 def outcome(target: Target, copy: Path, seconds: float) -> str:
     """Fork, run the tests, and return how it ended: passed, failed, crashed or timed out."""
     sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
+    if (child := os.fork()) == 0:
         _in_child(target, copy)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -279,12 +278,11 @@ def summary(
     """Return a target's stored result; `before` is the earlier measurement in which all but the chosen ones ended."""
     ended = Counter(ends) + Counter(before["by"] if before else {})
     alive = [mutant for mutant, end in zip(chosen, ends, strict=True) if end == "passed"]
-    equivalent: list[dict[str, Any]] = []
-    survivors: list[dict[str, Any]] = []
-    for m in alive:
-        found = {"file": target.file, "line": m.line, "text": m.text, "change": m.change}
-        reason = EQUIVALENT.get((target.file.rpartition("/src/")[2], m.text, m.change))
-        (survivors.append(found) if reason is None else equivalent.append(found | {"reason": reason}))
+    place = target.file.rpartition("/src/")[2]
+    found = [{"file": target.file, "line": m.line, "text": m.text, "change": m.change} for m in alive]
+    reasons = [EQUIVALENT.get((place, m.text, m.change)) for m in alive]
+    survivors = [one for one, reason in zip(found, reasons, strict=True) if reason is None]
+    equivalent = [one | {"reason": reason} for one, reason in zip(found, reasons, strict=True) if reason]
     by = {end: ended[end] for end in ("failed", "crashed", "timed out")}
     killed = sum(by.values())
     return {
@@ -301,15 +299,6 @@ def summary(
         "equivalent": equivalent,
         "survivors": survivors,
     }
-
-
-def table(targets: dict[str, Any]) -> str:
-    """Format the scores as lines of text."""
-    lines = ["target         tried of possible  killed  equivalent  survive   score"]
-    for name, x in targets.items():
-        counts = f"{x['tried']:5d} of {x['possible']:8d}  {x['killed']:6d}  {len(x['equivalent']):10d}"
-        lines.append(f"{name:14s} {counts}  {len(x['survivors']):7d}  {x['score']:6.1%}")
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -348,7 +337,10 @@ def main() -> int:
         ordered = {name: results[name] for name in TARGETS if name in results}
         temporary.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, args.out)
-    print(table({name: results[name] for name in names}))
+    print("target         tried of possible  killed  equivalent  survive   score")
+    for name, x in ((name, results[name]) for name in names):
+        counts = f"{x['tried']:5d} of {x['possible']:8d}  {x['killed']:6d}  {len(x['equivalent']):10d}"
+        print(f"{name:14s} {counts}  {len(x['survivors']):7d}  {x['score']:6.1%}")
     return int(any(results[name]["survivors"] for name in names))
 
 

@@ -94,8 +94,8 @@ def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Enco
     if verify:
         _check_ids(path, arrays["ids"], next_id, bool(flags & ASCENDING))
     mean, matrix = (arrays[name] if flags & flag else None for name, flag in (("mean", MEAN), ("matrix", MATRIX)))
-    encoder, vectors = Encoder(dim, 32 * words, mean, matrix, None if seed < 0 else seed), arrays["vectors"]
-    vectors = vectors if kept else None
+    encoder = Encoder(dim, 32 * words, mean, matrix, None if seed < 0 else seed)
+    vectors = arrays["vectors"] if kept else None
     return encoder, Rows(arrays["codes"], arrays["ids"], vectors, count, ascending=bool(flags & ASCENDING)), next_id
 
 
@@ -126,8 +126,10 @@ def _length(shapes: Shapes) -> int:
 def _pieces(name: str, encoder: Encoder, rows: Rows) -> Iterator[NDArray[Any]]:
     """Yield a section in pieces, without the removed rows."""
     column = getattr(encoder if name in SMALL else rows, name)
-    if name in SMALL or column is None:
-        yield from [] if column is None else [column]
+    if column is None:
+        return
+    if name in SMALL:
+        yield column
         return
     live = rows.live()
     step = max(1, BLOCK // max(1, column[:1].nbytes))
