@@ -61,25 +61,21 @@ def retrieval(rng: np.random.Generator) -> dict[str, Race]:
     one, four, ones = queries[:1], queries[:4], (1,) * 4
     vectors, scores = rng.standard_normal((CONTEXT, 32 * WORDS), np.float32), hashcore.score(queries, keys)
     pages = rng.permutation(KEYS // PAGE)
-    table, pool = (
-        np.argsort(pages),
-        keys.reshape(-1, PAGE, WORDS)[pages],
-    )  # page table[i] holds keys i PAGE and following
+    table, pool = np.argsort(pages), keys.reshape(-1, PAGE, WORDS)[pages]  # page table[i]: keys i PAGE and following
 
     def brute() -> np.ndarray:
-        return np.sort(32 * WORDS - np.bitwise_count((one ^ keys).view(np.uint32)).sum(-1, dtype=np.int32))[
-            : -TOP - 1 : -1
-        ]
-
-    def scored() -> np.ndarray:
-        return hashcore.score(queries, keys)
+        matches = 32 * WORDS - np.bitwise_count((one ^ keys).view(np.uint32)).sum(-1, dtype=np.int32)
+        return np.sort(matches)[: -TOP - 1 : -1]
 
     def topk(scores: np.ndarray) -> torch.Tensor:
         return torch.topk(torch.from_numpy(scores), TOP).values
 
     return {
         "search, one query: numpy by brute force": (lambda: hashcore.search(one, keys, TOP), brute),
-        "search, 7 queries: scores, torch.topk": (lambda: hashcore.search(queries, keys, TOP), lambda: topk(scored())),
+        "search, 7 queries: scores, torch.topk": (
+            lambda: hashcore.search(queries, keys, TOP),
+            lambda: topk(hashcore.score(queries, keys)),
+        ),
         "search in shuffled pages of 32: side by side": (
             lambda: hashcore.search(four, pool, TOP, ones, blocks=table),
             lambda: hashcore.search(four, keys, TOP, ones),

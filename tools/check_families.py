@@ -21,6 +21,7 @@ import logging
 import pathlib
 import sys
 import warnings
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -84,11 +85,8 @@ class Found(NamedTuple):
 
 def build(name: str, change: dict[str, Any]) -> PreTrainedModel:
     """Create a tiny random model of a family. Raises: any error of its config or its model."""
-    sizes: dict[str, Any] = {
-        key: value for key, value in {**SIZES, **change}.items() if value is not None or key not in change
-    }
-    if change.get("sliding_window", 0) is None:
-        sizes["sliding_window"] = None
+    left_out = {key for key, value in change.items() if value is None} - {"sliding_window"}
+    sizes = {key: value for key, value in {**SIZES, **change}.items() if key not in left_out}
     make: Any = CONFIG_MAPPING[name]
     config = make(**sizes, **parts(make, sizes))
     with torch.device("meta"):  # first without memory, because some are large with any sizes
@@ -104,12 +102,8 @@ def parts(make: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     if not make.sub_configs:
         return {}
     whole = make()
-    found = {key: getattr(whole, key, None) for key in make.sub_configs}
-    return {
-        key: type(part)(**{**sizes, **PARTS, **parts(type(part), sizes)})
-        for key, part in found.items()
-        if part is not None
-    }
+    kinds = {key: type(part) for key in make.sub_configs if (part := getattr(whole, key, None)) is not None}
+    return {key: kind(**{**sizes, **PARTS, **parts(kind, sizes)}) for key, kind in kinds.items()}
 
 
 def generate(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,12 +125,14 @@ def differs(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, t
 
 def check(name: str) -> Found:
     """Check one family with the first sizes that work."""
-    found = [Found("not built")]
+    refused, unbuilt = None, []
     for change in CHANGES:
-        found.append(check_with(name, change))
-        if found[-1].verdict in ("equal", "differs", "crashes"):
-            return found[-1]
-    return next((one for one in found if one.verdict == "refused"), found[1])
+        found = check_with(name, change)
+        if found.verdict in ("equal", "differs", "crashes"):
+            return found
+        refused = refused or (found if found.verdict == "refused" else None)
+        unbuilt.append(found)
+    return refused or unbuilt[0]
 
 
 def check_with(name: str, change: dict[str, Any]) -> Found:
@@ -150,23 +146,20 @@ def check_with(name: str, change: dict[str, Any]) -> Found:
         return Found("not built", f"dense generations differ from each other: {again}")
     layers: tuple[int, ...] = ()
     for rule in ("decode", 0):
+        at = "attach"
         try:
             attachment = attach(model, LshSelector(model.config), Budget(1.0), dense_layers=0, sparse_rows=rule)
-        except ValueError as error:
-            return Found("refused", str(error))
-        except Exception as error:  # a crash, which this tool looks for
-            return Found("crashes", f"attach: {type(error).__name__}: {error}"[:200])
-        try:
+            at = f"sparse_rows={rule!r}"
             with attachment:
                 layers = attachment.layers
                 if apart := differs(dense, generate(model)):
-                    return Found("differs", f"sparse_rows={rule!r}: {apart}")
+                    return Found("differs", f"{at}: {apart}")
                 if set(attachment.density()) != set(layers):
-                    return Found("differs", f"sparse_rows={rule!r}: layers {sorted(attachment.density())} were sparse")
+                    return Found("differs", f"{at}: layers {sorted(attachment.density())} were sparse")
         except ValueError as error:
             return Found("refused", str(error))
         except Exception as error:  # a crash, which this tool looks for
-            return Found("crashes", f"sparse_rows={rule!r}: {type(error).__name__}: {error}"[:200])
+            return Found("crashes", f"{at}: {type(error).__name__}: {error}"[:200])
         if apart := differs(dense, generate(model)):
             return Found("differs", f"detached: {apart}")
     return Found("equal", f"layers {', '.join(map(str, layers))}")
@@ -182,23 +175,22 @@ def main(arguments: list[str]) -> int:
     if asked and given.out:
         parser.error("expected no names of families with --out, which stores all of them")
     transformers.logging.set_verbosity(logging.CRITICAL)
-    counts: dict[str, int] = {}
     outcomes: dict[str, Found] = {}
     for name in asked or CAUSAL:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             found = check(name)
         outcomes[name] = found
-        counts[found.verdict] = counts.get(found.verdict, 0) + 1
         print(f"{name:28} {found.verdict:10} {found.remark}", flush=True)
+    counts = Counter(found.verdict for found in outcomes.values())
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     if given.out:
         content = {"transformers": transformers.__version__, "families": outcomes}
         write_text(given.out, json.dumps(content, indent=1) + "\n")
-    too_few = not asked and counts.get("equal", 0) < LEAST
+    too_few = not asked and counts["equal"] < LEAST
     if too_few:
         print(f"expected at least {LEAST} equal families; see those that were refused", file=sys.stderr)
-    return int(too_few or bool(counts.get("crashes", 0) + counts.get("differs", 0)))
+    return int(too_few or bool(counts["crashes"] + counts["differs"]))
 
 
 if __name__ == "__main__":

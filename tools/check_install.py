@@ -42,6 +42,7 @@ QUICK = {
 COMPILER = "cuda.core"  # compiles kernels; hashtrain brings it on Linux x86-64
 RUNNERS = {"hypothesis", "pytest", "pytest-xdist"}  # always installed in their pinned versions
 AWAY = ("--directory", tempfile.gettempdir())
+LIST = ("--quiet", "--format", "json")
 
 
 def uv(*arguments: str | pathlib.Path) -> str:
@@ -136,19 +137,8 @@ def brought(package: str, listed: dict[str, str], size: int, lowest: bool = Fals
     if package == "hashcore" and listed.keys() != HASHCORE_BRINGS:
         wrong.append(f"hashcore: expected {sorted(HASHCORE_BRINGS)}, got {sorted(listed)}; look at its dependencies")
     if package == "hashcore" and size >= LIMIT:
-        wrong.append(
-            f"hashcore: expected less than {LIMIT / 1e6:.0f} MB, got {size / 1e6:.0f}; look at its dependencies"
-        )
+        wrong.append(f"hashcore: expected less than {LIMIT / 1e6:.0f} MB, got {size / 1e6:.0f}; what does it bring?")
     return wrong
-
-
-def installed(python: pathlib.Path) -> dict[str, str]:
-    listed = json.loads(uv("pip", "list", "--quiet", "--python", python, "--format", "json"))
-    return {normal(one["name"]): one["version"] for one in listed}
-
-
-def size_of(folder: pathlib.Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def floors(package: str, listed: dict[str, str]) -> str:
@@ -160,9 +150,8 @@ def starts(package: str, python: pathlib.Path, folder: pathlib.Path) -> list[str
     """Import the installed package, run its commands with --help, and return what is wrong."""
     where = run([python, "-c", f"import {package}; print({package}.__file__)"], folder, capture_output=True)
     if where.returncode or not pathlib.Path(where.stdout.strip()).is_relative_to(folder):
-        return [
-            f"{package}: expected to import what is installed, got {where.stdout or where.stderr}; unset PYTHONPATH"
-        ]
+        got = where.stdout or where.stderr
+        return [f"{package}: expected to import what is installed, got {got}; unset PYTHONPATH"]
     wrong = []
     for command in check_wheels.project(check_wheels.folders()[package]).get("scripts", {}):
         done = run([python.parent / command, "--help"], folder, capture_output=True)
@@ -192,7 +181,9 @@ def check(package: str, wheels: pathlib.Path, python: str, whole: bool, lowest: 
     """Check one package and return everything that is wrong."""
     folder = wheels / "environment"  # one path for all, so that compiled bytecode is reused
     inside = environment(package, wheels, folder, python, lowest)
-    listed, size = installed(inside), size_of(folder) if package == "hashcore" else 0
+    listed = {normal(one["name"]): one["version"] for one in json.loads(uv("pip", "list", *LIST, "--python", inside))}
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    size = size if package == "hashcore" else 0
     print(f"{package}: {len(listed)} packages" + (f" in {size / 1e6:.0f} MB" if size else ""), flush=True)
     if lowest:
         print(f"{package}: the lowest versions: {floors(package, listed)}", flush=True)
@@ -200,20 +191,14 @@ def check(package: str, wheels: pathlib.Path, python: str, whole: bool, lowest: 
     return wrong or tests(package, inside, folder, whole)
 
 
-def settings(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Install each package's wheel alone and run its tests there.")
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="run every test, not only the quick ones")
-    parser.add_argument(
-        "--lowest", action="store_true", help="the lowest versions that are allowed, not the pinned ones"
-    )
+    parser.add_argument("--lowest", action="store_true", help="the lowest versions allowed, not the pinned ones")
     parser.add_argument("--python", default=sys.executable, help="a version or the path of an interpreter")
     parser.add_argument("--if-found", action="store_true", help="succeed if there is no such Python")
     parser.add_argument("--package", action="append", choices=sorted(QUICK), help="only this one; may be repeated")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    options, begun = settings(arguments), time.monotonic()
+    options, begun = parser.parse_args(arguments), time.monotonic()
     python = interpreter(options.python)
     if python is None:
         print(f"check_install: Python {options.python} is neither installed nor available here; nothing was run on it")

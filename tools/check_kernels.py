@@ -24,11 +24,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from hashcore.cuda.kernels import score_macros
 from hashcore.cuda.program import Program
+from hashtrain.files.atomic import write_text
 from sparse_decode.attention import gather
 from sparse_decode.unselected import moments
 
@@ -38,55 +40,42 @@ UPDATE = "uv run --group kernels tools/check_kernels.py --update"
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
 DISASSEMBLER = "nvidia-cuda-nvdisasm"
 
-# Programs that are compiled at run time, by words and weights of the codes. (5, 3): weights without a pattern.
-SCORES = [
-    *((4, weights) for weights in ((1,), (1, 2), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 2, 4, 1), (1, 2, 4, 8))),
-    *((4, (5, 3)), *((4, tuple(1 << p for p in range(count))) for count in (5, 6, 8))),
-    *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4)), (16, (1, 2, 4))),
-    *((words, (1, 2, 4, 8, 16, 32)) for words in (1, 2, 3, 8, 12, 16)),
-]
-# With a shortlist: the hashers' planes, one plane, codes shared by two and four lanes, weights without a pattern.
-SHORTLISTS = [
-    *((4, tuple(1 << p for p in range(count))) for count in (1, 3, 5, 6, 8)),
-    *((4, (5, 3)), (1, (1, 2, 4)), *((words, (1, 2, 4, 8, 16, 32)) for words in (8, 16))),
-]
+REGULAR = {count: tuple(1 << p for p in range(count)) for count in (1, 2, 3, 4, 5, 6, 8)}
+"""Weights of planes by their number."""
+OTHER = (1, 2, 1), (1, 2, 2), (1, 2, 4, 1), (5, 3)
+"""Weights of groups, and without a pattern."""
+PAGES = {"HASHCORE_PAGES": 1}
 # Sizes of keys and values: of common models, with loads of every width, and the largest.
 GATHERS = [
     *((size, size, torch.bfloat16) for size in (64, 80, 96, 128, 192, 256)),
     *((128, 128, torch.float16), (192, 128, torch.bfloat16), (256, 256, torch.float16)),
 ]
-# Of keys in pages, as serving engines have them.
-PAGED = [(4, (1,)), (4, (1, 2, 4)), (4, (1, 2, 4, 8, 16)), (4, (1, 2, 4, 8, 16, 32)), (2, (1, 2, 4)), (8, (1, 2, 4))]
-PAGES = {"HASHCORE_PAGES": 1}
+
+
+def scoring(source: str, *codes: tuple[int, tuple[int, ...]], **macros: int) -> list[Program]:
+    """Return the programs of a source for codes: words, and weights of the planes."""
+    return [Program(source, dict(score_macros(words, weights)) | macros) for words, weights in codes]
+
+
+def sparse(source: str, *macros: Mapping[str, str | int]) -> list[Program]:
+    return [Program(source, dict(one), gather.KERNELS) for one in macros]
+
+
+# All that are compiled at run time; with a shortlist: the hashers' planes, and codes shared by two and four lanes.
 PROGRAMS = [
-    Program("pack.cu"),
-    Program("planes.cu"),
-    Program("select.cu"),
-    Program("choose.cu"),
-    Program("choose.cu", {"HASHCORE_SHORTLIST": 1}),
-    Program("choose.cu", PAGES),
-    Program("place.cu", folder=gather.KERNELS),
-    *(Program("score.cu", dict(score_macros(words, weights)) | PAGES) for words, weights in PAGED),
-    *(
-        Program("gather.cu", dict(gather.macros(dim, value_dim, dtype, paged=True)), gather.KERNELS)
-        for dim, value_dim, dtype in GATHERS
-    ),
-    *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
-    *(Program("shortlist.cu", dict(score_macros(words, weights))) for words, weights in SHORTLISTS),
+    *map(Program, ("pack.cu", "planes.cu", "select.cu", "choose.cu")),
+    *(Program("choose.cu", macros) for macros in ({"HASHCORE_SHORTLIST": 1}, PAGES)),
+    *sparse("place.cu", {}),
+    *scoring("score.cu", *((4, REGULAR[count]) for count in (1, 3, 5, 6)), (2, REGULAR[3]), (8, REGULAR[3]), **PAGES),
+    *sparse("gather.cu", *(dict(gather.macros(*sizes, paged=True)) for sizes in GATHERS)),
+    *scoring("score.cu", *((4, weights) for weights in (*REGULAR.values(), *OTHER))),
+    *scoring("score.cu", *((words, REGULAR[count]) for count in (3, 6) for words in (1, 2, 3, 8, 12, 16))),
+    *scoring("shortlist.cu", *((4, REGULAR[count]) for count in (1, 3, 5, 6, 8)), (4, (5, 3)), (1, REGULAR[3])),
+    *scoring("shortlist.cu", (8, REGULAR[6]), (16, REGULAR[6])),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
-    *(
-        Program("encode.cu", {"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow}, gather.KERNELS)
-        for bf16 in ("0", "1")
-        for narrow in ("0", "1")
-    ),
-    *(
-        Program("moments.cu", dict(moments.defined(dim, value_dim, dtype)), gather.KERNELS)
-        for dim, value_dim, dtype in GATHERS
-    ),
-    *(
-        Program("gather.cu", dict(gather.macros(dim, value_dim, dtype)), gather.KERNELS)
-        for dim, value_dim, dtype in GATHERS
-    ),
+    *sparse("encode.cu", *({"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow} for bf16 in "01" for narrow in "01")),
+    *sparse("moments.cu", *(dict(moments.defined(*sizes)) for sizes in GATHERS)),
+    *sparse("gather.cu", *(dict(gather.macros(*sizes)) for sizes in GATHERS)),
 ]
 
 
@@ -100,9 +89,8 @@ class Budget(NamedTuple):
 
 
 BUDGETS = [
-    Budget(Program("score.cu", dict(score_macros(4, (1, 2, 4)))), "score_all", 8, 24),  # G = 7 in 3 planes: 7 and 22
-    Budget(Program("score.cu", dict(score_macros(4, (1,)))), "score_all", 3, 8),
-    Budget(Program("score.cu", dict(score_macros(4, (1, 2, 4, 8, 16, 32)))), "score_all", 14, 60),
+    Budget(scoring("score.cu", (4, REGULAR[count]))[0], "score_all", popc, lop3)
+    for count, popc, lop3 in ((3, 8, 24), (1, 3, 8), (6, 14, 60))  # G = 7 in 3 planes: 7 and 22
 ]
 
 
@@ -125,9 +113,8 @@ def disassembler() -> pathlib.Path:
     try:
         files = importlib.metadata.files(DISASSEMBLER) or []
     except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(
-            f"expected the package {DISASSEMBLER}, found none; run {UPDATE.removesuffix(' --update')}"
-        ) from None
+        run = UPDATE.removesuffix(" --update")
+        raise SystemExit(f"expected the package {DISASSEMBLER}, found none; run {run}") from None
     return next(pathlib.Path(str(file.locate())) for file in files if file.name == "nvdisasm")
 
 
@@ -142,13 +129,9 @@ def inner_loop(cubin: bytes, kernel: str) -> dict[str, float]:
     loads = [i for i, name in enumerate(names) if name.startswith("LDG.E.EF")]
     adds = [i for i, name in enumerate(names) if name.startswith("STG")]
     if not loads or not adds:
-        raise SystemExit(
-            f"expected streaming loads and stores of scores in {kernel}, found none; is it still the kernel?"
-        )
+        raise SystemExit(f"expected streaming loads and stores of scores in {kernel}, found none; is it the kernel?")
     counts = collections.Counter(name.split(".")[0] for name in names[loads[0] : adds[-1] + 1])
-    return {name.lower(): counts[name] / len(adds) for name in ("POPC", "LOP3")} | {
-        "all": sum(counts.values()) / len(adds)
-    }
+    return {"popc": counts["POPC"] / len(adds), "lop3": counts["LOP3"] / len(adds), "all": counts.total() / len(adds)}
 
 
 def measure(job: tuple[Program, str]) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, float]]]:
@@ -222,19 +205,14 @@ def differences(old: Any, new: Any, at: str = "") -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Compile every kernel for every architecture and check it against its budget."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write the table instead of comparing with it")
     parser.add_argument("--all", action="store_true", help="also compile unchanged programs for all architectures")
     flags = parser.parse_args()
     known = json.loads(TABLE.read_text()) if TABLE.is_file() else {}
     new, broken = table(known, flags.all)
     if flags.update and not broken:
-        text = json.dumps(new, indent=1) + "\n"
-        temporary = TABLE.with_suffix(".tmp")
-        temporary.write_text(text)
-        os.replace(temporary, TABLE)
+        write_text(TABLE, json.dumps(new, indent=1) + "\n")
     elif not known:
         broken.append(f"expected {TABLE.relative_to(ROOT)}, found none; write it with {UPDATE}")
     elif not flags.update:

@@ -24,7 +24,7 @@ import torch
 from evals.timing import read_peak, reset_peak
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.files.atomic import write_text
-from sparse_decode import Attachment, Budget, attach
+from sparse_decode import Budget, attach
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 CASES = ((64, 8_192), (1, 262_144))
@@ -77,7 +77,10 @@ def measure(batch: int, tokens: int) -> dict[str, int]:
     for layer in range(LAYERS):
         hasher.layer(layer).remainder.fill_(0.1)
     with attach(model, hasher, Budget()) as attachment:
-        _run(attachment, filled(model, batch, WARM_UP // batch))  # compiles the kernels
+        short = filled(model, batch, WARM_UP // batch)
+        attachment.prepare(short)
+        steps(model, short, 2)  # compiles the kernels
+        del short
         libc.malloc_trim(0)
         before = peak_of()
         forecast, cache = attachment.forecast(batch, tokens + STEPS), filled(model, batch, tokens)
@@ -92,11 +95,6 @@ def measure(batch: int, tokens: int) -> dict[str, int]:
         "steps, taken": stepping - base,
         "peak RSS": max(hashing, stepping),
     }
-
-
-def _run(attachment: Attachment, cache: Any) -> None:
-    attachment.prepare(cache)
-    steps(attachment.model, cache, 2)
 
 
 def main() -> int:

@@ -1,10 +1,10 @@
 """Run the commands of README.md like a newcomer: in a fresh clone, with Python 3.11 and pip and nothing else.
 
-    uv run --no-project tools/check_readme.py                  # exit code 1 at the first block that fails
-    uv run --no-project tools/check_readme.py --list           # list the blocks that would run; run nothing
-    uv run --no-project tools/check_readme.py --cache          # with this user's package caches: faster, unfair times
-    uv run --no-project tools/check_readme.py --blocks 1 2 4   # only these
-    uv run --no-project tools/check_readme.py --out docs/results/readme.json  # store the times: a table of README.md
+    uv run tools/check_readme.py                  # exit code 1 at the first block that fails
+    uv run tools/check_readme.py --list           # list the blocks that would run; run nothing
+    uv run tools/check_readme.py --cache          # with this user's package caches: faster, unfair times
+    uv run tools/check_readme.py --blocks 1 2 4   # only these
+    uv run tools/check_readme.py --out docs/results/readme.json  # store the times: a table of README.md
 
 Every ```bash block is run as it stands, in the order of the file, from the root of the clone, each in its own shell.
 A block is not run if
@@ -16,12 +16,10 @@ with `uv run`, at most 480 seconds may pass: from install to first result.
 """
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
 import pathlib
-import platform
 import re
 import shutil
 import subprocess
@@ -29,6 +27,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from evals.machine import processor
+from hashtrain.files.atomic import write_text
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIMIT = 480.0  # seconds from install to first result
@@ -41,16 +43,13 @@ REACH = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """One fenced block of a Markdown text."""
+class Block(NamedTuple):
+    """One fenced block of a Markdown text: `line` is that of its first line of code, `skipped` why it is not run."""
 
     language: str
     code: str
     line: int
-    """Line number of its first line of code, from 1."""
     skipped: str = ""
-    """Why it is not run; empty if it is."""
 
     @property
     def title(self) -> str:
@@ -75,9 +74,9 @@ def environment(folder: pathlib.Path, given: Mapping[str, str], cache: bool) -> 
     """Return the environment of a newcomer's shell: PATH, an empty HOME, and access to the package index."""
     kept = {name: value for name, value in given.items() if REACH.fullmatch(name)}
     if cache and "HOME" in given:
-        home = pathlib.Path(given["HOME"])
-        kept |= {"UV_CACHE_DIR": given.get("UV_CACHE_DIR", str(home / ".cache" / "uv"))}
-        kept |= {"PIP_CACHE_DIR": given.get("PIP_CACHE_DIR", str(home / ".cache" / "pip"))}
+        for tool in ("uv", "pip"):
+            variable = f"{tool.upper()}_CACHE_DIR"
+            kept[variable] = given.get(variable, f"{given['HOME']}/.cache/{tool}")
     for name in ("home", "tmp"):
         (folder / name).mkdir()
     path = f"{folder / 'python' / 'bin'}:/usr/bin:/bin"
@@ -89,11 +88,8 @@ def prepare(folder: pathlib.Path, python: str, cache: bool) -> dict[str, str]:
 
     Raises: ValueError if the Python is not 3.11, or uv is already installed.
     """
-    about = subprocess.run(
-        [python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True, text=True
-    )
-    if about.stdout.strip() != "3.11":
-        raise ValueError(f"expected Python 3.11, got {about.stdout.strip() or 'none'} at {python}; give --python")
+    if not (version := version_of(python)).startswith("3.11."):
+        raise ValueError(f"expected Python 3.11, got {version or 'none'} at {python}; give --python")
     clean = environment(folder, os.environ, cache)
     if found := shutil.which("uv", path=clean["PATH"]):
         raise ValueError(f"expected a machine without uv, got {found}; run this where it is not in /usr/bin")
@@ -101,6 +97,11 @@ def prepare(folder: pathlib.Path, python: str, cache: bool) -> dict[str, str]:
     subprocess.run([python, "-m", "venv", folder / "python"], check=True)
     subprocess.run(["git", "clone", "--quiet", "--no-local", ROOT, folder / "clone"], check=True)
     return clean
+
+
+def version_of(python: str) -> str:
+    command = [python, "-c", "import platform; print(platform.python_version())"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def run_blocks(
@@ -140,31 +141,19 @@ def run_blocks(
     return first
 
 
-def processor() -> str:
-    """Return the name of the processor, or the architecture if the system has no name for it."""
-    about = pathlib.Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def store(
     out: pathlib.Path, chosen: Sequence[Block], times: Sequence[float], installed: pathlib.Path, python: str
 ) -> None:
     """Write the time of each block and the machine's description as JSON."""
-    version = subprocess.check_output(
-        [python, "-c", "import platform; print(platform.python_version())"], text=True
-    ).strip()
     record = {
         "date": datetime.date.today().isoformat(),
-        "python": version,
+        "python": version_of(python),
         "processor": processor(),
         "cores": os.cpu_count(),
         "disk": sum(path.lstat().st_size for path in installed.rglob("*")),
         "blocks": [{"title": b.title, "seconds": round(t, 1)} for b, t in zip(chosen, times, strict=True)],
     }
-    temporary = out.with_name(f".{out.name}")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(out)
+    write_text(out, json.dumps(record, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -180,10 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     numbered = list(enumerate(blocks((ROOT / "README.md").read_text(), "bash"), 1))
     if given.list:
         for number, block in numbered:
-            print(
-                f"{number:3} line {block.line:4}  {block.title}"
-                + (f"  [not run: {block.skipped}]" if block.skipped else "")
-            )
+            skipped = f"  [not run: {block.skipped}]" if block.skipped else ""
+            print(f"{number:3} line {block.line:4}  {block.title}{skipped}")
         return 0
     if strangers := set(given.blocks or ()) - {number for number, block in numbered if not block.skipped}:
         parser.error(f"--blocks must be numbers of blocks that are run, got {sorted(strangers)}; see --list")

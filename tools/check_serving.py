@@ -21,13 +21,12 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from serving_checks.compare import LENGTHS, differences, expected_counts, requests
-from serving_checks.jobs import ask
+from serving_checks.jobs import LENGTHS, ask, differences, expected_counts, requests
 from serving_checks.models import TINY, hash_of
-from serving_checks.record import Record, how_made
+from serving_checks.record import Record
 
 NEW = 24
 PREEMPTED = 20
@@ -62,23 +61,27 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def same(one: dict[str, Any], other: dict[str, Any]) -> list[int]:
+    """Return of two engines how many requests of each pass, cold and warm, have equal tokens."""
+    both = zip(one["tokens"], other["tokens"], strict=True)
+    return [sum(a == b for a, b in zip(*passes, strict=True)) for passes in both]
+
+
 def exact(case: Case) -> list[str]:
     wrong = []
     for page, chunk in case.pages:
         stock, ours = case.engine(None, page, chunk), case.engine(1.0, page, chunk)
-        equal = [
-            sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(stock["tokens"], ours["tokens"], strict=True)
-        ]
-        count, expected = len(case.prompts), expected_counts(case.prompts, NEW, 1.0)
+        equal, count = same(stock, ours), len(case.prompts)
         say(
             f"whole budget, pages of {page}, chunks of {chunk}: equal cold {equal[0]}/{count}, warm "
             f"{equal[1]}/{count}; from prefixes {ours['cached']}; tokens read and seen {ours['counts']}"
         )
         case.record.add(what="100%", page=page, chunk=chunk, answers=2 * count, equal=sum(equal))
-        good = equal == [count, count] and ours["cached"] == stock["cached"] and ours["cached"][1]
-        wrong += [] if good else [f"pages of {page}: tokens differ from vLLM without the plug-in"]
-        counts = [2 * case.heads * x for x in expected]
-        wrong += [] if ours["counts"] == counts else [f"expected {expected} tokens per head and pass"]
+        if equal != [count, count] or ours["cached"] != stock["cached"] or not ours["cached"][1]:
+            wrong.append(f"pages of {page}: tokens differ from vLLM without the plug-in")
+        expected = expected_counts(case.prompts, NEW, 1.0)
+        if ours["counts"] != [2 * case.heads * x for x in expected]:
+            wrong.append(f"expected {expected} tokens per head and pass")
     return wrong
 
 
@@ -89,37 +92,32 @@ def against(
     wrong = []
     for name, tokens in zip(("cold", "warm"), found["tokens"], strict=True):
         ties, others = differences(tokens, expected)
-        same = sum(a == b for a, b in zip(tokens, expected["tokens"], strict=True))
-        say(f"{what}, {name}: {same}/{len(tokens)} equal, {ties} differ at near-ties, {len(others)} elsewhere {others}")
+        equal = sum(a == b for a, b in zip(tokens, expected["tokens"], strict=True))
+        say(
+            f"{what}, {name}: {equal}/{len(tokens)} equal, {ties} differ at near-ties, {len(others)} elsewhere {others}"
+        )
         wrong += others
-        case.record.add(what=f"{what}, {name}", answers=len(tokens), equal=same, ties=ties)
+        case.record.add(what=f"{what}, {name}", answers=len(tokens), equal=equal, ties=ties)
     if "counts" in found:
-        counts = [2 * case.heads * x for x in expected_counts(case.prompts, NEW, fraction, below)]
         say(f"density {found['counts'][0] / found['counts'][1]:.3f}")
-        wrong += [] if found["counts"] == counts else [f"{what}: {found['counts']} tokens"]
+        if found["counts"] != [2 * case.heads * x for x in expected_counts(case.prompts, NEW, fraction, below)]:
+            wrong.append(f"{what}: {found['counts']} tokens")
     return wrong
 
 
-def budgets(case: Case) -> list[str]:
-    wrong = []
-    for fraction in (0.25, 0.02):
-        expected = case.attached(fraction)
-        for page, chunk in case.pages:
-            found, what = case.engine(fraction, page, chunk), f"{fraction:.0%}, pages of {page}, chunks of {chunk}"
-            wrong += against(case, found, expected, what, fraction)
+def budgets(case: Case, fractions: tuple[float, ...] = (0.25, 0.02), below: int = 0) -> list[str]:
+    wrong, since = [], f" from {below} tokens on" if below else ""
+    for fraction in fractions:
+        expected = case.attached(fraction, below)
+        for page, chunk in case.pages[:2] if below else case.pages:
+            what = f"{fraction:.0%}{since}, pages of {page}, chunks of {chunk}"
+            wrong += against(case, case.engine(fraction, page, chunk, below), expected, what, fraction, below)
     return wrong
 
 
 def crossing(case: Case) -> list[str]:
     """Compare with `attach` where requests begin below the break-even, reach it, or begin above it."""
-    wrong = []
-    for fraction in (1.0, 0.25):
-        expected = case.attached(fraction, BELOW)
-        for page, chunk in case.pages[:2]:
-            found = case.engine(fraction, page, chunk, BELOW)
-            what = f"{fraction:.0%} from {BELOW} tokens on, pages of {page}, chunks of {chunk}"
-            wrong += against(case, found, expected, what, fraction, BELOW)
-    return wrong
+    return budgets(case, (1.0, 0.25), BELOW)
 
 
 def arrivals(case: Case) -> list[str]:
@@ -132,35 +130,30 @@ def ranks(case: Case) -> list[str]:
 
 def everywhere(case: Case, what: str, **more: Any) -> list[str]:
     """Compare engines of a kind with vLLM's own at 100 %, and with `attach` at 25 and 2 %."""
-    stock, ours = (case.engine(fraction, 32, 64, 0, **more) for fraction in (None, 1.0))
-    pairs = [(a, b) for x, y in zip(stock["tokens"], ours["tokens"], strict=True) for a, b in zip(x, y, strict=True)]
-    equal = sum(a == b for a, b in pairs)
-    say(f"whole budget, {what}: {equal} of {len(pairs)} equal")
-    case.record.add(what=f"100%, {what}", answers=len(pairs), equal=equal)
-    wrong = [] if equal == len(pairs) else [f"{what}: other tokens than vLLM without the plug-in"]
+    equal = sum(same(*(case.engine(fraction, 32, 64, 0, **more) for fraction in (None, 1.0))))
+    count = 2 * len(case.prompts)
+    say(f"whole budget, {what}: {equal} of {count} equal")
+    case.record.add(what=f"100%, {what}", answers=count, equal=equal)
+    wrong = [] if equal == count else [f"{what}: other tokens than vLLM without the plug-in"]
     for fraction in (0.25, 0.02):
-        found = case.engine(fraction, 32, 64, 0, **more)
-        wrong += against(case, found, case.attached(fraction), f"{fraction:.0%}, {what}", fraction)
+        found, expected = case.engine(fraction, 32, 64, 0, **more), case.attached(fraction)
+        wrong += against(case, found, expected, f"{fraction:.0%}, {what}", fraction)
     return wrong
 
 
 def preemption(case: Case) -> list[str]:
     short = [[4] * (40 - len(p[:40])) + p[:40] for p in case.prompts]  # two pages each, which grow to five
     job: dict[str, Any] = {"prompts": short, "new": 100}
-    stock = case.engine(None, 32, 256, **job)
-    wrong = []
+    stock, wrong, count = case.engine(None, 32, 256, **job), [], 2 * len(short)
     for fraction in (1.0, 0.02):
         tight = {"num_gpu_blocks_override": 30, "max_model_len": 512}  # room for 14 at the start, for 6 at the end
         ours = case.engine(fraction, 32, 256, **job, more=tight)
-        pairs = [
-            (a, b) for x, y in zip(stock["tokens"], ours["tokens"], strict=True) for a, b in zip(x, y, strict=True)
-        ]
-        equal, ended = sum(a == b for a, b in pairs), sum(len(b) == 100 for _, b in pairs)
-        same = f", {equal} as in vLLM without the plug-in" if fraction == 1.0 else ""
-        say(f"{fraction:.0%}: {ours['preemptions']} preemptions, {ended}/{len(pairs)} ended{same}")
-        row = {"what": f"{fraction:.0%}", "answers": len(pairs), "ended": ended, "preemptions": ours["preemptions"]}
-        case.record.add(**row, **({"equal": equal} if fraction == 1.0 else {}))
-        if ours["preemptions"] < PREEMPTED or ended < len(pairs) or (fraction == 1.0 and equal < len(pairs)):
+        ended = sum(len(tokens) == 100 for of_pass in ours["tokens"] for tokens in of_pass)
+        row = {"what": f"{fraction:.0%}", "answers": count, "ended": ended, "preemptions": ours["preemptions"]}
+        row |= {"equal": sum(same(stock, ours))} if fraction == 1.0 else {}
+        case.record.add(**row)
+        say(f"preemption: {row}")
+        if ours["preemptions"] < PREEMPTED or ended < count or row.get("equal", count) < count:
             wrong.append(f"preemption at {fraction}: tokens changed or are missing, or there were too few")
     return wrong
 
@@ -170,12 +163,11 @@ def poison(case: Case) -> list[str]:
     for fraction in (1.0, 0.02):
         how = {"more": {"enable_prefix_caching": False, "num_gpu_blocks_override": 300}}
         clean, poisoned = (case.engine(fraction, 32, 256, 0, **how, poison=on) for on in (False, True))
-        pairs = [x for both in zip(clean["tokens"], poisoned["tokens"], strict=True) for x in zip(*both, strict=True)]
-        equal = sum(a == b for a, b in pairs)
-        same = equal == len(pairs)
-        case.record.add(what=f"{fraction:.0%}", answers=len(pairs), equal=equal, poisoned=poisoned["poisoned"])
-        say(f"poison at {fraction:.0%}, {poisoned['poisoned']:,} pages: {'nothing changes' if same else 'CHANGED'}")
-        wrong += [] if same and poisoned["poisoned"] else [f"unowned pages are read at {fraction}"]
+        row = {"what": f"{fraction:.0%}", "answers": 2 * len(case.prompts), "equal": sum(same(clean, poisoned))}
+        case.record.add(**row, poisoned=poisoned["poisoned"])
+        say(f"poison: {row}, {poisoned['poisoned']:,} pages")
+        if row["equal"] < row["answers"] or not poisoned["poisoned"]:
+            wrong.append(f"unowned pages are read at {fraction}")
     return wrong
 
 
@@ -191,23 +183,17 @@ def others(case: Case) -> list[str]:
 
 
 def quick(case: Case) -> list[str]:
-    few = Case(case.model, case.hasher, requests(4000, LENGTHS[::4]), case.heads, case.record, PAGES[:1])
-    return exact(few) + against(few, few.engine(0.02, 32, 64), few.attached(0.02), "2%", 0.02)
+    few = replace(case, prompts=requests(4000, LENGTHS[::4]), pages=PAGES[:1])
+    return exact(few) + budgets(few, (0.02,))
 
 
-PARTS: dict[str, Callable[[Case], list[str]]] = {"exact": exact, "budgets": budgets}
-PARTS |= {
-    "crossing": crossing,
-    "arrivals": arrivals,
-    "ranks": ranks,
-    "preemption": preemption,
-    "poison": poison,
-    "others": others,
+PARTS: dict[str, Callable[[Case], list[str]]] = {
+    of.__name__: of for of in (exact, budgets, crossing, arrivals, ranks, preemption, poison, others)
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Check sparse-serve inside vLLM.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hasher", help="a hasher of the demo model; default: an untrained one")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="a part of exact and budgets")
@@ -218,7 +204,7 @@ def main() -> int:
     model = str(demo_model_path())
     with tempfile.TemporaryDirectory() as folder:
         hasher, heads = hash_of(model, f"{folder}/hasher", given.hasher)
-        record = Record(model="demo", hash=how_made(given.hasher))
+        record = Record(given.hasher)
         case = Case(model, hasher, requests(4000), heads, record)
         checks = {"quick": quick} if given.quick else {name: PARTS[name] for name in given.parts}
         record.run({name: functools.partial(check, case) for name, check in checks.items()}, given.out)

@@ -74,7 +74,8 @@ def _attach_all(rows: Any) -> None:
     from transformers import GenerationMixin
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    causal = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _listed(names)}
+    listed: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # names, or tuples of names
+    causal = {name for names in listed for name in ((names,) if isinstance(names, str) else names)}
     owner: Any = GenerationMixin
     plain = owner.generate
 
@@ -103,25 +104,17 @@ def stand_in(files: list[Path]) -> None:
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "transformers":
-                module = _module(str(node.module))
+                try:
+                    module = importlib.import_module(str(node.module))
+                except ModuleNotFoundError:
+                    module = sys.modules.setdefault(str(node.module), types.ModuleType(str(node.module)))
                 for name in (alias.name for alias in node.names):
                     if not hasattr(module, name):
                         setattr(module, name, type(name, (), {"__new__": _skip}))
 
 
-def _module(name: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return sys.modules.setdefault(name, types.ModuleType(name))
-
-
 def _skip(kind: type, *arguments: Any, **options: Any) -> Any:
     raise unittest.SkipTest(f"expected {kind.__name__} of transformers, found none in the installed version")
-
-
-def _listed(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def outcomes(tree: Path, family: str, rule: str, other: bool = False) -> dict[str, str]:
@@ -153,18 +146,6 @@ def outcomes(tree: Path, family: str, rule: str, other: bool = False) -> dict[st
     return found
 
 
-def require_tests(tree: Path, families: list[str]) -> None:
-    """Raise SystemExit with one sentence if the tests are missing."""
-    wanted = [tree / "tests/generation/test_utils.py"]
-    wanted += [tree / f"tests/models/{family}/test_modeling_{family}.py" for family in families]
-    if missing := [path for path in wanted if not path.is_file()]:
-        version = importlib.metadata.version("transformers")
-        raise SystemExit(
-            f"expected {missing[0].relative_to(tree)} in {tree}, found none: a source distribution lacks these; "
-            f"give a checkout of transformers' tag v{version}, or another one's with --other-version"
-        )
-
-
 def version_of(tree: Path) -> str:
     """Return the version of a checkout, or "no version"."""
     file = tree / "src" / "transformers" / "__init__.py"
@@ -173,10 +154,17 @@ def version_of(tree: Path) -> str:
     return found[1] if found else "no version"
 
 
-def require_version(tree: Path) -> None:
-    """Raise SystemExit with one sentence unless the checkout is of the installed version."""
-    installed = importlib.metadata.version("transformers")
-    if (got := version_of(tree)) != installed:
+def require(tree: Path, families: list[str], other: bool) -> None:
+    """Raise SystemExit with one sentence if tests are missing, or are of another version and this is not allowed."""
+    installed, got = importlib.metadata.version("transformers"), version_of(tree)
+    wanted = [tree / "tests/generation/test_utils.py"]
+    wanted += [tree / f"tests/models/{family}/test_modeling_{family}.py" for family in families]
+    if missing := [path for path in wanted if not path.is_file()]:
+        raise SystemExit(
+            f"expected {missing[0].relative_to(tree)} in {tree}, found none: a source distribution lacks these; "
+            f"give a checkout of transformers' tag v{installed}, or another one's with --other-version"
+        )
+    if not other and got != installed:
         raise SystemExit(
             f"expected a checkout of transformers {installed}, which is installed, got {got} in {tree}; check out its "
             f"tag v{installed}, or give --other-version"
@@ -197,15 +185,11 @@ def store(path: Path, tree: Path, families: dict[str, dict[str, dict[str, str]]]
 
     `tests_of` is the version of the tests.
     """
-    content = {
-        "transformers": importlib.metadata.version("transformers"),
-        "tests_of": version_of(tree),
-        "families": {
-            family: {rule: Counter(tests.values()) for rule, tests in found.items()}
-            for family, found in families.items()
-        },
-        "lost": {family: lost(found) for family, found in families.items()},
+    counts = {
+        family: {rule: Counter(tests.values()) for rule, tests in own.items()} for family, own in families.items()
     }
+    content = {"transformers": importlib.metadata.version("transformers"), "tests_of": version_of(tree)}
+    content |= {"families": counts, "lost": {family: lost(own) for family, own in families.items()}}
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -218,9 +202,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write, anew after each family")
     options = parser.parse_args(arguments)
     tree = options.tree.resolve()
-    require_tests(tree, options.families)
-    if not options.other_version:
-        require_version(tree)
+    require(tree, options.families, options.other_version)
     found = {}
     for family in options.families:
         own = found[family] = {rule: outcomes(tree, family, rule, options.other_version) for rule in RULES}

@@ -82,9 +82,7 @@ def metadata(package: str, said: email.message.Message, folder: pathlib.Path) ->
 
     def expect(what: str, value: object, got: object) -> None:
         if got != value:
-            wrong.append(
-                f"{package}: expected {what} {value!r} in the metadata, got {got!r}; look at its pyproject.toml"
-            )
+            wrong.append(f"{package}: expected {what} {value!r} in the metadata, got {got!r}; see its pyproject.toml")
 
     expect("the version", wanted["version"], said["Version"])
     expect("the licence", "Apache-2.0", said["License-Expression"])
@@ -108,15 +106,11 @@ def wheel(package: str, path: pathlib.Path, folder: pathlib.Path) -> list[str]:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         info = next(name.partition("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
         said = email.parser.Parser().parsestr(archive.read(f"{info}/METADATA").decode())
-        licences = {name: f"{info}/licenses/{name}" for name in LICENCES}
-        carried = {
-            name for name, at in licences.items() if at in names and archive.read(at) == (ROOT / name).read_bytes()
-        }
+        own = {name: archive.read(at) for name in LICENCES if (at := f"{info}/licenses/{name}") in names}
     wrong = content(package, {name for name in names if not name.startswith(f"{info}/")}, sources(folder))
-    if less := sorted(set(LICENCES) - carried):
-        wrong.append(
-            f"{package}: expected the repository's own {', '.join(less)} in the wheel; copy them into {folder.name}"
-        )
+    if less := [name for name in LICENCES if own.get(name) != (ROOT / name).read_bytes()]:
+        less = ", ".join(less)
+        wrong.append(f"{package}: expected the repository's own {less} in the wheel; copy them into {folder.name}")
     return wrong + metadata(package, said, folder)
 
 

@@ -14,8 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,33 +31,26 @@ def shown(frame: FrameType) -> str:
     return frame.f_code.co_filename.partition("/packages/")[2].partition("/src/")[2]
 
 
-@contextmanager
-def traced() -> Iterator[set[str]]:
-    """Collect the files whose Python functions are called."""
-    crossed: set[str] = set()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            crossed.add(shown(frame))
-
-    sys.setprofile(note)
-    try:
-        yield crossed
-    finally:
-        sys.setprofile(None)
-
-
 def of(package: str, crossed: Iterable[str]) -> list[str]:
     """Return the files of a package, in order."""
     return sorted({file for file in crossed if file.startswith(f"{package}/")})
 
 
 def repeated(call: Callable[[], object], package: str) -> list[str]:
-    """Return the files of a package that the third call crosses."""
+    """Return the files of a package whose Python functions the third call crosses."""
+    crossed: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            crossed.add(shown(frame))
+
     call()
     call()
-    with traced() as crossed:
+    sys.setprofile(note)
+    try:
         call()
+    finally:
+        sys.setprofile(None)
     return of(package, crossed)
 
 
@@ -70,20 +62,12 @@ def codes() -> tuple[Any, Any]:
     return rng.integers(0, 9, (3, 4), np.int32), rng.integers(0, 9, (200, 4), np.int32)
 
 
-def array_search() -> list[str]:
-    """Search numpy arrays."""
-    import hashcore
-
-    planes, keys = codes()
-    return repeated(lambda: hashcore.search(planes, keys, KEPT, PLANES), "hashcore")
-
-
-def tensor_search() -> list[str]:
-    """Search tensors in host memory."""
+def host_search(tensors: bool) -> list[str]:
+    """Search numpy arrays, or tensors in host memory."""
     import hashcore
     import torch
 
-    planes, keys = map(torch.from_numpy, codes())
+    planes, keys = map(torch.from_numpy, codes()) if tensors else codes()
     return repeated(lambda: hashcore.search(planes, keys, KEPT, PLANES), "hashcore")
 
 
@@ -118,10 +102,8 @@ def decode_step() -> list[str]:
     from sparse_decode import Budget, attach
     from transformers import DynamicCache
 
-    doubles, make = (
-        helpers("sparse-decode", "sparse_decode_doubles"),
-        helpers("sparse-decode", "test_fused").make_hasher,
-    )
+    doubles = helpers("sparse-decode", "sparse_decode_doubles")
+    make = helpers("sparse-decode", "test_fused").make_hasher
     model, (ids, _) = doubles.tiny_model(), doubles.prompts((40,))
     with torch.no_grad(), attach(model, make(shape=ModelShape.of(model.config)), Budget(0.2, min_tokens=4)):
         cache = DynamicCache(config=model.config)
@@ -187,8 +169,8 @@ def helpers(package: str, name: str) -> Any:
 
 
 WAYS: dict[str, Callable[[], list[str]]] = {
-    "a search of numpy arrays": array_search,
-    "a search of CPU tensors": tensor_search,
+    "a search of numpy arrays": lambda: host_search(False),
+    "a search of CPU tensors": lambda: host_search(True),
     "a search on CUDA": cuda_search,
     "a training step": training_step,
     "a decode step on the CPU": decode_step,

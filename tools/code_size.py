@@ -20,9 +20,8 @@ import sys
 import tempfile
 import tokenize
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDINGS = (".py", ".cu", ".cuh", ".hpp")
@@ -33,31 +32,22 @@ C_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|//[^\n]*|/\*.*?\
 
 
 class CodeSize(NamedTuple):
-    """The counts of one checkout.
+    """The counts of one checkout."""
 
-    Attributes:
-        lines: by package, and `tools`: physical lines and lines of code.
-        files: the files over 400 lines, with their lines.
-        functions: the functions over 40 lines, with theirs.
-        ways: by call, the files that it crosses, or the error that prevented counting.
-    """
-
-    lines: dict[str, tuple[int, int]]
-    files: dict[str, int]
-    functions: dict[str, int]
-    ways: dict[str, list[str] | str]
+    lines: dict[str, tuple[int, int]]  # by package, and `tools`: physical lines and lines of code
+    files: dict[str, int]  # over 400 lines, with their lines
+    functions: dict[str, int]  # over 40 lines, with theirs
+    ways: dict[str, list[str] | str]  # by call, the files that it crosses, or the error that prevented counting
 
 
-def docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
-    """Yield the statements that are only a string: docstrings, also those below a name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node
+def is_docstring(node: ast.AST) -> bool:
+    """Whether a node is a statement that is only a string: a docstring, also one below a name."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def lines_of(node: ast.stmt) -> range:
+def lines_of(node: Any) -> range:
     """Return the numbers of the lines of a statement."""
-    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    return range(node.lineno, node.end_lineno + 1)
 
 
 def code_lines(text: str, ending: str) -> int:
@@ -65,7 +55,7 @@ def code_lines(text: str, ending: str) -> int:
     if ending != ".py":
         plain = C_COMMENT.sub(lambda found: found[0] if found[0][0] in "\"'" else re.sub(r"[^\n]", "", found[0]), text)
         return sum(bool(line.strip()) for line in plain.splitlines())
-    strings = {number for node in docstrings(ast.parse(text)) for number in lines_of(node)}
+    strings = {number for node in ast.walk(ast.parse(text)) if is_docstring(node) for number in lines_of(node)}
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     code = {n for token in tokens if token.type not in BETWEEN for n in range(token.start[0], token.end[0] + 1)}
     return len(code - strings)
@@ -73,19 +63,9 @@ def code_lines(text: str, ending: str) -> int:
 
 def long_functions(text: str, most: int = MOST_OF_A_FUNCTION) -> dict[str, int]:
     """Return the functions that have more lines than `most` without their docstring."""
-    found: dict[str, int] = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0]
-            length = len(lines_of(node)) - (len(lines_of(first)) if first in set(docstrings(node)) else 0)
-            if length > most:
-                found[node.name] = length
-    return found
-
-
-def folders(root: Path) -> dict[str, Path]:
-    """Return the folder of each package's sources, and tools."""
-    return {path.parent.name: path for path in sorted(root.glob("packages/*/src"))} | {"tools": root / "tools"}
+    functions = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = ((x.name, len(lines_of(x)) - is_docstring(x.body[0]) * len(lines_of(x.body[0]))) for x in functions)
+    return {name: length for name, length in found if length > most}
 
 
 def count(root: Path) -> CodeSize:
@@ -93,7 +73,8 @@ def count(root: Path) -> CodeSize:
     lines: dict[str, tuple[int, int]] = {}
     files: dict[str, int] = {}
     functions: dict[str, int] = {}
-    for name, folder in folders(root).items():
+    packages = {path.parent.name: path for path in sorted(root.glob("packages/*/src"))}
+    for name, folder in (packages | {"tools": root / "tools"}).items():
         physical = code = 0
         for path in sorted(path for path in folder.rglob("*") if path.suffix in ENDINGS):
             text, shown = path.read_text("utf-8"), str(path.relative_to(root))
@@ -137,13 +118,6 @@ def rows(size: CodeSize) -> dict[str, str]:
     return shown
 
 
-def details(size: CodeSize) -> Iterator[str]:
-    """Yield the names behind the counts."""
-    yield from (f"{lines} lines: {name}" for part in (size.files, size.functions) for name, lines in part.items())
-    for name, files in size.ways.items():
-        yield f"{name}: {files if isinstance(files, str) else ', '.join(files)}"
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="REV", help="a commit to count as well: the first column of numbers")
@@ -160,7 +134,10 @@ def main(arguments: list[str] | None = None) -> int:
         columns = ([earlier.get(name, "-")] if earlier else []) + [now.get(name, "-")]
         print(f"{name:44}" + "".join(f"{column:>20}" for column in columns))
     if given.files:
-        print(*details(size), sep="\n")
+        for name, lines in (size.files | size.functions).items():
+            print(f"{lines} lines: {name}")
+        for name, files in size.ways.items():
+            print(f"{name}: {files if isinstance(files, str) else ', '.join(files)}")
     return int(any(isinstance(files, str) for files in size.ways.values()))
 
 

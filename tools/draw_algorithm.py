@@ -109,7 +109,8 @@ def draw_remainder(hasher: Transform, x: Attended, left: Axes, right: Axes) -> N
     ((found, _, _, tokens),) = measure(hasher, q, x.k, rows, x.scaling, (FRACTION,), exact)
     taken = reading(tokens, torch.zeros(1, CONTEXT, dtype=torch.bool))[:, None]
     p = exact.softmax(-1)
-    of, head, row = _median(p.masked_fill(taken, 0).sum(-1))
+    missed = p.masked_fill(taken, 0).sum(-1)
+    of, head, row = np.unravel_index(int(missed.flatten().argsort()[missed.numel() // 2]), missed.shape)  # the median
     p_row, chosen = p[of, head, row], taken[of, 0, row]
     for which, colour, label in ((chosen, OURS, "selected"), (~chosen, "#999999", "left out: one more token")):
         order = p_row.argsort(descending=True)
@@ -136,12 +137,6 @@ def draw_remainder(hasher: Transform, x: Attended, left: Axes, right: Axes) -> N
     right.set_title("all heads, 64 rows of the second half; mean error", fontsize=10)
     right.legend(frameon=False, fontsize=8)
     right.grid(alpha=0.3)
-
-
-def _median(x: Tensor) -> tuple[int, ...]:
-    """Return the index of the median of x."""
-    at = int(x.flatten().argsort()[x.numel() // 2])
-    return tuple(int(i) for i in np.unravel_index(at, x.shape))
 
 
 @torch.no_grad()

@@ -10,14 +10,14 @@ that have it. Imports inside functions count; those for type checkers do not.
 
 import ast
 import hashlib
-import io
 import json
 import pathlib
+import textwrap
 from collections.abc import Iterator
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from stored_figure import run
+from stored_figure import png, run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "figures" / "modules.png"
@@ -112,13 +112,10 @@ def _column(axes: Axes, package: str, x: float, modules: dict[str, set[str]]) ->
     for number, level in enumerate(levels(modules)):
         axes.text(x, y, f"level {number}", fontsize=6, color="#888888", va="top")
         y += 0.7
-        names = [f"{module}/" if len(files[module]) > 1 else module for module in level]
-        line = ""
-        for name in [*names, None]:
-            if name is None or len(line) + len(name) > MOST:
-                axes.text(x, y, line, fontsize=6.5, va="top", family="monospace")
-                y, line = y + 0.62, ""
-            line += "" if name is None else f"{name}  "
+        names = "  ".join(f"{module}/" if len(files[module]) > 1 else module for module in level)
+        for line in textwrap.wrap(names, MOST, break_long_words=False):
+            axes.text(x, y, line, fontsize=6.5, va="top", family="monospace")
+            y += 0.62
         y += 0.25
 
 
@@ -145,10 +142,7 @@ def draw() -> bytes:
     _arrows(axes, found)
     axes.set(xlim=(-0.1, len(ORDER)), ylim=(26, -6.2))
     axes.axis("off")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=100, format="png", metadata={"Description": digest(found)})
-    plt.close(figure)
-    return buffer.getvalue()
+    return png(figure, 100, digest(found))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The figure stores a digest of its data, because pixels differ between versions o
 """
 
 import hashlib
-import io
 import json
 import pathlib
 
@@ -17,7 +16,7 @@ from evals.frontier import Point, points, require_comparable
 from evals.result import Result, read_json, rows_from_json
 from matplotlib.axes import Axes
 from readme_tables.headline import FRONTIER_RUNS
-from stored_figure import run
+from stored_figure import png, run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -64,14 +63,17 @@ def _quality(axes: Axes, found: list[Point]) -> None:
     fewest = [point for point in found if point.method == "transform+remainder" and "values" in point.settings]
     label = "ours, with a shortlist and a third of the values"
     axes.plot(*_places(fewest), label=label, color=OURS, marker="D", linewidth=2.6)
-    axes.set(xscale="log", yscale="log", xlabel="bytes requested by a layer's step, % of dense attention")
-    axes.set_ylabel("KL from dense, nats")
+    _finish(axes, "bytes requested by a layer's step, % of dense attention", "KL from dense, nats")
     axes.set_xticks([2, 5, 10, 20], ["2", "5", "10", "20"])
     axes.set_yticks([0.01, 0.02, 0.05, 0.1], ["0.01", "0.02", "0.05", "0.1"])
+    axes.set_title("Quality: SmolLM2-135M, English, 8,192 tokens", fontsize=10)
+
+
+def _finish(axes: Axes, x: str, y: str) -> None:
+    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    axes.set_title("Quality: SmolLM2-135M, English, 8,192 tokens", fontsize=10)
 
 
 def _places(found: list[Point]) -> tuple[list[float], list[float]]:
@@ -83,13 +85,9 @@ def _speed(axes: Axes, timed: dict) -> None:
     for way, (label, colour) in WAYS.items():
         taken = [row["steps"][way]["ms"] for row in timed["rows"]]
         axes.plot(lengths, taken, label=label, color=colour, marker="o", linewidth=2.6 if way == "ours" else 1.5)
-    axes.set(xscale="log", yscale="log", xlabel="context, tokens")
-    axes.set_ylabel("milliseconds a token")
+    _finish(axes, "context, tokens", "milliseconds a token")
     axes.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
     axes.set_yticks([50, 100, 200, 400], ["50", "100", "200", "400"])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
     axes.set_title(f"Speed: decoding on a CPU, {timed['threads']} threads, 16-bit weights", fontsize=10)
 
 
@@ -100,10 +98,7 @@ def draw(results: pathlib.Path = RESULTS) -> bytes:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     _quality(left, points(runs, HEAD_DIM))
     _speed(right, json.loads((results / SPEED).read_text()))
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=110, format="png", metadata={"Description": digest(results)})
-    plt.close(figure)
-    return buffer.getvalue()
+    return png(figure, 110, digest(results))
 
 
 if __name__ == "__main__":

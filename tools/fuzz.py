@@ -44,16 +44,15 @@ def run(name: str, goes_on: Callable[[int, int], bool], seed: int, first: int) -
     """
     module, unit = FUZZERS[name]
     case = importlib.import_module(module).case
-    number, checks, whole = first, 0, False
+    number, checks = first, 0
     try:
         while number == first or goes_on(number - first, checks):
             checks += case(np.random.default_rng([seed, number]))
             number += 1
-        whole = True
-    finally:
-        if not whole:
-            again = f"uv run tools/fuzz.py {name} --seed {seed} --first {number} --cases 1"
-            print(f"{name}: stopped after {number - first} cases by this one: {again}", file=sys.stderr)
+    except BaseException:  # also an interrupt
+        again = f"uv run tools/fuzz.py {name} --seed {seed} --first {number} --cases 1"
+        print(f"{name}: stopped after {number - first} cases by this one: {again}", file=sys.stderr)
+        raise
     print(f"{name}: {number - first} cases, {checks} {unit}, no invariant broken (seed {seed})", flush=True)
     return {"cases": number - first, "checks": checks, "unit": unit, "seed": seed, "first": first}
 

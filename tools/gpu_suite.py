@@ -22,6 +22,7 @@ import tempfile
 import time
 import xml.etree.ElementTree
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,15 +92,9 @@ def command(arguments: list[str], seconds: float, **variables: str) -> Done:
     sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     path = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            arguments,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path} | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        env = os.environ | {"PYTHONPATH": path} | variables
+        process = subprocess.Popen(arguments, cwd=ROOT, env=env, start_new_session=True, **files)
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -119,10 +114,8 @@ def pytest(seconds: float, arguments: list[str], wrapper: list[str], **variables
         options = ["-q", "-x", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}", *alone]
         python = [sys.executable, "-m", "pytest", *options, *arguments]
         done = command([*wrapper, *python], seconds, **variables)
-        if done.code is None:
-            return Outcome("late", f"stopped after {seconds:.0f} s: {tail(done.output, 1)}")
-        if not report.is_file():
-            return Outcome("failed", tail(done.output))
+        if done.code is None or not report.is_file():
+            return _ended(done, seconds)
         suite = next(xml.etree.ElementTree.parse(report).getroot().iter("testsuite"))
     counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
@@ -135,55 +128,32 @@ def pytest(seconds: float, arguments: list[str], wrapper: list[str], **variables
 def benchmark(seconds: float, script: str) -> Outcome:
     """Run a benchmark, whose last line is JSON with its targets."""
     done = command([sys.executable, script], seconds)
-    if done.code is None:
-        return Outcome("late", f"stopped after {seconds:.0f} s: {tail(done.output, 1)}")
-    if done.code:
-        return Outcome("failed", tail(done.output))
+    if done.code != 0:
+        return _ended(done, seconds)
     data = json.loads(done.output.strip().splitlines()[-1])
     bars = data["bars"]
     lines = [f"{bar['what']}: {bar['value']:.3g}, target {bar['asked']}" for bar in bars if not bar["met"]]
     return Outcome("passed", "\n".join([f"{len(bars) - len(lines)} of {len(bars)} targets met", *lines]), data)
 
 
-def sanitized(tool: str) -> Callable[[float], Outcome]:
-    """Return the part that runs every kernel once under a tool of compute-sanitizer."""
-
-    def run(seconds: float) -> Outcome:
-        sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-        if sanitizer is None:
-            return Outcome("missing", "compute-sanitizer is neither on PATH nor in CUDA's folder")
-        options = ["--tool", tool, "--error-exitcode", str(SANITIZER_FAILED), "--target-processes", "all"]
-        arguments = ["-m", "cuda", *GPU_TESTS, "-k", EVERY_KERNEL]
-        # Without torch's memory pool every tensor is its own allocation, so that out-of-bounds accesses are detected.
-        outcome = pytest(seconds, arguments, [sanitizer, *options], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        if "Device not supported" in outcome.summary:
-            return Outcome("unsupported", "compute-sanitizer does not support this device")
-        return outcome
-
-    return run
+def sanitized(tool: str, seconds: float) -> Outcome:
+    """Run every kernel once under a tool of compute-sanitizer."""
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        return Outcome("missing", "compute-sanitizer is neither on PATH nor in CUDA's folder")
+    options = ["--tool", tool, "--error-exitcode", str(SANITIZER_FAILED), "--target-processes", "all"]
+    arguments = ["-m", "cuda", *GPU_TESTS, "-k", EVERY_KERNEL]
+    # Without torch's memory pool every tensor is its own allocation, so that out-of-bounds accesses are detected.
+    outcome = pytest(seconds, arguments, [sanitizer, *options], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    if "Device not supported" in outcome.summary:
+        return Outcome("unsupported", "compute-sanitizer does not support this device")
+    return outcome
 
 
-def hashcore_simulated(seconds: float) -> Outcome:
+def simulated(package: str, names: tuple[str, ...], seconds: float) -> Outcome:
     if shutil.which("g++") is None:
         return Outcome("missing", "g++ is needed to build the kernels for the CPU")
-    files = [f"packages/hashcore/tests/test_{name}.py" for name in ("hostsim", "kernels", "torch_library")]
-    return pytest(seconds, files, [])
-
-
-def hashcore_tests(seconds: float) -> Outcome:
-    return pytest(seconds, ["-m", "cuda", *HASHCORE_TESTS], [])
-
-
-def hashcore_benchmark(seconds: float) -> Outcome:
-    return benchmark(seconds, "packages/hashcore/benchmarks/gpu.py")
-
-
-def sparse_tests(seconds: float) -> Outcome:
-    return pytest(seconds, ["-m", "cuda", *SPARSE_TESTS], [])
-
-
-def evals_tests(seconds: float) -> Outcome:
-    return pytest(seconds, ["-m", "cuda", EVALS_TESTS, "-k", "bfloat16"], [])
+    return pytest(seconds, [f"packages/{package}/tests/test_{name}.py" for name in names], [])
 
 
 def flash_tests(seconds: float) -> Outcome:
@@ -215,17 +185,6 @@ def _ended(done: Done, seconds: float) -> Outcome:
     return Outcome("failed", tail(done.output))
 
 
-def sparse_simulated(seconds: float) -> Outcome:
-    if shutil.which("g++") is None:
-        return Outcome("missing", "g++ is needed to build the kernels for the CPU")
-    files = [f"packages/sparse-decode/tests/test_{name}.py" for name in ("gather", "encode_cuda", "moments")]
-    return pytest(seconds, files, [])
-
-
-def sparse_benchmark(seconds: float) -> Outcome:
-    return benchmark(seconds, "packages/sparse-decode/benchmarks/attention_gpu.py")
-
-
 def decoding(seconds: float) -> Outcome:
     """Decode with an attached model; say by how much a layer is faster, beside what was predicted."""
     outcome = benchmark(seconds, "packages/sparse-decode/benchmarks/decode_gpu.py")
@@ -239,21 +198,33 @@ def decoding(seconds: float) -> Outcome:
     return outcome._replace(summary="\n".join([outcome.summary, *lines]))
 
 
+def tests(*arguments: str) -> Callable[[float], Outcome]:
+    return lambda seconds: pytest(seconds, ["-m", "cuda", *arguments], [])
+
+
+def timed(script: str) -> Callable[[float], Outcome]:
+    return lambda seconds: benchmark(seconds, f"packages/{script}")
+
+
 GPU_PARTS = [
-    Part("hashcore: equal to numpy, graphs, compile, operators", 95, (*HASHCORE, "pytest"), hashcore_tests),
-    Part("sparse_decode: kernels equal to the CPU", 55, (*SPARSE, "pytest"), sparse_tests),
+    Part("hashcore: equal to numpy, graphs, compile, operators", 95, (*HASHCORE, "pytest"), tests(*HASHCORE_TESTS)),
+    Part("sparse_decode: kernels equal to the CPU", 55, (*SPARSE, "pytest"), tests(*SPARSE_TESTS)),
     Part("sparse_decode: the paper's set-up through flash-attn", 20, (*SPARSE, "pytest"), flash_tests),
-    Part("evals: every task on a model", 35, (*SPARSE, "evals", "pytest"), evals_tests),
+    Part("evals: every task on a model", 35, (*SPARSE, "evals", "pytest"), tests(EVALS_TESTS, "-k", "bfloat16")),
     Part("hashtrain: the README's first command, small", 50, (*SPARSE, "hashtrain", "rich", "tyro"), training),
     Part("sparse_decode: a model's steps, captured, compiled, timed", 60, (*SPARSE, "hashtrain"), decoding),
-    Part("hashcore: benchmark of retrieval", 60, HASHCORE, hashcore_benchmark),
-    Part("sparse_decode: benchmark of a step's attention", 70, SPARSE, sparse_benchmark),
-    Part("kernels: compute-sanitizer memcheck", 43, (*SPARSE, "pytest"), sanitized("memcheck")),
-    Part("kernels: compute-sanitizer racecheck", 42, (*SPARSE, "pytest"), sanitized("racecheck")),
+    Part("hashcore: benchmark of retrieval", 60, HASHCORE, timed("hashcore/benchmarks/gpu.py")),
+    Part(
+        "sparse_decode: benchmark of a step's attention", 70, SPARSE, timed("sparse-decode/benchmarks/attention_gpu.py")
+    ),
+    Part("kernels: compute-sanitizer memcheck", 43, (*SPARSE, "pytest"), partial(sanitized, "memcheck")),
+    Part("kernels: compute-sanitizer racecheck", 42, (*SPARSE, "pytest"), partial(sanitized, "racecheck")),
 ]
+_SIMULATED = partial(simulated, "hashcore", ("hostsim", "kernels", "torch_library"))
+_SPARSE_SIMULATED = partial(simulated, "sparse-decode", ("gather", "encode_cuda", "moments"))
 SIMULATED_PARTS = [
-    Part("hashcore: simulated kernels", 400, ("torch", "numba", "pytest", "hypothesis"), hashcore_simulated),
-    Part("sparse_decode: simulated kernels", 200, ("torch", "numba", "pytest", "hypothesis"), sparse_simulated),
+    Part("hashcore: simulated kernels", 400, ("torch", "numba", "pytest", "hypothesis"), _SIMULATED),
+    Part("sparse_decode: simulated kernels", 200, ("torch", "numba", "pytest", "hypothesis"), _SPARSE_SIMULATED),
 ]
 
 
@@ -284,7 +255,8 @@ def environment() -> dict[str, Any] | None:
     if missing(("torch",)):
         print("torch is not installed; without it no GPU can be used.", flush=True)
         return None
-    script = "import json, torch\nfrom hashcore.cuda import timing\n"
+    script = f"import sys; sys.path.insert(0, {str(ROOT / 'packages' / 'hashcore' / 'benchmarks')!r})\n"
+    script += "import json, torch, gpu_timing as timing\n"
     script += "print(json.dumps(timing.environment() if torch.cuda.is_available() else None))"
     done = command([sys.executable, "-c", script], 120)
     if done.code != 0:

@@ -11,11 +11,10 @@ microsecond per launch, and torch's dispatcher come on top.
 """
 
 import argparse
-import itertools
 import json
 import pathlib
 import sys
-import time
+import timeit
 from collections.abc import Callable
 
 import hashcore
@@ -74,28 +73,16 @@ def calls() -> dict[str, Callable[[], object]]:
 
 def least(call: Callable[[], object]) -> float:
     """Return the microseconds of a call: the minimum mean of many rounds, because other processes may interfere."""
-    call()
-    rounds = []
-    for _ in range(ROUNDS):
-        begun = time.perf_counter()
-        for _ in itertools.repeat(None, CALLS):
-            call()
-        rounds.append((time.perf_counter() - begun) / CALLS)
-    return min(rounds) * 1e6
-
-
-def measured() -> dict[str, float]:
-    """Measure all calls."""
-    torch.set_num_threads(1)
-    with idle_driver():
-        return {name: round(least(call), 1) for name, call in calls().items()}
+    return min(timeit.repeat(call, repeat=ROUNDS, number=CALLS)) / CALLS * 1e6
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     given = parser.parse_args()
-    found = measured()
+    torch.set_num_threads(1)
+    with idle_driver():
+        found = {name: round(least(call), 1) for name, call in calls().items()}
     for name, microseconds in found.items():
         print(f"{name:8} {microseconds:6.1f} us")
     together = round(sum(found.values()) - found[APART], 1)

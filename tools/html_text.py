@@ -60,12 +60,12 @@ def page_text(html: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
+def natural(path: Path) -> list[tuple[int, str]]:
+    """Return a key that sorts numbers in names by their value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.as_posix())]
+
+
 def pages(folder: Path, match: str) -> list[Path]:
-    """Return the pages of a folder in natural order: numbers in names are sorted by value."""
-
-    def natural(path: Path) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.as_posix())]
-
     return sorted((path for path in folder.rglob(match) if path.is_file()), key=natural)
 
 

@@ -58,16 +58,14 @@ class Change(NamedTuple):
     value: Any
 
 
-SWAPS: dict[type[ast.AST], type[Any]] = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
-    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
-    **{ast.And: ast.Or, ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd},
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add},
-}
-SYMBOLS = {
-    **{"Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">=", "Eq": "==", "NotEq": "!=", "Is": "is", "IsNot": "is not"},
-    **{"In": "in", "NotIn": "not in", "And": "and", "Or": "or", "BitAnd": "&", "BitOr": "|", "Add": "+", "Sub": "-"},
-}
+_PAIRS: tuple[tuple[type[Any], str, type[Any], str], ...] = (
+    *((ast.Lt, "<", ast.LtE, "<="), (ast.Gt, ">", ast.GtE, ">="), (ast.Eq, "==", ast.NotEq, "!=")),
+    *((ast.Is, "is", ast.IsNot, "is not"), (ast.In, "in", ast.NotIn, "not in"), (ast.And, "and", ast.Or, "or")),
+    *((ast.BitAnd, "&", ast.BitOr, "|"), (ast.Add, "+", ast.Sub, "-")),
+)
+SWAPS: dict[type[Any], tuple[type[Any], str]] = {one: (other, f"{a} -> {b}") for one, a, other, b in _PAIRS}
+SWAPS |= {other: (one, f"{b} -> {a}") for one, a, other, b in _PAIRS}
+"""What replaces an operator, and the description of the change."""
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
@@ -78,11 +76,11 @@ def changes(node: ast.AST) -> Iterator[Change]:
     """
     if isinstance(node, ast.Compare):
         for place, operator in enumerate(node.ops):
-            other = SWAPS[type(operator)]()
-            yield Change(node, _swap(operator, other), node, "ops", [*node.ops[:place], other, *node.ops[place + 1 :]])
+            other, label = SWAPS[type(operator)]
+            yield Change(node, label, node, "ops", [*node.ops[:place], other(), *node.ops[place + 1 :]])
     elif isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SWAPS:
-        other = SWAPS[type(node.op)]()
-        yield Change(node, _swap(node.op, other), node, "op", other)
+        other, label = SWAPS[type(node.op)]
+        yield Change(node, label, node, "op", other())
     elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
         value = not node.value if isinstance(node.value, bool) else int(str(node.value)) + 1
         yield Change(node, f"{node.value} -> {value}", node, "value", value)
@@ -101,10 +99,6 @@ def changes(node: ast.AST) -> Iterator[Change]:
 
 def _is_not(node: Any) -> bool:
     return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-
-
-def _swap(old: ast.AST, new: ast.AST) -> str:
-    return f"{SYMBOLS[type(old).__name__]} -> {SYMBOLS[type(new).__name__]}"
 
 
 def _removable(statement: ast.stmt) -> bool:
@@ -134,11 +128,8 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
 def mutants(source: str, functions: tuple[str, ...] = ()) -> list[Mutant]:
     """Return every mutant of a module's functions and methods, or of those with these names, in order of lines."""
     tree, lines, found = ast.parse(source), source.splitlines(), []
-    tops = [x for x in tree.body if isinstance(x, ast.FunctionDef)]
-    tops += [
-        x for part in tree.body if isinstance(part, ast.ClassDef) for x in part.body if isinstance(x, ast.FunctionDef)
-    ]
-    for function in tops:
+    inside = [x for part in tree.body if isinstance(part, ast.ClassDef) for x in part.body]
+    for function in (x for x in [*tree.body, *inside] if isinstance(x, ast.FunctionDef)):
         if functions and function.name not in functions:
             continue
         for change in [change for node in _nodes(function) for change in changes(node)]:
@@ -191,8 +182,7 @@ def run_tests(target: Target, copy: Path) -> int:
 def outcome(target: Target, copy: Path, seconds: float) -> str:
     """Fork, run the tests, and return how it ended: passed, failed, crashed or timed out."""
     sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
+    if (child := os.fork()) == 0:
         _in_child(target, copy)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -288,12 +278,11 @@ def summary(
     """Return a target's stored result; `before` is the earlier measurement in which all but the chosen ones ended."""
     ended = Counter(ends) + Counter(before["by"] if before else {})
     alive = [mutant for mutant, end in zip(chosen, ends, strict=True) if end == "passed"]
-    equivalent: list[dict[str, Any]] = []
-    survivors: list[dict[str, Any]] = []
-    for m in alive:
-        found = {"file": target.file, "line": m.line, "text": m.text, "change": m.change}
-        reason = EQUIVALENT.get((target.file.rpartition("/src/")[2], m.text, m.change))
-        (survivors.append(found) if reason is None else equivalent.append(found | {"reason": reason}))
+    place = target.file.rpartition("/src/")[2]
+    found = [{"file": target.file, "line": m.line, "text": m.text, "change": m.change} for m in alive]
+    reasons = [EQUIVALENT.get((place, m.text, m.change)) for m in alive]
+    survivors = [one for one, reason in zip(found, reasons, strict=True) if reason is None]
+    equivalent = [one | {"reason": reason} for one, reason in zip(found, reasons, strict=True) if reason]
     by = {end: ended[end] for end in ("failed", "crashed", "timed out")}
     killed = sum(by.values())
     return {
@@ -310,15 +299,6 @@ def summary(
         "equivalent": equivalent,
         "survivors": survivors,
     }
-
-
-def table(targets: dict[str, Any]) -> str:
-    """Format the scores as lines of text."""
-    lines = ["target         tried of possible  killed  equivalent  survive   score"]
-    for name, x in targets.items():
-        counts = f"{x['tried']:5d} of {x['possible']:8d}  {x['killed']:6d}  {len(x['equivalent']):10d}"
-        lines.append(f"{name:14s} {counts}  {len(x['survivors']):7d}  {x['score']:6.1%}")
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -357,7 +337,10 @@ def main() -> int:
         ordered = {name: results[name] for name in TARGETS if name in results}
         temporary.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, args.out)
-    print(table({name: results[name] for name in names}))
+    print("target         tried of possible  killed  equivalent  survive   score")
+    for name, x in ((name, results[name]) for name in names):
+        counts = f"{x['tried']:5d} of {x['possible']:8d}  {x['killed']:6d}  {len(x['equivalent']):10d}"
+        print(f"{name:14s} {counts}  {len(x['survivors']):7d}  {x['score']:6.1%}")
     return int(any(results[name]["survivors"] for name in names))
 
 

@@ -9,17 +9,19 @@ this took beside the plan's figures. Memory is counted beyond that of a process 
 
 import argparse
 import json
+import multiprocessing
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from evals.cli import main as evals
 from evals.machine import environment
+from evals.result import rows_from_json
 from evals.timing import read_peak
 from hashtrain import Hasher
 from hashtrain.cli import main as hashtrain
@@ -68,29 +70,22 @@ def training(words: list[str], out: pathlib.Path) -> dict[str, float]:
     """Train; return the peak memory, the most bytes of captures and of checkpoints, and the seconds."""
     most, began = stored(out / ".work"), time.monotonic()
 
-    def look() -> None:
-        most.update({kind: max(size, most[kind]) for kind, size in stored(out / ".work").items()})
-
-    def before(event: str, _: object) -> None:
+    def look(event: str = "os.remove", _: object = None) -> None:
         """Look before anything is removed: between removals, files only grow."""
         if event in ("os.remove", "os.rename", "shutil.rmtree"):
-            look()
+            most.update({kind: max(size, most[kind]) for kind, size in stored(out / ".work").items()})
 
-    sys.addaudithook(before)
-    code = hashtrain(words)
-    look()
-    if code:
+    sys.addaudithook(look)
+    if code := hashtrain(words):
         raise SystemExit(code)
+    look()
     return {"memory": read_peak("cpu"), **most, "seconds": round(time.monotonic() - began, 1)}
 
 
-def in_a_process(function: str, *given: object) -> object:
-    """Call one of this file's functions in a process of its own, whose peak memory is its own too."""
-    here = pathlib.Path(__file__)
-    code = f"import json, pathlib, sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem} as it\n"
-    code += f"print(json.dumps(it.{function}(*eval(sys.argv[1], {{'PosixPath': pathlib.Path}}))))"
-    done = subprocess.run([sys.executable, "-c", code, repr(given)], check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def in_a_process(function: Callable[..., Any], *given: object) -> Any:
+    """Call a function in a process of its own, whose peak memory is its own too."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, given)
 
 
 def rehearse(folder: pathlib.Path, context: int, steps: int, text: list[str], **shape: int) -> dict[str, object]:
@@ -100,21 +95,17 @@ def rehearse(folder: pathlib.Path, context: int, steps: int, text: list[str], **
     sizes = ["--context", context, "--contexts", steps, "--steps", steps, "--held-out", 1, "--held-out-rows", 16]
     words = ["--model", model, "--only", "paper-exact", "--stream", "--workers", 1, "--dense-layers", 0, *sizes, *text]
     words = [str(word) for word in [*words, "--out", out]]
-    command = cast(TrainCommand, parse(words))
-    plan = schedule(command, load_config(str(model)))
-    alone = in_a_process("only_the_model", str(model), context)
-    found = in_a_process("training", words, out)
-    assert isinstance(alone, int)
-    assert isinstance(found, dict)
-    measured = {**found, "memory": found["memory"] - alone, "model_memory": alone}
+    plan = schedule(cast(TrainCommand, parse(words)), load_config(str(model)))
+    alone = in_a_process(only_the_model, str(model), context)
+    measured = in_a_process(training, words, out)
+    measured |= {"memory": measured["memory"] - alone, "model_memory": alone}
     measured["hasher"] = sum(path.stat().st_size for path in (out / "paper-exact").iterdir())
-    run = [str(word) for word in ["--model", model, "--hashers", out, "--methods", "paper-exact", "--context", context]]
-    protocol = ["--documents", "1", "--budgets", "0.02", "--rules", "fixed", "--score", "all", "--sink", "0"]
-    if evals(["ppl", *run, *protocol, "--recent", "0", "--out", str(folder / "ppl")]):
+    run = ["--model", model, "--hashers", out, "--methods", "paper-exact", "--context", context, "--documents", 1]
+    protocol = ["--budgets", 0.02, "--rules", "fixed", "--score", "all", "--sink", 0, "--recent", 0]
+    if evals(["ppl", *map(str, [*run, *protocol]), "--out", str(folder / "ppl")]):
         raise SystemExit("evals ppl failed")
-    rows = json.loads((folder / "ppl" / "rows.json").read_text())
-    at = {name: number for number, name in enumerate(rows["columns"])}
-    kl = next(r[at["value"]] for r in rows["rows"] if r[at["method"]] == "paper-exact" and r[at["metric"]] == "kl")
+    rows = rows_from_json(json.loads((folder / "ppl" / "rows.json").read_text()))
+    kl = next(row.value for row in rows if (row.method, row.metric) == ("paper-exact", "kl"))
     planned = {"disk": plan.streamed_disk, "memory": plan.streamed_memory, "model_memory": plan.model_memory}
     bits = Hasher.from_pretrained(out / "paper-exact").config.bits
     shown = {"context": context, "steps": steps, "parameters": plan.parameters, "bits": bits, "kl": kl}

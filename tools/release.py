@@ -16,6 +16,7 @@ import ast
 import pathlib
 import re
 import subprocess
+import symtable
 import sys
 import tomllib
 from collections.abc import Callable
@@ -132,40 +133,26 @@ def has(reader: Reader, name: str) -> bool:
         return True
     parent, _, last = path.rpartition("/")
     text = next((t for t in map(reader, (f"{parent}.py", f"{parent}/__init__.py")) if t is not None), None)
-    return text is not None and last in defined(ast.parse(text))
+    return text is not None and last in defined(text)
 
 
-def defined(tree: ast.Module) -> set[str]:
+def defined(text: str) -> set[str]:
     """Return the names that running a module binds at its top level, including in branches."""
-    found, waiting = set(), list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.If | ast.Try | ast.With):
-            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-        else:
-            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return found
+    symbols = symtable.symtable(text, "module", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 def oldest(root: pathlib.Path, needed: Package, bound: Version) -> Reader | None:
     """Return a reader of the oldest version from `bound` on: of a tag, or of this repository; None if unknown."""
+    sources = needed.folder / "src"
     for version in tags(root, needed):
         if version >= bound:
-            tree = f"{needed.name}-v{version}:{(needed.folder / 'src').relative_to(root).as_posix()}"
+            tree = f"{needed.name}-v{version}:{sources.relative_to(root).as_posix()}"
             files = set(git(root, "ls-tree", "-r", "--name-only", tree).splitlines())
             return lambda path: git(root, "show", f"{tree}/{path}") if path in files else None
     if Version(needed.version) < bound:
         return None
-
-    def here(path: str) -> str | None:
-        file = needed.folder / "src" / path
-        return file.read_text() if file.is_file() else None
-
-    return here
+    return lambda path: (sources / path).read_text() if (sources / path).is_file() else None
 
 
 def check_names(root: pathlib.Path, user: Package, requirement: Requirement, needed: Package) -> list[str]:
@@ -199,20 +186,10 @@ def complaints(root: pathlib.Path) -> list[str]:
     return wrong
 
 
-def releases(root: pathlib.Path) -> list[Package]:
-    """Return the packages whose version has no tag yet."""
-    return [package for package in read(root).values() if Version(package.version) not in tags(root, package)]
-
-
-def changed(root: pathlib.Path) -> list[str]:
-    """Return a sentence for each package that differs from the tag of its version: its next release must raise it."""
-    found = []
-    for package in read(root).values():
-        if Version(package.version) in tags(root, package):
-            where = [(package.folder / name).relative_to(root).as_posix() for name in ("src", "pyproject.toml")]
-            if git(root, "diff", "--name-only", package.tag, "--", *where):
-                found.append(f"{package.name} has changed since {package.tag}: its next release needs a higher version")
-    return found
+def has_changed(root: pathlib.Path, package: Package) -> bool:
+    """Whether a package differs from the tag of its version: its next release must raise it."""
+    where = [(package.folder / name).relative_to(root).as_posix() for name in ("src", "pyproject.toml")]
+    return bool(git(root, "diff", "--name-only", package.tag, "--", *where))
 
 
 def refusals(root: pathlib.Path, tested: str | None) -> list[str]:
@@ -226,25 +203,24 @@ def refusals(root: pathlib.Path, tested: str | None) -> list[str]:
     return wrong
 
 
-def settings(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Check that the packages can be released, and tag them.")
+def main(arguments: list[str], root: pathlib.Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only print problems")
     parser.add_argument("--tag", action="store_true", help="create annotated tags; they are not pushed")
     parser.add_argument("--tested", metavar="ID", help="with --tag: the commit on which the tests passed")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str], root: pathlib.Path = ROOT) -> int:
-    options = settings(arguments)
+    options = parser.parse_args(arguments)
     wrong = complaints(root) + (refusals(root, options.tested) if options.tag else [])
     for line in wrong:
         print(f"release: {line}", file=sys.stderr)
     if wrong or options.check:
         print(f"{len(wrong)} problems")
         return int(bool(wrong))
-    for line in changed(root):
-        print(line)
-    for package in releases(root):
+    packages = read(root).values()
+    tagged = [package for package in packages if Version(package.version) in tags(root, package)]
+    for package in tagged:
+        if has_changed(root, package):
+            print(f"{package.name} has changed since {package.tag}: its next release needs a higher version")
+    for package in (package for package in packages if package not in tagged):
         if options.tag:
             text = f"{package.name} {package.version}\n\n{package.entries[0][1].strip()}\n"
             git(root, "tag", "--annotate", "--cleanup=verbatim", "--message", text, package.tag)

@@ -13,7 +13,6 @@ here runs in a temporary copy of the pyproject files: a failure or a kill leaves
 """
 
 import collections
-import contextlib
 import datetime
 import itertools
 import os
@@ -125,17 +124,9 @@ def uv(command: str, directory: pathlib.Path) -> str:
 
 def replace(path: pathlib.Path, text: str) -> None:
     """Write the whole file or none of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with open(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp creates files that only their owner can read
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def check() -> str | None:
@@ -165,21 +156,19 @@ def relock(date: str | None) -> None:
     replace(ROOT / "uv.lock", lock)
 
 
-def is_date(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return datetime.date.fromisoformat(text).isoformat() == text
-    return False
-
-
 def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         drift = check()
         print(drift or "the pins hold", file=sys.stderr)
         return int(drift is not None)
-    if len(arguments) > 1 or not all(is_date(argument) for argument in arguments):
+    try:
+        (date,) = arguments or [None]
+        if date is not None and datetime.date.fromisoformat(date).isoformat() != date:
+            raise ValueError
+    except ValueError:
         print(f"expected nothing, --check or one date as YYYY-MM-DD, got {' '.join(arguments)}", file=sys.stderr)
         return 2
-    relock(arguments[0] if arguments else None)
+    relock(date)
     return 0
 
 

@@ -1,12 +1,23 @@
 """A generated figure in docs/figures, which stores the digest of what it was drawn from."""
 
 import argparse
+import io
 import pathlib
 import sys
 from collections.abc import Callable
 
+import matplotlib.pyplot as plt
 from hashtrain.files.atomic import replace
+from matplotlib.figure import Figure
 from PIL import Image
+
+
+def png(figure: Figure, dpi: int, digest: str) -> bytes:
+    """Close a figure, and return it as PNG with the digest."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=dpi, format="png", metadata={"Description": digest})
+    plt.close(figure)
+    return buffer.getvalue()
 
 
 def drawn_from(figure: pathlib.Path) -> str | None:

@@ -44,14 +44,10 @@ WORST, FRACTION, NEAR, LONG = 0.05, 0.02, (5, 16), 0.99
 class Shares(NamedTuple):
     """What the worst rows of each head miss."""
 
-    low: Tensor
-    """[H]: 5th percentile of the mass found, relative to the exact selection's."""
-    missed: Tensor
-    """[H]: mean share of that mass that the worst rows miss."""
-    causes: Tensor
-    """[H, causes]: share of the missed mass by cause."""
-    usual: Tensor
-    """[H, KINDS]: share that such tokens have in the searched part of the exact selection, over all rows."""
+    low: Tensor  # [H]: 5th percentile of the mass found, relative to the exact selection's
+    missed: Tensor  # [H]: mean share of that mass that the worst rows miss
+    causes: Tensor  # [H, causes]: share of the missed mass by cause
+    usual: Tensor  # [H, KINDS]: share that such tokens have in the searched part of the exact selection, over all rows
 
 
 def kinds(ids: Tensor, positions: Tensor, k: Tensor, separators: Tensor) -> dict[str, Tensor]:

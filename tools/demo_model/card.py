@@ -103,15 +103,12 @@ def main() -> None:
     documents = [ids[:FULL] for ids in texts if len(ids) >= FULL]
     lengths = by_context(model, documents)
     copies = induction(model, tokenizer, documents)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    facts = {"millions": millions, "config": model.config, "scored": SCORED, "full": FULL, "identifiers": IDENTIFIERS}
+    facts |= {"documents": len(documents), "rule": "---|" * len(lengths)}
     text = CARD.format(
-        millions=sum(p.numel() for p in model.parameters()) / 1e6,
-        config=model.config,
-        scored=SCORED,
-        full=FULL,
-        documents=len(documents),
-        identifiers=IDENTIFIERS,
+        **facts,
         lengths=" | ".join(f"{context:,}" for context in lengths),
-        rule="---|" * len(lengths),
         values=" | ".join(f"{value:.3f}" for value in lengths.values()),
         copies="\n".join(f"| {gap:,} | {a:.2f} | {b:.2f} |" for gap, (a, b) in copies.items()),
         sources=", ".join(f"{package} ({licence(package)})" for package in INSTALLED),

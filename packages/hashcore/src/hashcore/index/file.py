@@ -16,6 +16,7 @@ allocated or mapped. Every load verifies the header, mean and matrix; the other 
 """
 
 import hashlib
+import math
 import mmap
 import os
 import struct
@@ -92,13 +93,8 @@ def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Enco
         start = end
     if verify:
         _check_ids(path, arrays["ids"], next_id, bool(flags & ASCENDING))
-    encoder = Encoder(
-        dim,
-        32 * words,
-        arrays["mean"] if flags & MEAN else None,
-        arrays["matrix"] if flags & MATRIX else None,
-        None if seed < 0 else seed,
-    )
+    mean, matrix = (arrays[name] if flags & flag else None for name, flag in (("mean", MEAN), ("matrix", MATRIX)))
+    encoder = Encoder(dim, 32 * words, mean, matrix, None if seed < 0 else seed)
     vectors = arrays["vectors"] if kept else None
     return encoder, Rows(arrays["codes"], arrays["ids"], vectors, count, ascending=bool(flags & ASCENDING)), next_id
 
@@ -116,10 +112,7 @@ def _shapes(count: int, words: int, dim: int, kept: int, flags: int) -> Shapes:
 
 
 def _bytes_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    size = dtype.itemsize
-    for side in shape:  # Python integers, which do not overflow for a corrupt header
-        size *= side
-    return size
+    return dtype.itemsize * math.prod(shape)  # of Python's integers, which do not overflow for a corrupt header
 
 
 def _padded(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
@@ -132,13 +125,11 @@ def _length(shapes: Shapes) -> int:
 
 def _pieces(name: str, encoder: Encoder, rows: Rows) -> Iterator[NDArray[Any]]:
     """Yield a section in pieces, without the removed rows."""
-    whole = {"mean": encoder.mean, "matrix": encoder.matrix}
-    if name in whole:
-        if (array := whole[name]) is not None:
-            yield array
-        return
-    column = {"ids": rows.ids, "codes": rows.codes, "vectors": rows.vectors}[name]
+    column = getattr(encoder if name in SMALL else rows, name)
     if column is None:
+        return
+    if name in SMALL:
+        yield column
         return
     live = rows.live()
     step = max(1, BLOCK // max(1, column[:1].nbytes))
