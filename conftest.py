@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 
 def pytest_collection_finish():
-    """Leave what is imported by now out of later collections: with it each takes 0.3 s, and transformers asks for many."""
+    """Leave what is imported by now out of later collections: with it each takes 0.3 s, and some code asks for many."""
     gc.collect()
     gc.freeze()
 
