@@ -152,7 +152,7 @@ def of_programs():
             yield pytest.param(name, changes, file, program, id=f"{name}-{program}")
 
 
-@pytest.mark.parametrize(("name", "changes", "file", "program"), of_programs())
+@pytest.mark.parametrize(("name", "changes", "file", "program"), list(of_programs()))
 def test_a_broken_folder_is_one_sentence(name, changes, file, program, copy, model, capsys):
     mutated(copy, changes, file)
     main, words = commands(copy, model.parent / "text.txt")[program]
