@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pathlib
+import runpy
 import shlex
 import subprocess
 
@@ -45,9 +46,10 @@ def test_the_command_generates_and_compares(blocks, capsys):
     assert found["dense"]["tokens_per_second"] > 0
 
 
-def test_the_server_goes_on_with_the_files_it_is_named(blocks, monkeypatch, capsys):
+def test_the_server_goes_on_with_the_files_it_is_named(blocks, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{blocks['prompt']}\n" * 2))
-    exec(blocks["python"], {"__name__": "__main__"})
+    (tmp_path / "serve.py").write_text(blocks["python"])
+    runpy.run_path(str(tmp_path / "serve.py"), run_name="__main__")
     texts = capsys.readouterr().out.split("\nshare of the visible tokens read, by layer: ")
     assert len(texts) == 3
     shares = [ast.literal_eval(text.splitlines()[0]) for text in texts[1:]]
