@@ -47,7 +47,7 @@ def started(program, words, said, largest=None):
 def ended(program, words, said, largest=None):
     """Run a command to its end; return its exit code and what it said."""
     process = started(program, words, said, largest)
-    process.join(120)
+    process.join(300)
     return process.exitcode, said.read_text()
 
 
