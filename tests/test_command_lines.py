@@ -180,8 +180,7 @@ def used(*words):
 )
 def test_help_does_not_wait_for_torch(line):
     words = ["-m", *line.split(), "--help"]
-    used(*words)  # the first may compile what was never imported
-    assert used(*words) < HELP_SECONDS
+    assert used(*words) < HELP_SECONDS or used(*words) < HELP_SECONDS  # the first may compile what was never imported
 
 
 def test_a_hasher_is_imported_without_transformers():
@@ -287,24 +286,26 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path, c
 CHILD = """
 import resource, sys
 from sparse_decode.cli import main
-main([*sys.argv[1:-2], "--prompt-file", sys.argv[-2]])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-code = main([*sys.argv[1:-2], "--prompt-file", sys.argv[-1]])
-print("\\nwhat it took", code, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+*words, short, long = sys.argv[1:]
+main([*words, "--prompt-file", short])
+for most in (["--max-prompt-tokens", "100"], []):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code = main([*words, *most, "--prompt-file", long])
+    print("\\nwhat it took", code, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
 @pytest.mark.parametrize("size", [pytest.param(20, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("most", "code"), [(["--max-prompt-tokens", "100"], 0), ([], 2)], ids=["end", "whole"])
-def test_a_prompt_of_one_long_line_takes_bounded_memory_and_time(tmp_path, most, code, size):
-    """A line of so many million bytes."""
+def test_a_prompt_of_one_long_line_takes_bounded_memory_and_time(tmp_path, size):
+    """A line of so many million bytes: its end is used, or it is refused as a whole."""
     model, long = make_model(tmp_path), tmp_path / "long.txt"
     piece = "".join(f"name_{i} " for i in range(20_000))
     long.write_text(piece * (size * 1_000_000 // len(piece) + 1))
-    words = ["--model", str(model), "--hasher", "lsh", "--max-new-tokens", "1", *most]
+    words = ["--model", str(model), "--hasher", "lsh", "--max-new-tokens", "1"]
     given = [sys.executable, "-c", CHILD, *words, str(tmp_path / "text.txt"), str(long)]
-    done = subprocess.run(given, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(given, capture_output=True, text=True, check=True, timeout=240)
     assert "Traceback" not in done.stderr
-    *_, found, taken = done.stdout.split()
-    assert int(found) == code, done.stderr
-    assert int(taken) < 4 * size * 1_000_000 + 100_000_000, "four times the file, and a little"
+    found = re.findall(r"^what it took (\d) (\d+)$", done.stdout, re.M)
+    assert [code for code, _ in found] == ["0", "2"], done.stderr
+    for _, taken in found:
+        assert int(taken) < 4 * size * 1_000_000 + 100_000_000, "four times the file, and a little"

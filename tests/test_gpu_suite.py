@@ -27,19 +27,6 @@ def test_the_files_that_parts_run_exist(tool):
         assert (ROOT / "packages" / "sparse-decode" / path).is_file()
 
 
-@pytest.mark.slow
-def test_the_sanitizer_sees_every_kernel(tool):
-    """Those that the gate compiles, each launched by a small test."""
-    registers = json.loads((ROOT / "docs" / "results" / "kernels.json").read_text("utf-8"))["registers"]
-    launched = [kernel for kernels in tool.LAUNCHED_BY.values() for kernel in kernels.split()]
-    assert set(launched) == {kernel for program in registers.values() for kernel in program}
-    alone = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-m", "cuda"]
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", *alone, *tool.GPU_TESTS, "-k", tool.EVERY_KERNEL]
-    names = [line for line in tool.command(words, 300).output.splitlines() if "::" in line]
-    for tests in tool.LAUNCHED_BY:
-        assert any(all(word in name for word in tests.split(" and ")) for name in names), f"{tests} names no test"
-
-
 def test_the_suite_runs_every_test_that_needs_a_gpu(tool):
     found = [path for path in ROOT.glob("packages/*/tests/test_*.py") if "pytest.mark.cuda" in path.read_text("utf-8")]
     run = {ROOT / path for path in (*tool.GPU_TESTS, tool.FLASH_TESTS, tool.EVALS_TESTS)}
@@ -47,12 +34,22 @@ def test_the_suite_runs_every_test_that_needs_a_gpu(tool):
 
 
 @pytest.mark.slow
-def test_the_tests_of_a_gpu_fit_the_code(tool):
-    """On the CPU in its place (no_gpu.py): otherwise the first to run them would be somebody with a GPU."""
-    outcome = tool.pytest(500, ["-p", "tests.no_gpu", "-m", "cuda", *tool.GPU_TESTS], [])
+def test_the_tests_of_a_gpu_fit_the_code_and_the_sanitizer_sees_every_kernel(tool, tmp_path):
+    """On the CPU in its place (no_gpu.py): otherwise the first to run them would be somebody with a GPU.
+
+    The kernels are those that the gate compiles, each launched by a small test.
+    """
+    registers = json.loads((ROOT / "docs" / "results" / "kernels.json").read_text("utf-8"))["registers"]
+    launched = [kernel for kernels in tool.LAUNCHED_BY.values() for kernel in kernels.split()]
+    assert set(launched) == {kernel for program in registers.values() for kernel in program}
+    words, listed = ["-p", "tests.no_gpu", "-m", "cuda", *tool.GPU_TESTS], tmp_path / "names"
+    outcome = tool.pytest(500, words, [], TESTS_OF_A_GPU=str(listed))
     assert outcome.status == "passed", outcome.summary
     assert outcome.data["tests"] >= 20
     assert not outcome.data["skipped"]
+    names = listed.read_text().splitlines()
+    for tests in tool.LAUNCHED_BY:
+        assert any(all(word in name for word in tests.split(" and ")) for name in names), f"{tests} names no test"
 
 
 def test_what_is_not_installed_is_named_and_not_run(tool):

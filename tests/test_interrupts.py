@@ -3,10 +3,7 @@
 import json
 import multiprocessing
 import os
-import resource
 import signal
-import subprocess
-import sys
 import time
 from unittest import mock
 
@@ -14,7 +11,6 @@ import pytest
 from safetensors import safe_open
 from tiny_model import as_process, make_model
 
-pytestmark = pytest.mark.slow
 TRAIN = (
     "--context 512 --contexts 2 --held-out 1 --held-out-rows 4 --steps 40 --dense-layers 0 --bits 32 "
     "--only planes --checkpoint-seconds 0.05"
@@ -37,22 +33,22 @@ def line(program, model, out, workers=1):
     return [*given, *TRAIN.split(), "--workers", str(workers)]
 
 
-def started(program, words, said):
+def started(program, words, said, largest=None):
     """Start a command in a process forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["tiny_model", "transformers.models.llama", "hashtrain.run.pipeline", "evals.tasks.ppl"]
     )
-    process = context.Process(target=as_process, args=(program, words, str(said)))
+    process = context.Process(target=as_process, args=(program, words, str(said), largest))
     process.start()
     return process
 
 
-def ended(words, said):
-    """Run hashtrain in a new interpreter, which has the limits of this one; return its exit code and what it said."""
-    with said.open("w") as file:
-        done = subprocess.run([sys.executable, "-m", "hashtrain", *words], stderr=file, stdout=file, timeout=120)
-    return done.returncode, said.read_text()
+def ended(program, words, said, largest=None):
+    """Run a command to its end; return its exit code and what it said."""
+    process = started(program, words, said, largest)
+    process.join(300)
+    return process.exitcode, said.read_text()
 
 
 def wait_for(found, process):
@@ -104,27 +100,34 @@ def uninterrupted(model, folder):
     found = {}
     for program in ("hashtrain", "evals"):
         out = folder / f"whole-{program}"
-        process = started(program, line(program, model, out), folder / "said")
-        process.join(120)
-        assert process.exitcode == 0, (folder / "said").read_text()
+        code, said = ended(program, line(program, model, out), folder / "said")
+        assert code == 0, said
         found[program] = contents(out)
     assert all(found.values())
     return found
 
 
 MOMENTS = [
-    ("hashtrain", ".work", 1),
     ("hashtrain", ".work/train/*.safetensors", 1),
-    ("hashtrain", ".work/layers/*.checkpoint", 1),
     ("hashtrain", ".work/layers/*.checkpoint", 2),
-    ("evals", "../said", 1),
-    ("evals", "samples", 1),
     ("evals", "samples/0001.json", 1),
 ]
-"""Ctrl-C is pressed once there is such a file, in a run of so many workers; the first of `evals`: once it has begun."""
+OTHERS = [
+    ("hashtrain", ".work", 1),
+    ("hashtrain", ".work/layers/*.checkpoint", 1),
+    ("evals", "../said", 1),
+    ("evals", "samples", 1),
+]
+"""Ctrl-C is pressed once there is such a file, in a run of so many workers; `../said`: once it has begun."""
 
 
-@pytest.mark.parametrize(("program", "pattern", "workers"), MOMENTS)
+@pytest.mark.parametrize(
+    ("program", "pattern", "workers"),
+    [
+        *(pytest.param(*m, marks=pytest.mark.slow) for m in MOMENTS),
+        *(pytest.param(*m, marks=pytest.mark.full) for m in OTHERS),
+    ],
+)
 def test_an_interrupted_run_leaves_nothing_broken_and_is_finished_by_the_same_command(
     program, pattern, workers, uninterrupted, model, tmp_path
 ):
@@ -141,13 +144,12 @@ def test_an_interrupted_run_leaves_nothing_broken_and_is_finished_by_the_same_co
     assert "Traceback" not in said
     require_whole(out, finished=False)
     assert contents(out) != uninterrupted[program], "the run was over before it was interrupted"
-    process = started(program, words, tmp_path / "again")
-    process.join(120)
-    assert process.exitcode == 0, (tmp_path / "again").read_text()
+    assert ended(program, words, tmp_path / "again") == (0, mock.ANY)
     assert contents(out) == uninterrupted[program]
     require_whole(out)
 
 
+@pytest.mark.slow
 def test_text_that_is_being_generated_ends_with_one_sentence(model, folder, tmp_path):
     words = ["--model", str(model), "--prompt-file", str(folder / "text.txt"), "--hasher", "lsh"]
     words += ["--max-prompt-tokens", "64", "--max-new-tokens", "900"]
@@ -158,21 +160,17 @@ def test_text_that_is_being_generated_ends_with_one_sentence(model, folder, tmp_
     assert made.read_text()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_while_capturing_is_one_sentence_and_the_same_command_goes_on(
     uninterrupted, model, tmp_path
 ):
     words = line("hashtrain", model, tmp_path / "run")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
-    try:
-        code, said = ended(words, tmp_path / "said")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    code, said = ended("hashtrain", words, tmp_path / "said", largest=100_000)
     assert code == 2, said
     assert said.splitlines()[-1].startswith("hashtrain: "), said
     assert "File too large" in said
     assert "Traceback" not in said
     require_whole(tmp_path / "run")
     assert not list((tmp_path / "run").rglob("*.safetensors"))
-    assert ended(words, tmp_path / "again") == (0, mock.ANY)
+    assert ended("hashtrain", words, tmp_path / "again") == (0, mock.ANY)
     assert contents(tmp_path / "run") == uninterrupted["hashtrain"]

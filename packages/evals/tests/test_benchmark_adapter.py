@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from evals.base_commands import Always
 from evals.methods import DENSE, load_methods
 from hashtrain.demo import demo_model_path
 from sparse_decode import Budget
@@ -13,13 +14,17 @@ from transformers import AutoTokenizer
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
-from evals.base_commands import Always
-from evals.harness.adapter import SparseLM
-from evals.harness.measure import budget_of
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
-
 TENTH = Budget(0.1, sink=0, recent=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def harness():
+    """Import the harness when tests need it: every process that collects these tests would take seconds for it."""
+    global SparseLM, budget_of, Instance, HFLM
+    from evals.harness.adapter import SparseLM
+    from evals.harness.measure import budget_of
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
 
 
 @pytest.fixture(scope="module")

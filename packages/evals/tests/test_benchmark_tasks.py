@@ -12,9 +12,14 @@ from hashtrain.usage import UsageError
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
-from evals.harness import load
-from evals.harness.load import as_guest, load_tasks
-from example_data import FILES, FOLDER, lines_of
+
+@pytest.fixture(scope="module", autouse=True)
+def harness():
+    """Import the harness when tests need it: every process that collects these tests would take seconds for it."""
+    global load, FILES, FOLDER, lines_of, as_guest, load_tasks
+    from evals.harness import load
+    from evals.harness.load import as_guest, load_tasks
+    from example_data import FILES, FOLDER, lines_of
 
 
 def test_the_example_is_reproducible():

@@ -20,9 +20,15 @@ from rich.console import Console
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
-from evals.harness import measure
-from evals.harness.adapter import SparseLM
-from example_data import FOLDER
+
+@pytest.fixture(scope="module", autouse=True)
+def harness():
+    """Import the harness when tests need it: every process that collects these tests would take seconds for it."""
+    global measure, SparseLM, FOLDER
+    from evals.harness import measure
+    from evals.harness.adapter import SparseLM
+    from example_data import FOLDER
+
 
 QUIET = Console(quiet=True)
 RUNS = {

@@ -84,9 +84,10 @@ def test_rows_that_cannot_be_shared_evenly_are_one_sentence(arguments, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds torchrun's processes in /proc")
 def test_torchrun_restarts_a_killed_rank_which_goes_on_to_the_same_bits(arguments, alone, tmp_path):
+    """Five interpreters import torch; that a killed run goes on to the same bits is in test_resume.py."""
     out = tmp_path / "run"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with subprocess.Popen(

@@ -15,8 +15,6 @@ from hashtrain.run.workfolder import locked
 from hashtrain_runs import model_and_text, stored
 from worker_jobs import command_line
 
-KILLS = {"two": (2, 1), "ten": (10, 3)}
-"""How often a run is killed in training, and before that at any moment."""
 FORMS = {"planes": "--only planes --bits 32", "stream": "--stream --only paper-exact"}
 
 
@@ -55,25 +53,31 @@ def checkpoint_since(moment, out):
     return False
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module")
 def form(request, tmp_path_factory, tiny_config):
     """The arguments of a training that saves a checkpoint at every step, and what it stores without a kill."""
-    root = tmp_path_factory.mktemp(request.param)
+    name, steps = request.param
+    root = tmp_path_factory.mktemp(name)
     named = model_and_text(root, tiny_config(vocab_size=4096), 3000)
-    sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps 150 --dense-layers 1 --workers 1"
-    arguments = [*named, *f"{sizes} {FORMS[request.param]} --checkpoint-seconds 0".split()]
+    sizes = f"--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps {steps} --dense-layers 1 --workers 1"
+    arguments = [*named, *f"{sizes} {FORMS[name]} --checkpoint-seconds 0".split()]
     began = time.monotonic()
     assert main([*arguments, "--out", str(root / "run")]) == 0
     return arguments, stored(root / "run"), time.monotonic() - began
 
 
 @pytest.mark.parametrize(
-    "often", [pytest.param("two", marks=pytest.mark.slow), pytest.param("ten", marks=pytest.mark.full)]
+    ("form", "anywhere", "kills"),
+    [
+        pytest.param(("planes", 60), 1, 2, marks=pytest.mark.slow),
+        *(pytest.param((name, 150), 3, 10, marks=pytest.mark.full) for name in FORMS),
+    ],
+    indirect=["form"],
 )
-def test_kills_in_training_and_before_change_no_bit(form, often, tmp_path):
+def test_kills_in_training_and_before_change_no_bit(form, anywhere, kills, tmp_path):
+    """Kills at any moment, then kills in training. A streamed run cut off in its own process: test_cli_runs.py."""
     arguments, wanted, seconds = form
     out, moments, exits = tmp_path / "run", random.Random(0), []
-    kills, anywhere = KILLS[often]
     for number in range(anywhere + kills):
         began, process = time.time_ns(), started(arguments, out)
         if number < anywhere:

@@ -14,7 +14,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, OracleSelector, QueryHeadHasher, attach
 from sparse_decode.generation.packed import MARK, CodedBlocks
 from sparse_decode.model import NAMES, PAGED_NAMES
-from sparse_decode_doubles import FAMILIES, VOCABULARY, Calibrated, SignHasher, generate, slow_but, tiny_model
+from sparse_decode_doubles import UNUSUAL, VOCABULARY, Calibrated, SignHasher, generate, slow_but, tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -100,8 +100,11 @@ def test_a_full_budget_gives_the_tokens_of_the_batch_without_us(family):
     assert batch(model) == before
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
-@pytest.mark.parametrize("budget", slow_but((FEWEST,), (QUARTER, FEWEST)), ids=str)
+@pytest.mark.parametrize(
+    ("family", "budget"),
+    slow_but([(x, FEWEST) for x in QUICK], [*((x, FEWEST) for x in UNUSUAL), *((x, QUARTER) for x in QUICK)]),
+    ids=str,
+)
 def test_requests_together_are_answered_as_alone(family, budget):
     """Ragged prompts, whole and in chunks, a shared prefix, a last token of a prompt alone in its chunk."""
     model = tiny_model(family)

@@ -17,7 +17,7 @@ from sparse_decode import Budget, attach, interface
 from sparse_decode.attention import bfloat_lanes, dense
 from sparse_decode.attention.dense import attend_all
 from sparse_decode.layer import dense_step
-from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, prompts, slow_but, tiny_model
+from sparse_decode_doubles import QUICK, UNUSUAL, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -231,7 +231,7 @@ def steps(model, rows, length=40):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
+@pytest.mark.parametrize("family", slow_but(QUICK, UNUSUAL))
 def test_dense_layers_of_attached_models_are_as_dense(family, rows, monkeypatch):
     """One layer is sparse in name, and below its break-even."""
     model, served = tiny_model(family), []

@@ -28,10 +28,10 @@ CASES = {  # variant, head_dim, bits, hidden, planes
     "paper-residuals": ("paper", 64, 64, 64, 1),
     "paper-residual": ("paper", 32, 96, 32, 1),
 }
+# Each number of planes, each of bits, and the least and most of both; each is compiled on its own.
 FORMS = [
-    (("planes", "transform")[(planes + at) % 2], planes, bits)
-    for planes in range(1, 7)
-    for at, bits in enumerate((32, 128, 512))
+    *(("planes", 1, 128), ("planes", 2, 512), ("transform", 3, 32), ("transform", 4, 128), ("transform", 5, 512)),
+    *(("planes", 6, 32), ("transform", 1, 32), ("planes", 6, 512)),
 ]
 VOTES = (1, 512), (2, 32), (3, 128), (4, 32), (7, 512), (8, 32)
 ORDERS = 0, 1, 7

@@ -7,12 +7,12 @@ import torch
 from sparse_decode import Budget
 from sparse_decode.generation import exact, exact_refusals
 from sparse_decode.unselected.sums import Moments
-from sparse_decode_doubles import FAMILIES, QUICK, Calibrated, SignHasher, generate, prompts, slow_but, tiny_model
+from sparse_decode_doubles import QUICK, UNUSUAL, Calibrated, SignHasher, generate, prompts, slow_but, tiny_model
 from sparse_decode_exact import POOR, attached, prompt
 from transformers import DynamicCache, TextStreamer
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
+@pytest.mark.parametrize("family", slow_but(QUICK, UNUSUAL))
 def test_greedy_text_is_the_dense_one(family):
     model, ids, found = tiny_model(family), prompt(), []
     if not exact_refusals.SLIDES and "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):

@@ -53,8 +53,9 @@ def test_samples_have_the_dense_distribution(stops):
     with attached(model, 3, budget=Budget(0.05, sink=0, recent=1)) as attachment:
         assert drawn() < ALARM
         assert 0.2 < attachment.drafts.acceptance.rate < 0.95
-    with attach(model, SignHasher(), Budget(0.05, sink=0, recent=1)):
-        assert drawn() > 1.5 * ALARM, "drafts have another distribution, or this could not fail"
+    if not stops:
+        with attach(model, SignHasher(), Budget(0.05, sink=0, recent=1)):
+            assert drawn() > 1.5 * ALARM, "drafts have another distribution, or this could not fail"
 
 
 def distribution(model, ids, stops):

@@ -98,7 +98,7 @@ def test_no_more_is_held_than_was_said(batch):
         assert 0 < most_held(hash_and_step) <= said.keys_values + said.beyond
 
 
-@pytest.mark.parametrize(("batch", "tokens"), [(16, 96), pytest.param(64, 512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("batch", "tokens"), [(16, 96), pytest.param(64, 512, marks=pytest.mark.full)])
 @torch.no_grad()
 def test_a_prefill_takes_no_more_beyond_a_dense_one_than_was_said(batch, tokens):
     model = tiny_model(max_position_embeddings=tokens)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sparse_decode import Budget, attach
 from sparse_decode.interface import register
-from sparse_decode_doubles import Auditor, Calibrated, SignHasher, prompts, slow_but, tiny_model
+from sparse_decode_doubles import Auditor, Calibrated, SignHasher, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -58,11 +58,11 @@ def run(model, press):
 
 
 @pytest.mark.parametrize("name", PRESSES)
-@pytest.mark.parametrize("kv", slow_but(("device",), ["device", "host"]))
-def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, kv):
+def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name):
+    """With keys and values in host memory, too: test_presses.py."""
     model = tiny_model()
     dense, kept = run(model, PRESSES[name](kvpress))
-    with attach(model, SignHasher(), Budget(1.0), dense_layers=0, kv=kv):
+    with attach(model, SignHasher(), Budget(1.0), dense_layers=0):
         logits, keys = run(model, PRESSES[name](kvpress))
     assert {x.shape[2] for x in kept} == {LEFT + NEW}
     torch.testing.assert_close(logits, dense, atol=1e-4, rtol=1e-4)
@@ -72,10 +72,9 @@ def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESSES)
-@pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()])
-def test_selections_behind_a_press_are_made_from_the_codes_of_what_it_left(kvpress, name, hasher, monkeypatch):
+def test_selections_behind_a_press_are_made_from_the_codes_of_what_it_left(kvpress, name, monkeypatch):
     model, auditor = tiny_model(), Auditor(monkeypatch)
-    with attach(model, hasher, Budget(0.25, min_tokens=2), dense_layers=0) as attachment:
+    with attach(model, Calibrated(), Budget(0.25, min_tokens=2), dense_layers=0) as attachment:
         run(model, PRESSES[name](kvpress))
     assert auditor.steps == 4 * NEW
     visible = 2 * 4 * sum(range(LEFT + 1, LEFT + NEW + 1))  # two sequences, four query heads

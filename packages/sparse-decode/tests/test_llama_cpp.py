@@ -23,8 +23,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("config", "tied"), [(LlamaConfig, True), (Qwen2Config, False)])
 def test_llama_cpp_gets_the_same_model(benchmark, config, tied, tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**SMALL, tie_word_embeddings=tied)).eval()

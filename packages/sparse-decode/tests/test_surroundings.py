@@ -15,7 +15,7 @@ from sparse_decode.interface import register
 from sparse_decode.layer import calls, dense_step, plan
 from sparse_decode.model import FLASH_NAME, NAMES
 from sparse_decode.select import HashSelector
-from sparse_decode_doubles import Calibrated, OwnAttention, SignHasher, generate, prompts, slow_but, tiny_model
+from sparse_decode_doubles import Calibrated, OwnAttention, SignHasher, generate, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 WHOLE = Budget(1.0)
@@ -296,17 +296,21 @@ def masked(rows, n, blind, kind):
     return seen[None, None] if kind == "sdpa" else torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("rule", ["decode", 0])
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("compiled", slow_but((False,), [False, True]))
+CACHES = [(way, rule, static) for way in ("sdpa", "eager") for rule in ("decode", 0) for static in (False, True)]
+COMPILED = [("sdpa", "decode", True), ("eager", 0, True)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "rule", "static", "compiled"),
+    [*((*x, False) for x in CACHES), *(pytest.param(*x, True, marks=pytest.mark.slow) for x in COMPILED)],
+)
 def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, static, compiled):
     model, (ids, _) = tiny_model(implementation=implementation), prompts((24,))
 
     def run():
         cache = StaticCache(config=model.config, max_cache_len=24) if static else DynamicCache(config=model.config)
         model(ids[:, :20], past_key_values=cache)
-        step = torch.compile(model, backend="eager") if compiled and static else model
+        step = torch.compile(model, backend="eager") if compiled else model
         return step(ids[:, 20:], past_key_values=cache, attention_mask=masked(4, 24, [1, 3], implementation)).logits
 
     dense = run()
