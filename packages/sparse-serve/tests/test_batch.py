@@ -8,6 +8,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from serve_engine import Impl
 from sparse_decode import Budget
+from sparse_decode.pages.paged import tail_bytes
 from sparse_serve.batch import Batch
 from sparse_serve.layout import Moves, RowPages
 from sparse_serve.served import Served
@@ -112,7 +113,7 @@ def served(tmp_path):
 
 def test_pages_are_views_of_the_engines_own(served):
     others = 4 * 2 * SIZE * 2 * 16
-    page = others + served.tail_bytes(SIZE, 2, others)
+    page = others + tail_bytes(SIZE, 2, served._words, others)
     memory = torch.zeros(7, page // 4)
     cache = memory[:, : others // 4].view(7, 2, SIZE, 32)
     pages = served.pages(cache)
