@@ -313,7 +313,7 @@ def test_glance_takes_each_methods_own_figures_best_first(tmp_path, render):
 
 @pytest.mark.usefixtures("serving")
 def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path, render):
-    for name in ("sparse_attention", "sparse_model_decode", "llama_cpp", "ppl_decode"):
+    for name in ("sparse_attention", "sparse_model_decode", "llama_cpp", "ppl_decode", "exact_speed"):
         (tmp_path / f"{name}.json").write_text((tool.RESULTS / f"{name}.json").read_text())
     with pytest.raises(
         ValueError, match="got the last 1,024 tokens of 2 texts of 8,192 and the last 1,024 tokens of 5 texts of 8,192"
@@ -328,6 +328,10 @@ def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path,
     assert "the last 1,024 tokens of 2 texts of 8,192 each)" in worse
     assert f"(the second half of {demo['documents']} texts of {demo['context']:,})" in worse
     assert "costs +200.0 %, +100.0 % and" in worse
+    speed = json.loads((tmp_path / "exact_speed.json").read_text())["rows"]
+    dense, draft = (speed[1]["ms"]["dense"], speed[1]["passes"]["draft"]["measured"])  # at 32,768 tokens
+    assert f"and {dense:.0f} ms, sparse ones" in "".join(lines)
+    assert f"and {dense * draft:.0f}.\n" in "\n".join(lines)
 
 
 def test_a_length_at_which_another_program_is_faster_is_said(tool):
