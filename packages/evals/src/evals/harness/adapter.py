@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -28,7 +28,19 @@ TokenRequest = tuple[Any, list[int], list[int]]
 """A request of the harness: its own key, the context's tokens, the continuation's tokens."""
 
 
-_HFLM: Any = HFLM  # whose untyped decorator hides its members behind the abstract `LM`
+if TYPE_CHECKING:
+
+    class _HFLM:
+        """The members of the harness's class used here; its untyped decorator hides them behind the abstract `LM`."""
+
+        def __init__(self, **settings: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def _loglikelihood_tokens(self, *arguments: Any, **settings: Any) -> Any: ...
+        def _model_generate(self, *arguments: Any, **settings: Any) -> Any: ...
+        def tok_batch_encode(self, *arguments: Any, **settings: Any) -> Any: ...
+
+else:
+    _HFLM = HFLM
 
 
 class SparseLM(_HFLM):

@@ -30,7 +30,8 @@ class LiveCapture(Capture):
     """
 
     def __init__(self, model: PreTrainedModel, contexts: Sequence[Tensor], reads: Reads):
-        super().__init__(Path(), 0)  # as many contexts as are known, so that `step % len(...)` is the current one
+        super().__init__(Path(), 0)
+        self.count: int = 0  # contexts that are known, so that `step % len(...)` is the current one
         self.model: PreTrainedModel = model
         self.contexts: Sequence[Tensor] = contexts
         self.reads: Reads = reads

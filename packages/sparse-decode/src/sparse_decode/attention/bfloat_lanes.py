@@ -228,8 +228,9 @@ weighed: Any = _summing(fresh=False)
 
 @numba.njit(inline="always")
 def weigh(
-    weights, at, step, rows, tile, depth, out, to, wide, x, x_at, x_step, quarters
-):  # pragma: no cover - compiled
+    weights: Any, at: Any, step: Any, rows: Any, tile: Any, depth: Any, out: Any, to: Any, wide: Any, x: Any,
+    x_at: Any, x_step: Any, quarters: Any,
+) -> None:  # fmt: skip # pragma: no cover - compiled
     """Add weights [up to MOST_ROWS rows, depth] times tile [depth, wide] to out, and prefetch rows of x.
 
     BLOCK divides wide.

@@ -214,7 +214,9 @@ dots: Any = _product(_dots)
 
 
 @numba.njit(inline="always")
-def dot(queries, step, rows, x, at, x_step, width, out, to, out_step):  # pragma: no cover - compiled
+def dot(
+    queries: Any, step: Any, rows: Any, x: Any, at: Any, x_step: Any, width: Any, out: Any, to: Any, out_step: Any
+) -> None:  # pragma: no cover - compiled
     """Write queries [rows, width] times the rows of x, [TOKENS, width], to out [rows, TOKENS]; WIDTH divides width.
 
     step, x_step and out_step are the distances between rows.
@@ -224,7 +226,9 @@ def dot(queries, step, rows, x, at, x_step, width, out, to, out_step):  # pragma
 
 
 @numba.njit(inline="always")
-def weigh(weights, at, step, rows, x, x_at, x_step, depth, out, wide):  # pragma: no cover - compiled
+def weigh(
+    weights: Any, at: Any, step: Any, rows: Any, x: Any, x_at: Any, x_step: Any, depth: Any, out: Any, wide: Any
+) -> None:  # pragma: no cover - compiled
     """Add weights [rows, depth] times the rows of x, [depth, wide], to out [rows, wide]; WIDTH divides wide.
 
     step and x_step are the distances between rows of weights and of x; those of out are contiguous.
