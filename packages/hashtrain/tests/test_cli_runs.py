@@ -7,7 +7,7 @@ import pytest
 import torch
 from hashtrain import Hasher
 from hashtrain.cli import main
-from hashtrain.evaluation import remainder
+from hashtrain.evaluation import budgets, remainder
 from hashtrain.layers import transform
 from hashtrain.reporting import report
 from hashtrain.run import pipeline, repair, sources, stream
@@ -61,6 +61,7 @@ def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on
     monkeypatch.setattr(remainder, "MAX_CONTEXTS", 1)
     monkeypatch.setattr(transform, "CONTEXTS", 1)  # at most as many as are stored: test_reads.py
     monkeypatch.setattr(repair, "_CONTEXTS", 1)
+    monkeypatch.setattr(budgets, "CONTEXTS", 1)
     found, kinds = [], ("--only", "lsh", "planes", "transform", "--contexts", "3", "--steps", "5", "--digits", "5")
     for more in ((), ("--stream",)):
         out = tmp_path / f"run{len(found)}"

@@ -12,7 +12,7 @@ from hashtrain.config import HasherConfig
 from hashtrain.data import capture
 from hashtrain.data.capture import capture_one, context_bytes
 from hashtrain.data.captured import EVERYTHING, Capture, Kept
-from hashtrain.evaluation import remainder
+from hashtrain.evaluation import budgets, remainder
 from hashtrain.layers import transform
 from hashtrain.machine.distribute import Ranks
 from hashtrain.run import prepare as prepare_module
@@ -36,6 +36,7 @@ def one_whole(monkeypatch):
         (remainder, "MAX_CONTEXTS"),
         (transform, "CONTEXTS"),
         (repair, "_CONTEXTS"),
+        (budgets, "CONTEXTS"),
     ):
         monkeypatch.setattr(module, name, 1)
 
@@ -46,7 +47,11 @@ def files(out, name):
 
 
 def test_what_is_read_whole_is_stored_whole():
-    assert max(repair._CONTEXTS, transform.CONTEXTS) <= remainder.MAX_CONTEXTS == prepare_module.MAX_CONTEXTS
+    assert (
+        max(repair._CONTEXTS, transform.CONTEXTS, budgets.CONTEXTS)
+        <= remainder.MAX_CONTEXTS
+        == prepare_module.MAX_CONTEXTS
+    )
 
 
 @pytest.mark.parametrize(("variant", "heads"), [("planes", 2), ("paper", 4)])

@@ -89,7 +89,8 @@ def make_cache(plan: LayerPlan, n: int, dtype: torch.dtype) -> CodedDynamicLayer
         layer._keys.append(k[:, :, piece])
         layer._values.append(v[:, :, piece])
         layer._codes.append(torch.randint(-(1 << 31), 1 << 31, (1, HKV, n // 2, 4)).to(torch.int32))
-    layer._show()
+    layer.keys, layer.values = layer._keys.view(), layer._values.view()
+    layer.mark()
     return layer
 
 

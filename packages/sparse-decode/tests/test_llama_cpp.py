@@ -64,7 +64,7 @@ def test_steps_are_timed_and_taken_back(benchmark, tmp_path, capsys):
     llama = module.LlamaCpp(tmp_path / "model.gguf", 128, 1)
     row = module.measure(llama, models, 64, 2)
     llama.close()
-    assert set(row["steps"]) == {"llama.cpp", "transformers", "ours"}
+    assert set(row["steps"]) == {"llama.cpp", "transformers", "ours", "ours, dense"}
     assert all(len(each["rounds"]) == 2 and each["ms"] > 0 for each in row["steps"].values())
     assert "64 tokens: llama.cpp read the prompt" in capsys.readouterr().out
 

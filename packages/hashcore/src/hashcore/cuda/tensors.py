@@ -38,30 +38,30 @@ def pack(x: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
 def planes(w: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Quantise [..., 32 W] weights into contiguous int32 [..., P, W] (eq. 5)."""
     *rows, count, words = out.shape
-    w = (w if w.dtype in QUANTISED else w.float()).contiguous()
-    _by_row(run, f"planes_{QUANTISED[w.dtype]}", math.prod(rows), (w, out), c_int32(words), c_int32(count))
+    _by_row(run, f"planes_{QUANTISED.get(w.dtype, 'f32')}", math.prod(rows), (w, out), c_int32(words), c_int32(count))
 
 
 def quantise(w: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, planes: int, run: Run | None = None) -> None:
     """Quantise [..., D] weights into contiguous int16 levels [..., D] and float32 scales [..., 1] (eq. 5)."""
-    w = (w if w.dtype in QUANTISED else w.float()).contiguous()
     sizes = c_int64(w.shape[-1]), c_int32(planes)
-    _by_row(run, f"levels_{QUANTISED[w.dtype]}", scales.numel(), (w, levels, scales), *sizes)
+    _by_row(run, f"levels_{QUANTISED.get(w.dtype, 'f32')}", scales.numel(), (w, levels, scales), *sizes)
 
 
 def group_planes(codes: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Merge [..., G, W] codes into contiguous int32 [..., P, W] (eq. 3)."""
     *rows, group, words = codes.shape
     sizes = (c_int32(size) for size in (group, words, group.bit_length()))
-    _by_row(run, "group_planes", math.prod(rows), (codes.contiguous(), out), *sizes)
+    _by_row(run, "group_planes", math.prod(rows), (codes, out), *sizes)
 
 
 def _by_row(run: Run | None, kernel: str, rows: int, tensors: Sequence[torch.Tensor], *sizes: Any) -> None:
-    """Run a kernel of planes.cu, which takes the addresses of tensors, the number of rows, and sizes."""
+    """Run a kernel of planes.cu, which takes addresses of an input and of outputs, the number of rows, and sizes."""
     if rows:
-        layout.require_rows(rows)
-        arguments = *(c_void_p(x.data_ptr()) for x in tensors), c_int32(rows), *sizes
-        _run(run, [kernels.by_row(kernel, rows, arguments)], tensors[0].device)
+        layout.require_rows(rows)  # before an input of too many rows is copied
+        x, *outputs = tensors
+        x = (x.float() if kernel.endswith("_f32") else x).contiguous()
+        arguments = *(c_void_p(tensor.data_ptr()) for tensor in (x, *outputs)), c_int32(rows), *sizes
+        _run(run, [kernels.by_row(kernel, rows, arguments)], x.device)
 
 
 def score(
