@@ -89,6 +89,11 @@ def test_a_hasher_of_another_model_is_refused():
     refused("expected KV heads 8, got 2", tiny_model(), SignHasher(kv_heads=8))
 
 
+@pytest.mark.parametrize("given", [{"budget": 0.02}, {"layer_budgets": {1: 0.1}}])
+def test_a_number_as_a_budget_is_refused(given):
+    refused(r"must be a Budget, got 0.+; write Budget\(fraction=0.02\)", tiny_model(), SignHasher(), **given)
+
+
 def test_something_else_than_a_hasher_is_refused():
     refused("or a Selector, got str", tiny_model(), "hasher")
 

@@ -58,7 +58,7 @@ class Budget:
     attaching; "predicted": compare the bytes that they read."""
 
     def __post_init__(self) -> None:
-        for name, remedy in (("fraction", "0.02 keeps 2 %"), ("values", "0.5 reads every second value")):
+        for name, remedy in (("fraction", "0.02 keeps 2 %"), ("values", "0.5 reads half of the values")):
             value: object = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}; {remedy}")

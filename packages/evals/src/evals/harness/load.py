@@ -190,7 +190,7 @@ def _load(manager: TaskManager, name: str) -> dict[str, ConfigurableTask]:
         raise ValueError(
             f"cannot load the data of {name}, data set {source or 'made by the task itself'} ({reason}); to use local "
             f"files, put a YAML file with `include: {name}`, `dataset_path: json` and `dataset_kwargs: {{data_files: "
-            "{test: FILE}}}` into a folder and name the folder with --include-path"
+            "{test: FILE}}` into a folder and name the folder with --include-path"
         ) from error
 
 
