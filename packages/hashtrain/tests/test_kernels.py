@@ -6,10 +6,13 @@ import torch
 from hashcore.cpu import threads
 from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.artefact.hasher import make_layer
+from hashtrain.cli import main
 from hashtrain.evaluation.metrics import hash_quality
 from hashtrain.evaluation.remainder import calibrate
+from hashtrain.run import pipeline
 from hashtrain.run.kernels import compile_kernels
 from hashtrain.training import pair_loss
+from hashtrain_runs import command
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
@@ -44,3 +47,12 @@ def test_training_needs_no_other_kernels_and_no_other_types(data, compiled_for):
         for per_query_head in (False, True):
             hash_quality(layer, q, k, torch.arange(q.shape[2]), 0.02, scaling, per_query_head)
     assert compiled_for == before
+
+
+def test_an_error_of_the_compilation_beside_the_captures_is_raised(folder, tmp_path, monkeypatch):
+    def fails():
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(pipeline, "compile_kernels", fails)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        main(command(folder, tmp_path, "--workers", "2", "--only", "lsh"))

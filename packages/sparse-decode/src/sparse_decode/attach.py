@@ -105,9 +105,9 @@ def attach(
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, max_decode_rows)
     dense = getattr(selector, "dense_layers", ()) if dense_layers is None else dense_layers
     dense = range(dense) if isinstance(dense, int) else dense
-    for given in (*(() if budget is None else (budget,)), *(layer_budgets or {}).values()):
-        if not hasattr(given, "fraction"):
-            raise ValueError(f"a budget must be a Budget, got {given!r}; write Budget(fraction=0.02), for example")
+    given: list[object] = [*(() if budget is None else (budget,)), *(layer_budgets or {}).values()]
+    if others := [one for one in given if not isinstance(one, Budget)]:
+        raise ValueError(f"a budget must be a Budget, got {others[0]!r}; write Budget(fraction=0.02), for example")
     own = budget or usual_budget(selector, sparse_rows == "decode", backend)
     how = Options(own, layer_budgets or {}, dense, rule, kv == "host", remainder, backend, exact)
     return Attachment(model, selector, how)

@@ -170,10 +170,11 @@ def _capture(prepared: Prepared, console: Console) -> None:
     """Store the captures that are still missing."""
     command, lacking = prepared.command, sum(len(source.lacking) for source in prepared.sources)
     with ThreadPoolExecutor(1) as beside, tracking(console, lacking) as advance:
-        if prepared.device == "cpu" and prepared.workers > 1:
-            beside.submit(compile_kernels)
+        compiling = beside.submit(compile_kernels) if prepared.device == "cpu" and prepared.workers > 1 else None
         work = (command.model_path, prepared.device, prepared.sources, prepared.workers)
         make_all(*work, advance, prepared.ranks, command.backbone_memory)
+        if compiling:
+            compiling.result()  # raises what it raised
 
 
 def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console) -> None:
