@@ -11,8 +11,6 @@ other arguments, or the model cannot generate by itself. Prints one line per fam
 differs, or if fewer than `LEAST` are equal.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

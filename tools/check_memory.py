@@ -9,8 +9,6 @@ process, in which libraries have already allocated their buffers. Linux with gli
 the forecast.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

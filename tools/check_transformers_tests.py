@@ -14,8 +14,6 @@ attention. Exits 1 if any is listed.
 pytest also loads this file, as a plugin that wraps `generate` of the models under test.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -4,8 +4,6 @@ Linux distributions package manuals as HTML, a source of long English text for t
 paragraphs, lists and code keep their line breaks; navigation, scripts and styles are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Tiny random models for the serving checks, and hashers for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Links to folders, for which a forge shows README.md or a list of files, and Sphinx has nothing."""
 
-from __future__ import annotations
-
 import posixpath
 from pathlib import Path
 from typing import Any

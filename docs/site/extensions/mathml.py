@@ -1,7 +1,5 @@
 """Equations as MathML, made at build time: browsers draw it themselves, so that pages need no script and no network."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from docutils import nodes

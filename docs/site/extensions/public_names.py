@@ -6,8 +6,6 @@ Our docstrings are plain text with `code` in backticks and sections such as `Arg
 and what they say of equations becomes links to docs/algorithm.md.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

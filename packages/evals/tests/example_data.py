@@ -4,8 +4,6 @@ Write its files again with `uv run packages/evals/tests/example_data.py`. The co
 after the same prefix; the wrong ones occur there after other prefixes. The demo model can answer these.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -12,8 +12,6 @@ after a dense pass, which leaves the caches of the processor alike for both. Tim
 depends less on other load. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib

@@ -16,8 +16,6 @@ one process; ratios are medians over adjacent runs. Times are processor time wit
 The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

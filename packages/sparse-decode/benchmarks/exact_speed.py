@@ -17,8 +17,6 @@ steps by `pace`'s costs. Requirement: exact mode makes at least 0.95 times the t
 The last line is JSON; the exit status is 1 if the requirement is not met.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import pathlib

@@ -3,8 +3,6 @@
 For plain Llama and Qwen2 models. Prompts must be token ids: the file's vocabulary consists of placeholder names.
 """
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

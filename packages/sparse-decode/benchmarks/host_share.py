@@ -17,8 +17,6 @@ queries): what attaching cannot change. Requirement: `host` is at most 0.35 ms a
 the exit status is 1 if the requirement is not met.
 """
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 import statistics

@@ -15,8 +15,6 @@ the median of the rounds. At the lengths of --beyond, llama.cpp would take hours
 extrapolated linearly from its shortest and its longest measured context. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

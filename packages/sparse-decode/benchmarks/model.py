@@ -14,8 +14,6 @@ weights, codes and selected tokens. prefill: compares the plain model with the a
 Steps alternate; times are processor time, ratios are medians over adjacent steps. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

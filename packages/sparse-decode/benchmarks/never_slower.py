@@ -13,8 +13,6 @@ are medians over adjacent steps. Requirement: an attached step is at most 2 % sl
 The last line is JSON; the exit status is 1 if the requirement is not met.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import pathlib

@@ -1,7 +1,5 @@
 """Stores results of benchmarks, with the machine they were measured on."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Models with random weights and published shapes for the benchmarks, and untrained hashers for them."""
 
-from __future__ import annotations
-
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.models import from_config, pretrained

@@ -8,8 +8,6 @@ one, keys and values are those of a plain layer to which the same was done, and 
 `case` is the door for tools/fuzz.py.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

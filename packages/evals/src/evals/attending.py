@@ -1,7 +1,5 @@
 """Attach a method to a model for a block, so that all tasks treat a prompt alike."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass, replace

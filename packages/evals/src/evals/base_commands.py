@@ -1,7 +1,5 @@
 """Settings of the commands, checked before anything is read or written."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast

@@ -1,7 +1,5 @@
 """Settings of the benchmarks of lm-evaluation-harness, checked before anything is read or written."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """Checks of a command's settings, with their errors."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command line: `evals list`, and one command per task."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -94,7 +92,7 @@ def _run(command: Any, console: Console) -> dict[str, Any]:
     return {"task": result.config["task"], "out": str(command.out), "seconds": seconds, "results": headline(result)}
 
 
-def headline(result: Result) -> list[dict[str, Any]]:
+def headline(result: "Result") -> list[dict[str, Any]]:
     """Return the results for the last line on stdout: one object per case, method, budget and rule."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     chosen = _HEADLINE.get(result.config["task"])

@@ -1,7 +1,5 @@
 """Compare two runs, or two methods, paired over the same documents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

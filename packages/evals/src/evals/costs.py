@@ -6,8 +6,6 @@ hash weights bfloat16, codes int32 words. A multiply-add counts as two operation
 add) as one. Each part reads the output of the one before; gathered values stay on the chip for attention.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from hashtrain import Hasher, HasherConfig, ModelShape

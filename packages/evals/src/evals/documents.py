@@ -1,7 +1,5 @@
 """Held-out text as token contexts, with names that a report may print."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Sequence

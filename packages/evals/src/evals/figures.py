@@ -1,7 +1,5 @@
 """Draw the figures of a result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -7,8 +7,6 @@ The oracle must read all keys to find its tokens. These bytes are left out, so t
 perfect search; it is never marked as the best.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

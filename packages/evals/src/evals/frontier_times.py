@@ -3,8 +3,6 @@
 Rivals and the oracle are not timed: their selectors are written for quality here, not for speed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tables as data, formatted for a terminal or as Markdown."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The environment of a run: software, which decides its results, and hardware, which decides its times."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of methods: every way of choosing tokens that a task can measure, and how to load it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +26,7 @@ _QUERY_HEADS = "-query-heads"
 class PromptAware(Protocol):
     """A selector that behaves differently after a dense prompt."""
 
-    def after_prompt(self, tokens: int) -> Selector:
+    def after_prompt(self, tokens: int) -> "Selector":
         """Return the selector for rows after a dense prompt of this many tokens; this one is not changed."""
         ...
 
@@ -52,9 +50,9 @@ class LoadedMethod:
     """Code bits per token and KV head, over all functions (`paper` has one per query head); None if it stores none."""
     identity: str
     """Changes whenever its selections may change; protects resumed runs."""
-    selector: Selector | None
+    selector: "Selector | None"
     """One set per KV head, as deployed; None is dense attention."""
-    query_head_selector: Selector | None
+    query_head_selector: "Selector | None"
     """One set per query head, the paper's quality protocol."""
     remainder: bool = False
     """Whether the unselected tokens are added back (eq. 15, 16), as `attach` does by default."""
@@ -63,7 +61,7 @@ class LoadedMethod:
     heads: str | None = None
     """`query_head` if `for_heads` has given `selector` one set per query head."""
 
-    def for_heads(self, heads: Literal["kv", "query"] | None) -> LoadedMethod:
+    def for_heads(self, heads: Literal["kv", "query"] | None) -> "LoadedMethod":
         """Return the method with selections per KV head or per query head; None: its default.
 
         Raises: ValueError if it has no such form.
@@ -77,7 +75,7 @@ class LoadedMethod:
         changed = {"selector": self.query_head_selector, "identity": self.identity + _QUERY_HEADS}
         return replace(self, **changed, heads="query_head")
 
-    def selector_after(self, prompt: int | None) -> Selector | None:
+    def selector_after(self, prompt: int | None) -> "Selector | None":
         """Return the selector for rows after a dense prompt of this many tokens; None: every row is sparse.
 
         Where every row is sparse, the rivals leave the first rows of a text dense. After a dense prompt they have no

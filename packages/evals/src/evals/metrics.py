@@ -3,8 +3,6 @@
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Render any number of finished runs as one self-contained HTML page and one Markdown text."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Sequence

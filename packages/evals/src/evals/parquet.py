@@ -1,7 +1,5 @@
 """Rows as a Parquet table, with the same content as rows.json."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import NoneType

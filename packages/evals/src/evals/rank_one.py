@@ -6,8 +6,6 @@ method, without its authors' code, and in its favour: these rows include later o
 that is fitted for the remainder (eq. 15). Only the value differs from `+remainder`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Results in long form, one row per number, and the files of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Logits of many rows, computed a piece at a time: whole, those of 128K rows over 128K tokens would take 32 GB."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
@@ -55,7 +53,7 @@ class RowLogits:
         """Return the mean negative log-probability of each row's target, int64 [R], in nats."""
         return torch.cat([token_losses(self.at(rows), targets[rows]) for rows in self.pieces()]).mean().item()
 
-    def compare(self, other: RowLogits, targets: Tensor) -> tuple[float, float]:
+    def compare(self, other: "RowLogits", targets: Tensor) -> tuple[float, float]:
         """Return the other rows' mean loss, and the mean of KL(these || those), in nats.
 
         Args: targets: int64 [R].

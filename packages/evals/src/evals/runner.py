@@ -6,8 +6,6 @@ runs/NAME/config.json        the settings; a run with other settings is rejected
           rows.json  rows.parquet  report.md  figure.png    written when all documents are done
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Selection by a hash function's float scores, for an ablation that keeps numbers instead of codes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Shared setup of the tasks: load model, methods and documents; store rows, report and figure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

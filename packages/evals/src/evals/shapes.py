@@ -1,7 +1,5 @@
 """Model shapes for speed and size, where weights do not matter: public configs by name, or a folder's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +24,7 @@ PRESETS = {  # class of the config, hidden and intermediate size, vocabulary, la
 
 def _preset(
     kind: str, hidden: int, intermediate: int, words: int, layers: int, heads: int, kv: int
-) -> PretrainedConfig:
+) -> "PretrainedConfig":
     import transformers  # imported here: `--help` does not need it
 
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": words, "num_hidden_layers": layers}
@@ -34,7 +32,7 @@ def _preset(
     return getattr(transformers, kind)(**sizes, head_dim=128)
 
 
-def load_config(name: str) -> PretrainedConfig:
+def load_config(name: str) -> "PretrainedConfig":
     """Return the config of a preset, of the demo model, or of a folder or hub id.
 
     Raises: ValueError with one sentence if there is none.
@@ -53,6 +51,6 @@ def load_config(name: str) -> PretrainedConfig:
         raise ValueError(f"no shape {name}: its config.json cannot be read ({error}); {remedy}") from error
 
 
-def shape_of(config: PretrainedConfig) -> ModelShape:
+def shape_of(config: "PretrainedConfig") -> ModelShape:
     """Return the numbers of layers and heads, and the head size."""
     return ModelShape.of(config)

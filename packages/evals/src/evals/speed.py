@@ -1,7 +1,5 @@
 """Settings of the commands that measure time, checked before anything is built."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Settings of the commands on results, and of those that choose a budget or parameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -5,8 +5,6 @@ answer lie at a chosen depth among them; the prompt ends where the answer begins
 the reader's, as in the usual needle test (Kamradt 2023).
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
@@ -51,8 +49,8 @@ class Exercise:
     kind: str
     length: int
     depth: float
-    prompt: Tensor
-    answer: Tensor
+    prompt: "Tensor"
+    answer: "Tensor"
     text: str
 
 
@@ -105,7 +103,7 @@ _SPREAD = ("multi", "variables", "aggregation")
 """Kinds whose lines are spread over the text from the given depth on; the lines of the others lie at that depth."""
 
 
-def exercise(kind: str, tokenizer: PreTrainedTokenizerBase, length: int, depth: float | None, seed: int) -> Exercise:
+def exercise(kind: str, tokenizer: "PreTrainedTokenizerBase", length: int, depth: float | None, seed: int) -> Exercise:
     """Create an exercise; the same arguments give the same one on any machine.
 
     Args:
@@ -132,7 +130,7 @@ def exercise(kind: str, tokenizer: PreTrainedTokenizerBase, length: int, depth: 
 
 
 def prose(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     haystack: str,
     length: int,
     depth: float,
@@ -173,7 +171,7 @@ def prose(
     return Exercise("prose", length, depth, torch.tensor(ids), torch.tensor(answer), needle)
 
 
-def _most(prompt: Callable[[int], str], tokenizer: PreTrainedTokenizerBase, room: int, refusal: str) -> int:
+def _most(prompt: Callable[[int], str], tokenizer: "PreTrainedTokenizerBase", room: int, refusal: str) -> int:
     """Return the largest n for which `prompt(n)` has at most `room` tokens.
 
     Raises: ValueError, which starts with `refusal`, if even `prompt(0)` is longer.
@@ -190,7 +188,7 @@ def _most(prompt: Callable[[int], str], tokenizer: PreTrainedTokenizerBase, room
     return fits
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
+def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, special: bool = False) -> list[int]:
     return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]  # pyright: ignore
 
 

@@ -1,7 +1,5 @@
 """Text similarity: Rouge-L, edit similarity, common prefix. Our own code because `rouge_score` drops non-ASCII."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

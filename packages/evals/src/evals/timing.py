@@ -1,7 +1,5 @@
 """Comparable timings: methods take turns, after a warm-up, repeatedly."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rivals with the parameters that `evals tune` found for a model, instead of their papers'."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, cast
 from weakref import WeakSet
@@ -57,7 +55,7 @@ def attach(
     remainder: bool = True,
     backend: Backend = "gather",
     exact: int | None = None,
-) -> Attachment:
+) -> "Attachment":
     """Make the full-attention layers of a causal language model sparse.
 
     Args:
@@ -171,7 +169,7 @@ class Attachment:
                 hook = ExactHook(*given, drafting=self.drafts.has, grows=self._grow)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def __enter__(self) -> Attachment:
+    def __enter__(self) -> "Attachment":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,7 +1,5 @@
 """The budget: how many tokens each row reads; and the tally of tokens read so far."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -81,7 +79,7 @@ class Budget:
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
     @classmethod
-    def frugal(cls, **changed: Any) -> Budget:
+    def frugal(cls, **changed: Any) -> "Budget":
         """Return a budget that loses about as much as 2 % and requests about half the bytes at head sizes 64 and 128.
 
         Args: changed: other fields. For `transform`, on the CPU. Source: docs/adr/0019-presets.md.
@@ -89,7 +87,7 @@ class Budget:
         return replace(cls(0.026, shortlist=4, values=0.333), **changed)
 
     @classmethod
-    def thorough(cls, head_dim: int, **changed: Any) -> Budget:
+    def thorough(cls, head_dim: int, **changed: Any) -> "Budget":
         """Return a budget that requests the bytes of 2 % at long contexts, and loses about a third as much.
 
         Args:
@@ -101,7 +99,7 @@ class Budget:
         fraction = (code - word + 0.02 * token) / (list_ * code + (1 + values) * token / 2)
         return replace(cls(round(fraction, 3), shortlist=list_, values=values), **changed)
 
-    def in_layer(self, share: float, heads: tuple[float, ...] = ()) -> Budget:
+    def in_layer(self, share: float, heads: tuple[float, ...] = ()) -> "Budget":
         """Return this budget for a layer with a share of the mean over layers, and these shares of its index sets."""
         found = replace(self, fraction=min(1.0, self.fraction * share), by_layer=False) if self.by_layer else self
         return replace(found, by_head=heads) if self.by_head is True else found

@@ -1,7 +1,5 @@
 """The command line: `sparse-decode --prompt-file FILE ...` continues a text and reports speed, density and memory."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

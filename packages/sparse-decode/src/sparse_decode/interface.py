@@ -8,8 +8,6 @@ layer at a short context takes a millisecond, and the hook's overhead must stay 
 step in one go (`LayerPlan.step`). `sparse_decode.layer.calls` runs all other calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NoReturn
 from weakref import WeakSet

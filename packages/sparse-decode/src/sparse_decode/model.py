@@ -5,8 +5,6 @@ attention over its own keys, sees the whole context, and calls attention through
 keyword arguments that it was given.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class AttentionName(str):
     live: bool
 
     @classmethod
-    def of(cls, name: str, dense: str) -> AttentionName:
+    def of(cls, name: str, dense: str) -> "AttentionName":
         """Create a live name."""
         made = cls(name)
         made.dense, made.live = dense, True

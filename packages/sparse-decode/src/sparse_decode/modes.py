@@ -1,7 +1,5 @@
 """What a caller may set around a model (inference mode, autocast, a graph), and what is then allowed."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

@@ -3,8 +3,6 @@
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 from typing import cast
 
 import numpy as np

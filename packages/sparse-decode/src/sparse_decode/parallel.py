@@ -1,7 +1,5 @@
 """Hashers and selectors for distributed models: heads sharded over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

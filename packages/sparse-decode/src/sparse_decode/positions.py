@@ -1,7 +1,5 @@
 """Visible tokens of each row, and the arithmetic of adding sink and recent tokens to a selection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The `Selector` protocol, which chooses the tokens each row attends to, and its basic implementations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -136,7 +134,7 @@ class HashSelector(OfHasher):
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
 
-    def shard(self, rank: int, size: int) -> HashSelector:
+    def shard(self, rank: int, size: int) -> "HashSelector":
         """Return the selector of one tensor-parallel rank, sliced by KV head."""
         return HashSelector(shard(self.hasher, rank, size))
 

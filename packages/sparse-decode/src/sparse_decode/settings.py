@@ -1,7 +1,5 @@
 """The settings of `sparse-decode`. This module does not import torch, so that --help is quick."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -3,8 +3,6 @@
 # Configs of transformers, and some methods of torch, have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -17,8 +17,6 @@ of each page (`sparse_decode.pages.paged`). From then on, and for all who share 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 import functools
 from typing import Any, cast
 

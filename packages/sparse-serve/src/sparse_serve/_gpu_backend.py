@@ -16,8 +16,6 @@ step. So here every row of one token counts as a decode step, in a graph or not.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 

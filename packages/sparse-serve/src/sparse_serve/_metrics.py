@@ -9,8 +9,6 @@ Names start with `spotlight:`, because vLLM removes all metrics that start with 
 # vLLM is no dependency of this package, and has few types.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportGeneralTypeIssues=false
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The rows of an engine step: whose pages are in vLLM's layout, which process prompts, which decode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -86,7 +84,7 @@ class Batch:
     @classmethod
     def of(
         cls, metadata: Any, size: int, prefilling: Tensor | None, budget: Budget, schedule: Schedule, held: RowPages
-    ) -> Batch:
+    ) -> "Batch":
         """Split the rows of a step. A row decodes if it has one token, a non-empty cache and a processed prompt.
 
         Args:

@@ -1,7 +1,5 @@
 """The decode rows of an engine step on a GPU, and the layout of its pages. No engine is imported."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

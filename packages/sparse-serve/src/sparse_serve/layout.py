@@ -4,8 +4,6 @@ vLLM's kernel keeps the keys of a page by columns, or in tiles, so that reading 
 page. Sparse rows therefore need pages by rows. `RowPages` decides which pages are by rows; `Layout` moves pages there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,7 +26,7 @@ class Layout(NamedTuple):
     values: Tensor
 
     @classmethod
-    def learn(cls, write: Write, size: int, dim: int, dtype: torch.dtype) -> Layout:
+    def learn(cls, write: Write, size: int, dim: int, dtype: torch.dtype) -> "Layout":
         """Read the layout off a page to which vLLM's function wrote the places' own numbers, digit by digit.
 
         Raises: ValueError if the function does not only move numbers.

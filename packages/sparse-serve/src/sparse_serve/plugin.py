@@ -8,8 +8,6 @@ and not imported here, because it imports numba, and vLLM must detect its compil
 # vLLM is no dependency of this package.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 # vLLM is no dependency of this package.
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 from typing import Any
 
 from sparse_serve.settings import KEY, Settings

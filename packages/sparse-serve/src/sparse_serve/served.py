@@ -3,8 +3,6 @@
 # vLLM is no dependency of this package.
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -63,8 +61,8 @@ class Served:
             which it asks next and without an engine. `require_room` checks the answer.
     """
 
-    latest: ClassVar[Served | None] = None
-    _known: ClassVar[dict[int, Served]] = {}
+    latest: ClassVar["Served | None"] = None
+    _known: ClassVar[dict[int, "Served"]] = {}
 
     def __init__(self, settings: Settings, rank: int = 0, size: int = 1) -> None:
         from sparse_decode.select import HashSelector  # imports numba, after vLLM has detected its compilers
@@ -92,7 +90,7 @@ class Served:
         return replace(spec, page_size_padded=others + tail)
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Served | None:
+    def of(cls, vllm_config: Any) -> "Served | None":
         """Return the instance of an engine; None if it is not configured.
 
         An engine is known by its compilation config, which holds its layers, and which copies of its config share.

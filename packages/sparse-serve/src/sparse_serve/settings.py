@@ -3,8 +3,6 @@
 This module must not import numba, which may only be imported after vLLM has detected its compilers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -45,7 +43,7 @@ class Settings:
         self.budget()
 
     @classmethod
-    def of(cls, additional: Any) -> Settings | None:
+    def of(cls, additional: Any) -> "Settings | None":
         """Read the settings from vLLM's `additional_config`; None if it has none for this plug-in.
 
         Raises: ValueError if a setting is unknown, missing or invalid.

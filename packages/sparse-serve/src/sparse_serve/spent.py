@@ -1,7 +1,5 @@
 """How many tokens a request's decode steps read, which follows from its lengths and the budget alone."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ class Spent(NamedTuple):
     """Decode steps at or above `dense_below` of the budget; the others read all visible tokens."""
 
     @classmethod
-    def of(cls, budget: Budget, prompt: int, generated: int) -> Spent:
+    def of(cls, budget: Budget, prompt: int, generated: int) -> "Spent":
         """Count the tokens that a request reads.
 
         Args:

@@ -3,8 +3,6 @@
 This table of them imports no torch, so that `--help` can list them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from evals.codes.base import Code, Training
 
 
-def _fitted(training: Training, kind: str, **options: int) -> Code:
+def _fitted(training: "Training", kind: str, **options: int) -> "Code":
     return resolve_name(f"evals.codes.{kind}")(training, **options)
 
 
@@ -23,7 +21,7 @@ def _fitted(training: Training, kind: str, **options: int) -> Code:
 class Entry:
     """A code: how to fit it to a KV head, and the heads that it can store in 16 bytes."""
 
-    fit: Callable[[Training], Code]
+    fit: "Callable[[Training], Code]"
     stored: str
     """What the 16 bytes are, for tables."""
     most: int | None = None

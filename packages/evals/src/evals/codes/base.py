@@ -1,7 +1,5 @@
 """What a code is, what it may be fitted on, and how bits and factors become bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

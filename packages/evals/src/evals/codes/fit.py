@@ -1,7 +1,5 @@
 """Fits every code of a model on contexts that are not scored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

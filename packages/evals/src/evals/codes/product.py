@@ -4,8 +4,6 @@ Coordinates are the principal ones of the keys, dealt to the subspaces so that t
 same in each (the parametric form of optimised product quantisation: Ge, He, Ke and Sun 2013, section 3.2).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Scores of the keys of a layer, by every code: for a whole group of query heads, and for each head by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

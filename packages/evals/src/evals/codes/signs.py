@@ -1,7 +1,5 @@
 """Codes of signs after a rotation: ITQ, RaBitQ and TurboQuant."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ run together, so no pass is padded, every pass has one row from which on it is s
 only tokens of requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Hashable, Iterator, Sequence

@@ -8,8 +8,6 @@ A local YAML may include a shipped task by its name, and name its data files rel
     dataset_kwargs: {data_files: {test: questions.jsonl}}
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

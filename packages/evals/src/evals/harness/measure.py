@@ -1,7 +1,5 @@
 """Run a task of lm-evaluation-harness with each method, and collect the results."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, TypeGuard, cast

@@ -1,7 +1,5 @@
 """The paper's tables and figures, measured by our tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 

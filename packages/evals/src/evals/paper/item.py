@@ -1,7 +1,5 @@
 """The tables and figures of the paper, and our commands that reproduce them."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -120,7 +118,7 @@ class Item:
             return []
         return without_hasher(self.values("--methods"), settings.hashers)
 
-    def fitting(self, settings: PaperCommand) -> Item:
+    def fitting(self, settings: PaperCommand) -> "Item":
         """Return the item without `planes` if that is all that the hashers lack, and it measures `transform`, too."""
         methods = self.values("--methods")
         if self.task in _BY_SHAPE or "transform" not in methods:

@@ -7,8 +7,6 @@
    sampling. The first and the last tokens are always attended to, uncorrected.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass, field
@@ -69,7 +67,7 @@ class MagicPigSelector(NoCodes):
         if self.sink < 0 or self.local < 0 or self.prefill <= self.sink + self.local:
             raise ValueError(f"prefill must be above sink + local, got {self.prefill}, {self.sink} and {self.local}")
 
-    def after_prompt(self, tokens: int) -> MagicPigSelector:
+    def after_prompt(self, tokens: int) -> "MagicPigSelector":
         """Return the selector for rows after a dense prompt of this many tokens, as in the authors' code.
 
         All keys of the prompt except sink and local ones give the mean, and every row after it is sampled. If the

@@ -5,8 +5,6 @@
 3. A row attends to whole pages: the current one, which contains its own token, and the best others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,7 +41,7 @@ class QuestSelector(NoCodes):
             got = f"{self.page}, {self.min_pages}, {self.dense_rows}"
             raise ValueError(f"page and min_pages must be 1 or more, dense_rows 0 or more, got {got}")
 
-    def after_prompt(self, tokens: int) -> QuestSelector:
+    def after_prompt(self, tokens: int) -> "QuestSelector":
         """Return the selector for rows after a dense prompt: all are sparse, however short the prompt is."""
         return replace(self, dense_rows=0)
 

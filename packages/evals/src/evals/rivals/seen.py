@@ -1,7 +1,5 @@
 """Visible tokens by rank, so that left padding does not shift the rivals' pages and windows."""
 
-from __future__ import annotations
-
 import hashcore
 import torch
 from sparse_decode import Rows

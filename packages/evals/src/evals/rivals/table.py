@@ -1,7 +1,5 @@
 """The table of rivals: one entry per rival, with everything the other modules need. To add one, see CONTRIBUTING.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +23,7 @@ class Rival:
     name: str
     summary: str
     """Its line in `evals list`."""
-    build: Callable[..., Selector]
+    build: "Callable[..., Selector]"
     """Returns its selector, given its parameters as keywords."""
     published: tuple[Parameters, ...]
     """Published sets of all its parameters; the method of this name uses the first."""
@@ -33,7 +31,7 @@ class Rival:
     """Returns the bits that it stores per token and KV head, from its parameters and head_dim."""
     grid: Mapping[str, str | tuple[int, ...]]
     """For each parameter, the values that `evals tune` tries, or the name of the command's setting that lists them."""
-    query_heads: Callable[..., Selector] | None = None
+    query_heads: "Callable[..., Selector] | None" = None
     """Returns the form with one set per query head, if `build` gives one per KV head and `iou` should measure both."""
     code_bits: Callable[[Parameters], int] | None = None
     """Returns the bits of its codes per token and KV head, if it stores codes."""
@@ -59,7 +57,7 @@ def _bucket_bits(parameters: Parameters, head_dim: int = 0) -> int:
     return parameters["bits"] * parameters["tables"]
 
 
-def _built(where: str, **parameters: Any) -> Selector:
+def _built(where: str, **parameters: Any) -> "Selector":
     """Build a selector from where it is: a module below this package, and a class."""
     return resolve_name(f"evals.rivals.{where}")(**parameters)
 

@@ -1,7 +1,5 @@
 """Exercises with a known answer: score each method's reading of it after a dense prefill."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 

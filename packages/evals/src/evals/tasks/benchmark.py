@@ -1,7 +1,5 @@
 """LongBench, RULER and the few-shot tasks, through lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -42,7 +40,7 @@ def run(command: BenchmarkCommand, console: Console) -> Result:
     tasks = load_tasks(command)
     cells, methods = cells_of(command, ready), methods_of(ready)
 
-    def compute(number: int, document: BenchmarkTask, step: Callable[[str], None]) -> Sample:
+    def compute(number: int, document: "BenchmarkTask", step: Callable[[str], None]) -> Sample:
         return measure(document, command, ready, cells, methods, step)
 
     def check(sample: Sample) -> None:
@@ -67,7 +65,7 @@ def _require_possible(command: BenchmarkCommand, ready: Ready) -> None:
         raise ValueError(f"--max-length must be at most the model's {longest} tokens, got {command.max_length}")
 
 
-def cells_of(command: BenchmarkCommand, ready: Ready) -> list[Cell]:
+def cells_of(command: BenchmarkCommand, ready: Ready) -> "list[Cell]":
     """Return dense attention, then every method at every budget."""
     rule, amounts = ("tokens", command.tokens) if command.tokens else ("visible", command.budgets)
     sparse = [(m.name, float(amount), rule) for amount in amounts for m in ready.methods if m.selector]

@@ -1,7 +1,5 @@
 """The length of untrained LSH that equals a learned hash: the paper's "5x shorter"."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

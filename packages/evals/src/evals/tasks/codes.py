@@ -4,8 +4,6 @@ A code ranks keys in two ways: the scores of a group's query heads `added`, as d
 each head's scores added `by head` (one search per head). Quantisers are fitted on contexts that are not scored.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

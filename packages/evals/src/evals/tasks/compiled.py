@@ -1,7 +1,5 @@
 """Decode steps under torch.compile over a static cache, like those of `generate(cache_implementation="static")`."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import itertools

@@ -4,8 +4,6 @@ Angles are between random pairs: small angles among queries and among keys mean 
 used bits have an entropy of 1; planes that miss the cones give less, and many keys share a code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Or the answers that `evals longbench` has stored, task by task, so that no model
 11).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tasks that compute by formula (`evals.costs`), and the rows of numbers that no document was measured for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Queries and keys come from a dense forward pass and are used on the fly; methods
 decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Latency of each part of a sparse decode step in one layer, and the share of the memory roofline reached."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import hashcore

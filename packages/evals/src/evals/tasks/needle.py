@@ -1,7 +1,5 @@
 """A needle in a haystack, by length and depth: the text each method generates, and the likelihood of the answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Relative error of each layer's attention output, with the inputs of dense attention in every layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ A document is one context. Its last hidden states are kept, dense and of one met
 a few rows at a time, in the model's own type, and float32 log-probabilities for fewer.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

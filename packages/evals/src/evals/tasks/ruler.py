@@ -1,7 +1,5 @@
 """Synthetic exercises (`evals.synthetic`), by kind and length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

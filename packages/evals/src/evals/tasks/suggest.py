@@ -1,7 +1,5 @@
 """Find the smallest budget that meets a target on the user's text and model, by bisection over a grid of budgets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Methods take turns. Those with a dynamic cache share one, which each turn restor
 cache. All caches exist at the same time, so the peaks of two methods differ by what their steps need.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import Any, cast

@@ -16,8 +16,6 @@ adds the remainder (eq. 15, 16).
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 from typing import Any, Literal, overload
 
 import numpy as np

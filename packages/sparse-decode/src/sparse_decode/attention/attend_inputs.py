@@ -1,7 +1,5 @@
 """What attention over selected tokens takes: its arguments, and what they must be."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, NamedTuple
 

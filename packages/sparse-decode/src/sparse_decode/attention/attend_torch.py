@@ -6,8 +6,6 @@ Equations and layouts are those of attend.py.
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -1,7 +1,5 @@
 """Runs the numba kernels of this package on the threads of hashcore."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -11,8 +11,6 @@ attention repeats the keys for each query head, or uses too few threads for so f
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

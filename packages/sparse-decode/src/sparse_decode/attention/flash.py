@@ -8,8 +8,6 @@ sequence per index set, whose length excludes unused slots:
 flash-attn is the extra `sparse-decode[flash]`. This module is used only with backend="flash".
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention over selected tokens on CUDA: prepares the two launches of kernels/gather.cu."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A tensor that grows along its token dimension without copying earlier tokens at each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -10,8 +10,6 @@ Two kinds of writes are not noticed, because torch does not count them: writes i
 `tensor.data`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, cast
@@ -86,7 +84,7 @@ class Coded(CacheLayerMixin):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return itself, (self.plainly(),)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Coded:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Coded":
         self.settle()
         twin = object.__new__(type(self))
         memo[id(self)] = twin

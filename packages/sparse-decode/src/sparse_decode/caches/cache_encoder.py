@@ -1,7 +1,5 @@
 """Hashes the keys of one layer, and tracks the cache layers that carry its codes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -105,7 +103,7 @@ class Encoder:
             else:
                 room.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), new)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Encoder":
         return self
 
     def adopt(self, layer: CacheLayerMixin) -> None:

@@ -1,7 +1,5 @@
 """The class of a cache layer that carries codes, for every class of Hugging Face's layers, and how a layer gets it."""
 
-from __future__ import annotations
-
 import functools
 from typing import TYPE_CHECKING, Any, cast
 

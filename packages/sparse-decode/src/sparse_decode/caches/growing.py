@@ -4,8 +4,6 @@ transformers' `DynamicLayer` copies all keys and values at each step. This subcl
 else that changes `keys` and `values` (crops, presses, beams) assigns new tensors, which the next update adopts.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, cast
 from weakref import WeakSet

@@ -1,7 +1,5 @@
 """Memory in pages of 2 MB, for tensors on the CPU whose rows are read in no order that hardware can predict."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Keys and values in host memory, codes on the model's device: a step copies only the rows that it selected."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -4,8 +4,6 @@ They run Python that the compiler cannot trace: arbitrary selectors, numba kerne
 refers to the Python object by the number under which it is registered; numbers are never reused.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from weakref import WeakValueDictionary

@@ -1,7 +1,5 @@
 """The break-even: the context length from which sparse decode steps are faster than dense ones."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -3,8 +3,6 @@
 Sizes come from tensors on torch's meta device, created by the methods that create the real ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 

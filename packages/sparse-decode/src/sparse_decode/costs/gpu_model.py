@@ -3,8 +3,6 @@
 Nothing here was measured. docs/gpu.md shows these predictions, and tools/gpu_suite.py prints them beside measurements.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

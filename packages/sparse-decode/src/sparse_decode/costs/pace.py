@@ -12,8 +12,6 @@ November 2026 (docs/log.md, "exact mode"). `benchmarks/exact_speed.py` measures,
 predict there: the cost of drafts and checks, and the gain over dense steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -77,7 +75,7 @@ class Costs:
     """Bytes of a pass outside of attention, including `HOST`."""
 
     @classmethod
-    def predicted(cls, model: PreTrainedModel, budgets: Mapping[int, Budget], heads: Sequence[ModelShape]) -> Costs:
+    def predicted(cls, model: PreTrainedModel, budgets: Mapping[int, Budget], heads: Sequence[ModelShape]) -> "Costs":
         """Predict the costs of a model on the CPU.
 
         Args: budgets: of its sparse layers, with numbers in `dense_below`; heads: the shape of each layer.

@@ -1,7 +1,5 @@
 """Bytes that a decode step moves per sequence and KV head: a common measure for different methods."""
 
-from __future__ import annotations
-
 import math
 from statistics import mean
 from typing import NamedTuple

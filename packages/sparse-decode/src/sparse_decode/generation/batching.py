@@ -13,8 +13,6 @@ blocks when its cache is made.
 # Managers and configs of transformers have no types.
 # pyright: reportUnknownMemberType=false, reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

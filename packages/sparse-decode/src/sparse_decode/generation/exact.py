@@ -13,8 +13,6 @@ argument: threads have their own caches.
 # The loop of transformers, and configs, have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

@@ -3,8 +3,6 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -11,8 +11,6 @@ A row is after the prompt by its position, and by the length of the prompt that 
 a prompt is dense even alone, and tokens that are read again because their blocks were taken stay sparse, one by one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -60,7 +58,7 @@ class Packed:
         rows: the other ones, int64 [B].
     """
 
-    def __init__(self, given: Mapping[str, Any], blocks: CodedBlocks, borders: list[int]):
+    def __init__(self, given: Mapping[str, Any], blocks: "CodedBlocks", borders: list[int]):
         self.given: Mapping[str, Any] = given
         self._pages = blocks.count, blocks.size
         read, write = (given[name][blocks.index] for name in ("read_index", "write_index"))

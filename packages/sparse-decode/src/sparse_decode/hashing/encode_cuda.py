@@ -5,8 +5,6 @@ The kernel, kernels/encode.cu, computes the same as the layers in torch and `spa
 call the operator, launch.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any, NamedTuple, cast
 

@@ -3,8 +3,6 @@
 The arithmetic is that of the layers in torch, or of `sparse_decode.hashing.encode`: the bits are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import hashcore

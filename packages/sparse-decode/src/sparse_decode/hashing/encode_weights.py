@@ -3,8 +3,6 @@
 Which weights a hash function has is told by their number (`NAMES`), and the other numbers of a call by shapes.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import weakref

@@ -1,7 +1,5 @@
 """Hashers as selectors use them: codes per KV head or per query head, by the fastest functions there are for a call."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -130,7 +128,7 @@ class PerHead(OfHasher):
             )
         self.hasher.require_match(model_config)
 
-    def shard(self, rank: int, size: int) -> PerHead:
+    def shard(self, rank: int, size: int) -> "PerHead":
         """Return the hasher of one tensor-parallel rank, sliced by KV head."""
         return type(self)(shard(self.hasher, rank, size))
 

@@ -3,8 +3,6 @@
 A block is either the one row of each sequence in a decode step, or consecutive rows of any other call.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import cast
 

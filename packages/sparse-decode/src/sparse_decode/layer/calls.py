@@ -3,8 +3,6 @@
 What cannot be sparse is refused; the rows that need not be are dense; the others go through the layer's plan.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

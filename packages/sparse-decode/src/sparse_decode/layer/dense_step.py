@@ -4,8 +4,6 @@ All other calls use the model's own attention: other devices, prompts, training,
 do rows without visible tokens, for which implementations differ.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

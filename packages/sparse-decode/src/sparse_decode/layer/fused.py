@@ -4,8 +4,6 @@ Plain means: one new token per sequence, no mask, a growing cache on the CPU, an
 calls it. For other calls `LayerPlan.attend` runs the same kernels one by one, with the same result but for rounding.
 """
 
-from __future__ import annotations
-
 from operator import getitem, is_
 from typing import Any, NamedTuple, cast
 

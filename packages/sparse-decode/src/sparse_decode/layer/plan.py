@@ -1,7 +1,5 @@
 """One sparse layer of an attachment: a plain step in few operations, and any other call block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, cast

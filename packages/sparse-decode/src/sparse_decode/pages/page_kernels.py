@@ -3,8 +3,6 @@
 # numba is untyped.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

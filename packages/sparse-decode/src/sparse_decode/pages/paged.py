@@ -8,8 +8,6 @@ Steps are those of `attach`, with the same kernels: visible tokens -> budget -> 
 -> attention. There is no remainder here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,7 +82,7 @@ class Step(NamedTuple):
     budget: Budget
 
     @classmethod
-    def of(cls, blocks: Tensor, lengths: Tensor, budget: Budget, pages: int, size: int) -> Step:
+    def of(cls, blocks: Tensor, lengths: Tensor, budget: Budget, pages: int, size: int) -> "Step":
         """Create a step from an engine's page table.
 
         Args:

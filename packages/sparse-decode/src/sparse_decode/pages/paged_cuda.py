@@ -7,8 +7,6 @@ selection has as many slots as the longest row would use, with -1 in those that 
 Rows that read all visible tokens are no special case: they select all that lie between the first and the last ones.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any, NamedTuple
 
@@ -43,7 +41,7 @@ class DeviceStep(NamedTuple):
     budget: Budget
 
     @classmethod
-    def of(cls, blocks: Tensor, lengths: Tensor, budget: Budget, size: int, longest: int) -> DeviceStep:
+    def of(cls, blocks: Tensor, lengths: Tensor, budget: Budget, size: int, longest: int) -> "DeviceStep":
         """Create a step from an engine's page table.
 
         Args:

@@ -9,8 +9,6 @@ sums and how far they move when the last T are added:
 # numba is untyped.
 # pyright: reportCallIssue=false
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """The arguments of kernels/moments.cu, and the same computation in host memory (`moment_kernels`)."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ decode step reads them, with the covariance rounded to 8 bits, and the keys and 
 not cover yet; every `FOLD` tokens these are added. On CUDA one launch of kernels/moments.cu does both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

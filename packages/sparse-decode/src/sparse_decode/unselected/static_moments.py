@@ -1,7 +1,5 @@
 """The remainder's sums of a static cache: buffers of fixed size, to which a captured or compiled step adds in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,7 +27,7 @@ class StaticMoments:
         """Whether the sums are known to cover all earlier tokens, so that a step need not check."""
 
     @classmethod
-    def empty(cls, keys: Tensor, values: Tensor) -> StaticMoments:
+    def empty(cls, keys: Tensor, values: Tensor) -> "StaticMoments":
         """Allocate sums of zero tokens for a cache of keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]."""
         seen = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
         length = keys.new_zeros(max(1, len(keys)), keys.shape[1], dtype=torch.int64)

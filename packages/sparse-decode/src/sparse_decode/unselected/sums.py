@@ -1,7 +1,5 @@
 """Sums over the tokens of a cache: their number, keys, values, and how values vary with keys (eq. 15 and 16)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -25,7 +23,7 @@ class Moments(NamedTuple):
     """Sum of (key - mean key)(value - mean value)^T, float32 [B, Hkv, D, Dv]; float32 suffices for deviations."""
 
     @classmethod
-    def none(cls, k: Tensor, v: Tensor, device: torch.device | None = None) -> Moments:
+    def none(cls, k: Tensor, v: Tensor, device: torch.device | None = None) -> "Moments":
         """Return sums of zero tokens, for keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]."""
         (batch, heads, _, dim), dim_v = k.shape, v.shape[3]
         device = k.device if device is None else device
@@ -34,7 +32,7 @@ class Moments(NamedTuple):
         return cls(keys.new_zeros(batch), keys, values, spread)
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int, device: torch.device) -> Moments:
+    def of(cls, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int, device: torch.device) -> "Moments":
         """Return the sums over tokens first..last-1 of k and v without padding, computed on `device`."""
         tokens = max(1, _CHUNK // (8 * max(k[:, :, :1].numel(), v[:, :, :1].numel()) + 1))
         found = cls.none(k, v, device)
@@ -51,12 +49,12 @@ class Moments(NamedTuple):
         divisor = self.tokens.clamp(min=1)[:, None, None]
         return self.keys / divisor, self.values / divisor
 
-    def join(self, other: Moments) -> Moments:
+    def join(self, other: "Moments") -> "Moments":
         """Return the sums over the tokens of both."""
         whole = Moments(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
         return whole._replace(spread=whole.spread + _between(self, other))
 
-    def without(self, last: Moments) -> Moments:
+    def without(self, last: "Moments") -> "Moments":
         """Return the sums without the `last` tokens, which must be part of them."""
         rest = Moments(*(mine - theirs for mine, theirs in zip(self, last, strict=True)))
         return rest._replace(spread=rest.spread - _between(rest, last))
@@ -71,7 +69,7 @@ class Rounded(NamedTuple):
     """Value of a level in each row, float32 [B, Hkv, D]."""
 
     @classmethod
-    def of(cls, spread: Tensor) -> Rounded:
+    def of(cls, spread: Tensor) -> "Rounded":
         """Round a spread [B, Hkv, D, Dv], to the nearest level, ties to even."""
         scales = spread.abs().amax(-1) / 127
         levels = (spread / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().to(torch.int8)
