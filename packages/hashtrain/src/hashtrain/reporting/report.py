@@ -167,7 +167,7 @@ def _made(config: HasherConfig, result: Metrics, metrics: Metrics) -> str:
         f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
         f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
         f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}.\n"
-        f"Heads (layer.head) that fail on the held-out rows, with their low and lost: "
+        f"Heads that fail on the held-out rows, with their low and lost: "
         f"{failing_heads(result['kv_head']['layers'], result['failing'], len(result['failing'])) or 'none'}.\n"
         f"Repaired heads, with what each got: {repaired_heads(result['repaired']) or 'none'}."
     )
