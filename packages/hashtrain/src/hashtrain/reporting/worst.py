@@ -69,7 +69,8 @@ def worst_lines(metrics: Metrics) -> list[str]:
         line = (
             f"{name}: in the worst head (layer {layer}) 5 % of the rows find at most {low:.2f} of the attention mass. "
         )
-        line += f"No head has more than {share(lost)} of rows that find less than half of it."
+        most = f"No head has more than {share(lost)} of rows that find" if lost else "No row finds"
+        line += f"{most} less than half of it."
         if failed := result["failing"]:
             heads = failing_heads(layers, failed)
             line += f" Heads that fail, with the 5th percentile of the mass and the share of such rows: {heads}."
