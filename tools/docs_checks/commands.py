@@ -11,9 +11,9 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import tyro
 from evals.cli import COMMANDS
 from hashtrain import cli as hashtrain_cli
+from hashtrain.command_line import parse, parse_settings
 from hashtrain.usage import UsageError
 from sparse_decode.settings import GenerateCommand
 from torch.distributed.run import get_args_parser
@@ -187,7 +187,7 @@ def _parsed(parse: Callable[[Words], Any], words: Words) -> Any:
 
 
 PARSERS: dict[str, Callable[[Words], object]] = {
-    "evals": lambda words: tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals"),
+    "evals": lambda words: parse("evals", words, COMMANDS),
     "hashtrain": hashtrain_cli.parse,
-    "sparse-decode": lambda words: tyro.cli(GenerateCommand, args=words, prog="sparse-decode"),
+    "sparse-decode": lambda words: parse_settings("sparse-decode", words, GenerateCommand),
 }

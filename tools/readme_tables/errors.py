@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any
 
+from evals.frontier import how_read_in_words
 from evals.grid import Grid, percent, to_markdown
 from evals.methods import REMAINDER
 from evals.result import Result
@@ -10,7 +11,7 @@ from sparse_decode import Budget
 from sparse_decode.costs.traffic import step_bytes
 
 from readme_tables.headline import SECOND_MODEL
-from readme_tables.quality import HEAD_DIM
+from readme_tables.quality import ALL_READ, HEAD_DIM
 from readme_tables.stored import load, spread, stored
 
 RUNS = {"demo model": ("errors_demo", "errors_demo_values"), SECOND_MODEL: ("errors_smol", "errors_smol_values")}
@@ -27,7 +28,7 @@ def errors(names: dict[str, tuple[str, ...]], results: pathlib.Path) -> str:
         f"of a context, with the inputs of dense attention in every layer; {counts}; bytes as in the table above, "
         "at the end of the context"
     )
-    read = ("tokens read, shortlist, values", "bytes")
+    read = ("tokens read", "search and values", "bytes")
     header = ["model", "method", *read, "error [95 % interval]", "largest, in layer"]
     return to_markdown(Grid(title, header, sections))
 
@@ -46,9 +47,9 @@ def _lines(result: Result) -> list[list[str]]:
         assert whole.budget is not None  # every row of this task has one
         budget = Budget(whole.budget, shortlist=shortlist, values=values)
         share = step_bytes(config["context"], budget, HEAD_DIM, whole.bits or 0, whole.method.endswith(REMAINDER)).share
-        settings = f"{100 * whole.budget:g} %, {shortlist or 'none'}, {values:.3g}"
+        how = how_read_in_words(budget) or ALL_READ if coded else ""
         shown = [f"{100 * share:.1f} %", spread(whole, ".4f"), f"{worst.value:.3f}, {worst.layer}"]
-        lines.append([whole.method, settings, *shown])
+        lines.append([whole.method, f"{100 * whole.budget:g} %", how, *shown])
     return lines
 
 

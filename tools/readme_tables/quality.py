@@ -145,11 +145,12 @@ def frontier(names: tuple[str, ...], results: pathlib.Path) -> str:
 
 
 OURS = "transform+remainder"
+ALL_READ = "all codes, all values"
 HEAD_DIM = 64  # of both models
 
 
 def _bytes_line(point: Point) -> list[str]:
-    read = f"{100 * point.budget:g} %", point.settings or "all codes, all values", f"{100 * point.share:.1f} %"
+    read = f"{100 * point.budget:g} %", point.settings or ALL_READ, f"{100 * point.share:.1f} %"
     return [*read, signed_percent(point.perplexity.value), f"{point.kl.value:.4f}"]
 
 

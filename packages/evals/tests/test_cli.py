@@ -104,6 +104,16 @@ def test_list_names_the_methods(capsys):
     assert "paper-rotation" in last_line(capsys)["methods"]
 
 
+def test_missing_hashers_are_named_together_with_what_is_there(typed, made, tmp_path, capsys):
+    shutil.copytree(made.hashers / "lsh", tmp_path / "some" / "lsh")
+    said = refused(typed(hashers=tmp_path / "some", methods="lsh paper transform+remainder"), capsys)
+    assert "no hasher paper, transform in" in said
+    assert "--only paper transform --out" in said
+    assert "or measure only what it holds: --methods lsh" in said
+    said = refused(typed(hashers=tmp_path / "some" / "lsh"), capsys)
+    assert said.endswith(f"is one hasher; give the folder that holds it: --hashers {tmp_path / 'some'}")
+
+
 def test_a_stopped_run_says_how_to_go_on(typed, capsys, monkeypatch):
     def stop(*arguments):
         raise KeyboardInterrupt
@@ -145,7 +155,8 @@ SETTINGS = {
     "budget above 1": ({"budgets": "0.1 1.5"}, "above 0 and at most 1"),
     "values above 1": ({"values": "1.5"}, "--values must be above 0 and at most 1"),
     "the same budget twice": ({"budgets": "0.1 0.1"}, "without repeats"),
-    "unknown method": ({"methods": "lsh magic"}, "got magic"),
+    "unknown method": ({"methods": "lsh magic"}, "--methods takes no magic; did you mean magicpig"),
+    "misspelt method": ({"methods": "transfrom"}, "--methods takes no transfrom; did you mean transform or"),
     "nothing but dense": ({"methods": "dense"}, "beside dense"),
     "no document": ({"documents": "0"}, "at least 1"),
     "short context": ({"context": "3"}, "at least 32"),
@@ -153,7 +164,10 @@ SETTINGS = {
     "no sparse layer": ({"dense-layers": "3"}, "must leave one of 3 layers"),
     "missing model folder": ({"model": "./nowhere"}, "model folder not found"),
     "missing text": ({"text": "nowhere.txt"}, "text file not found"),
-    "missing hashers": ({"hashers": "nowhere"}, "no hasher `lsh` in nowhere: train it with `uv run hashtrain"),
+    "missing hashers": (
+        {"hashers": "nowhere"},
+        "in nowhere; train with `uv run hashtrain --only lsh",
+    ),
 }
 
 
@@ -165,10 +179,11 @@ def test_settings_that_cannot_be_used(typed, tmp_path, capsys, case, task):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_flag_is_exit_code_2():
+def test_an_unknown_flag_names_the_help_that_lists_them(capsys):
     with pytest.raises(SystemExit) as raised:
         cli.main(["ppl", "--nothing"])
     assert raised.value.code == 2
+    assert "evals ppl --help" in capsys.readouterr().err
 
 
 TEXTS = {

@@ -101,7 +101,7 @@ def test_a_run_in_another_type_is_refused(ppl_command, tmp_path):
 @pytest.mark.parametrize(
     ("count", "sentence"),
     [
-        (0, "--device cuda:1 does not exist: expected one of 0 CUDA devices; use --device cpu\n"),
+        (0, "--device cuda:1 does not exist: this machine has no CUDA device that torch can use; use --device cpu\n"),
         (2, "hashcore needs cuda-core to compile its CUDA kernels, and it is not installed"),
     ],
 )

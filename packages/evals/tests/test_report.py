@@ -74,3 +74,9 @@ def test_tables_of_another_protocol_say_so(ppl_command, tmp_path):
         assert protocol(found.config) in first.title
         assert others
         assert all((protocol(found.config) in grid.title) == said for grid in others)
+
+
+def test_columns_of_words_are_aligned_to_the_left():
+    grid = Grid("T", ["a", "b", "c", "d"], [[["x", "-1 %", "all", ""]], [["y", "+2 [1, 3]", "2 %", ""]]])
+    assert to_markdown(grid).splitlines()[3] == "| --- | ---: | --- | ---: |"
+    assert [column.justify for column in to_rich(grid).columns] == ["left", "right", "left", "right"]

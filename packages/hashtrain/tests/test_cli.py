@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain import Hasher, ModelShape
+from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.cli import _best, _parse, main, next_command, parse
 from hashtrain.run.prepare import _check_model
 from hashtrain.settings.recipes import ALL
@@ -49,7 +49,8 @@ def test_without_tensorboard_its_option_is_refused_before_anything_is_written(re
         (["--fraction", "0"], "above 0 and at most 1"),
         (["--fraction", "1.5"], "above 0 and at most 1"),
         (["--context", "100000"], "at most the model's 1024 tokens"),
-        (["--only", "magic"], "--only takes"),
+        (["--only", "magic"], "--only takes no magic; expected one of default, all, lsh"),
+        (["--only", "transfrom"], "--only takes no transfrom; did you mean transform"),
         (["--steps", "0"], "at least 1"),
         (["--bits", "100"], "multiple of 32"),
         (["--planes", "9"], "between 1 and 8"),
@@ -58,7 +59,7 @@ def test_without_tensorboard_its_option_is_refused_before_anything_is_written(re
         (["--dense-layers", "-1"], "at least 0"),
         (["--workers", "-1"], "at least 0"),
         (["--dense-layers", "2"], "must leave one of 2 layers"),
-        (["--model", "models/none"], "there is no folder of that name"),
+        (["--model", "models/none"], "there is no folder of that name, and none on the Hub"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(refused, change, message):
@@ -99,7 +100,55 @@ def test_inspect_prints_the_config(folder, tmp_path, capsys):
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "run" / "lsh")]) == 0
     assert json.loads(capsys.readouterr().out)["variant"] == "lsh"
-    assert main(["inspect", str(tmp_path)]) == 2
+    for place, said in (
+        (tmp_path, "expected a config.json there"),
+        (tmp_path / "run", f"it holds hashers; name one, such as {tmp_path / 'run' / 'lsh'}"),
+        (tmp_path / "run" / "lsh" / "config.json", f"that is a file, expected a folder such as {tmp_path / 'run'}"),
+        (folder / "model", "is a model, expected a hasher"),
+    ):
+        assert main(["inspect", str(place)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_hasher_is_no_model(folder, tmp_path, capsys):
+    Hasher(HasherConfig("lsh", ModelShape(2, 4, 2, 32))).save_pretrained(tmp_path / "lsh")
+    assert main(["--model", str(tmp_path / "lsh"), "--out", str(tmp_path / "run")]) == 2
+    assert "is a hasher, expected a model" in capsys.readouterr().err
+
+
+def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["--model", str(folder / "model")]) == 2
+    assert "needs --out FOLDER: runs/demo is for hashers of the demo model" in capsys.readouterr().err
+    Hasher(HasherConfig("lsh", ModelShape(2, 4, 2, 32), base_model="other")).save_pretrained(out / "lsh")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert main(command(folder, out, "--only", "lsh")) == 2
+    assert "is a hasher of another model (other), which would be replaced" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    (out / "lsh" / "config.json").write_text("{}")  # a damaged one may be replaced
+    assert main(command(folder, out, "--only", "lsh")) == 0
+    assert main(command(folder, out, "--only", "lsh")) == 0  # and the same model's
+    shutil.copy(folder / "model" / "config.json", out / "lsh" / "config.json")
+    assert main(command(folder, out, "--only", "lsh")) == 2
+    assert "lsh is a model, which would be replaced" in capsys.readouterr().err
+
+
+def test_help_is_whole_sentences_with_one_default_each(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Default: the Python sources on this machine. --held-out-text" in said
+    assert "Tokens per context. (default: 4096)" in said
+    assert "(default: None)" not in said
+    assert "(default: )" not in said
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("trian", "no command trian; did you mean train?"), ("x", "expected one of train,")]
+)
+def test_an_unknown_command_is_one_sentence(capsys, word, said):
+    assert main([word]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,9 @@ def test_a_device_that_is_not_there_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(device_for("cuda", local)) for local in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert str(device_for("cpu", 1)) == "cpu"
-    with pytest.raises(ValueError, match="--device cuda:2 does not exist: expected one of 2 CUDA devices"):
+    with pytest.raises(
+        ValueError, match="--device cuda:2 does not exist: this machine has 2 CUDA devices, cuda:0 to cuda:1"
+    ):
         device_for("cuda:2", 0)
     with pytest.raises(ValueError, match="does not exist"):
         device_for(f"cuda:{10**30}", 0)

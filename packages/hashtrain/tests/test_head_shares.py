@@ -152,5 +152,5 @@ def test_a_trained_hasher_gets_shares_by_a_command(tmp_path, capsys, monkeypatch
     assert main(["share", str(tmp_path / "none")]) == 2
     assert "expected the folder of a hasher" in capsys.readouterr().err
     assert main(["share", "owner/name"]) == 2  # nothing is fetched: shares are stored in a folder
-    assert "got owner/name, which is none" in capsys.readouterr().err
+    assert "there is no folder owner/name" in capsys.readouterr().err
     assert main(["share", str(tmp_path / "lsh"), "--fraction", "0"]) == 2

@@ -60,7 +60,7 @@ def test_a_hasher_goes_to_the_hub_and_back_with_its_card(hub, tmp_path):
 
 
 def test_what_is_neither_a_folder_nor_on_the_hub_is_one_sentence(hub):
-    with pytest.raises(ValueError, match=r"no folder of that name, and none on the hub \(404: no such repository\)$"):
+    with pytest.raises(ValueError, match=r"there is no such folder, and none on the Hub \(404: no such repository\)$"):
         Hasher.from_pretrained("me/none", revision="v1")
 
 

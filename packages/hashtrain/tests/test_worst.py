@@ -26,21 +26,31 @@ def metrics(**changes):
 
 def test_the_worst_rows_of_the_sparse_layers_failing_heads_and_repairs_are_named():
     (line,) = worst_lines(metrics())
-    assert "in the worst head (layer 2) the 5th percentile of the mass is 0.55" in line
-    assert "at most 0.2 % of a head's rows find less than half of it" in line
-    assert "1 heads fail (5th percentile, lost rows): 2.1 (0.55, 0.2 %)" in line
-    assert "repaired: 1.0 (start of 4 digits)" in line
-    assert "with every layer sparse a step moves by 0.510 nats, layers to keep dense: 0, without a remainder: 1" in line
+    assert "in the worst head (layer 2) 5 % of the rows find at most 0.55 of the attention mass." in line
+    assert "No head has more than 0.2 % of rows that find less than half of it." in line
+    assert (
+        "Heads that fail, with the 5th percentile of the mass and the share of such rows: layer 2 head 1 (0.55, 0.2 %)."
+        in line
+    )
+    assert "Repaired: layer 1 head 0 (start of 4 digits)." in line
+    assert (
+        "the next token's distribution moves by 0.510 nats (KL). Layers to keep dense: 0; without a remainder: 1."
+        in line
+    )
 
 
 def test_nothing_is_said_of_what_did_not_happen():
-    (line,) = worst_lines(metrics(failing=[], repaired={}, cost=None))
-    assert not any(word in line for word in ("fail", "repaired", "dense"))
+    calm = metrics(failing=[], repaired={}, cost=None)
+    for found in calm["hashers"]["transform"]["kv_head"]["layers"]:
+        found["lost_by_head"] = [0.0, 0.0]
+    (line,) = worst_lines(calm)
+    assert line.endswith("No row finds less than half of it.")
+    assert not any(word in line for word in ("fail", "Repaired", "dense"))
 
 
 def test_many_failing_heads_are_cut_short():
     (line,) = worst_lines(metrics(failing=[[2, 1]] * 9))
-    assert line.count("2.1 (") == 8
+    assert line.count("layer 2 head 1 (") == 8
     assert " ..." in line
 
 
@@ -83,8 +93,8 @@ def test_the_card_names_worst_heads_failing_heads_and_repairs():
     assert "| 1 | 0.500 | 0.700 | 0.70 (1) | 0.05 % (1) |" in text
     assert "| 2 | 0.500 | 0.700 | 0.55 (1) | 0.2 % (1) |" in text
     assert "Layers that stay dense: 0." in text
-    assert "fail on the held-out rows, with their low and lost: 2.1 (0.55, 0.2 %)." in text
-    assert "Repaired heads, with what each got: 1.0 (start of 4 digits)." in text
+    assert "fail on the held-out rows, with their low and lost: layer 2 head 1 (0.55, 0.2 %)." in text
+    assert "Repaired heads, with what each got: layer 1 head 0 (start of 4 digits)." in text
     assert "below 0.6 or\nits lost above 0.1 %" in text
     text = card(config, "transform", metrics(failing=[], repaired={}))
     assert "with their low and lost: none." in text

@@ -95,7 +95,8 @@ def test_a_number_as_a_budget_is_refused(given):
 
 
 def test_something_else_than_a_hasher_is_refused():
-    refused("or a Selector, got str", tiny_model(), "hasher")
+    refused("or a Selector, got int", tiny_model(), 3)
+    refused("got the path runs/mine; read it first with hashtrain.Hasher", tiny_model(), "runs/mine")
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
@@ -128,6 +129,10 @@ def test_sliding_layers_stay_dense():
 
 def test_leaving_no_layer_sparse_is_refused():
     refused(r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model(), SignHasher(), dense_layers=4)
+
+
+def test_dense_layers_that_the_model_does_not_have_are_refused():
+    refused("names layer 4, expected layers of the model, 0 to 3", tiny_model(), SignHasher(), dense_layers={1, 4})
 
 
 @pytest.mark.parametrize(

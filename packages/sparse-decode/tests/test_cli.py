@@ -178,7 +178,11 @@ def test_weights_are_of_the_type_that_is_asked_for(folder, capsys):
 @pytest.mark.parametrize(
     ("devices", "more", "sentence"),
     [
-        (0, ["--device", "cuda"], "--device cuda does not exist: expected one of 0 CUDA devices; use --device cpu"),
+        (
+            0,
+            ["--device", "cuda"],
+            "--device cuda does not exist: this machine has no CUDA device that torch can use; use --device cpu",
+        ),
         (1, ["--device", "cuda:1"], "--device cuda:1 does not exist"),
         (1, [], "hashcore needs cuda-core to compile its CUDA kernels, and it is not installed"),
         (1, ["--dtype", "float32"], "attention over a selection on CUDA takes 16-bit types, got float32"),

@@ -242,7 +242,7 @@ class PplCommand(DividedCommand):
             raise UsageError(f"--score all scores every token and excludes {other}; leave one of them out")
         if self.ends == "beside" and (self.rules != ("fixed",) or self.phase == "decode"):
             raise UsageError(
-                "--ends beside needs --rules fixed alone and --phase everywhere: other rows' budgets differ"
+                "--ends beside needs a budget that is the same for every row: add --rules fixed, and leave --phase out"
             )
         if self.scored is not None and self.scored >= self.context - 1:
             raise UsageError(f"--scored must be below --context minus 1 = {self.context - 1}, got {self.scored}")
@@ -251,9 +251,10 @@ class PplCommand(DividedCommand):
         rivals = {name + TUNED for name in self.methods if name in RIVAL_NAMES and self.tuned is not None}
         rivals |= set(self.methods) - {DENSE, *OURS}
         if strange := [name for name in self.match if name not in rivals]:
-            raise UsageError(f"--match takes methods of --methods that are not ours, got {', '.join(strange)}")
+            wanted = f"expected some of {', '.join(sorted(rivals))}, which --methods names and which are not ours"
+            raise UsageError(f"--match takes no {', '.join(strange)}; {wanted}")
         if self.match and not set(OURS) & set(self.methods):
-            raise UsageError(f"--match needs one of {', '.join(OURS)} in --methods")
+            raise UsageError(f"--match needs a method of ours in --methods, got none; add one of {', '.join(OURS)}")
 
     @property
     def always(self) -> Always:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from hashtrain.usage import UsageError, require_counts
+from hashtrain.usage import UsageError, meant, require_counts
 
 
 def each_once(command: Any, name: str) -> None:
@@ -38,7 +38,7 @@ def each_among(command: Any, name: str, known: Collection[str], task: str = "") 
     """Raise UsageError if a field of several names has one that is not known."""
     if unknown := [one for one in getattr(command, name) if one not in known]:
         of = f" of {task}" if task else ""
-        raise UsageError(f"--{name}{of} takes {', '.join(known)}, got {', '.join(unknown)}")
+        raise UsageError(f"--{name}{of} takes no {meant(unknown, known)}")
 
 
 def each_positive(command: Any, name: str) -> None:

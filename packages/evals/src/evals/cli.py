@@ -8,9 +8,10 @@ from dataclasses import replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-import tyro
+from hashtrain import command_line
 from hashtrain.usage import guarded, require_folder
 from rich.console import Console
+from rich.table import Table
 
 from evals.base_commands import IouCommand, ListCommand, PplCommand
 from evals.benchmarks import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
@@ -76,7 +77,7 @@ def _main(arguments: list[str] | None) -> int:
 
 def _parse(arguments: list[str] | None) -> Any:
     words = sys.argv[1:] if arguments is None else arguments
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals")
+    command = command_line.parse("evals", list(words), COMMANDS)
     if hasattr(command, "out"):
         require_folder(command.out)
     return command
@@ -109,8 +110,10 @@ def _list(command: ListCommand, console: Console) -> dict[str, Any]:
     methods = {method.name: method.summary for method in METHODS}
     for title, entries in (("tasks", tasks), ("methods", methods)):
         console.print(f"{title}:")
+        table = Table.grid(padding=(0, 1, 0, 2))
         for name, summary in entries.items():
-            console.print(f"  {name:15} {summary}", highlight=False)
+            table.add_row(name, summary)
+        console.print(table, highlight=False)
     return {"tasks": list(tasks), "methods": list(methods)}
 
 

@@ -104,12 +104,16 @@ def _point(result: Result, row: Row, head_dim: int) -> Point:
     budget = Budget(count, sink=row.sink, recent=row.recent, **how_read)
     even = replace(budget, by_layer=False, by_head=False)  # the mean over layers and heads is the budget all the same
     read = step_bytes(n, even, head_dim, bits=bits, remainder=remainder)
-    how = [f"shortlist {times}"] if hashes and times is not None else []
-    how += [f"values {100 * values:.0f} %"] if hashes and values < 1 else []
-    how += [name.replace("_", " ") for name, used in divided.items() if used]
     at = {"method": row.method, "budget": row.budget, "rule": row.rule, "against": None}
     perplexity = result.one(**at, metric="perplexity_ratio")
-    return Point(row.method, ", ".join(how), row.budget, budget, read.share, perplexity, row)
+    return Point(row.method, how_read_in_words(budget), row.budget, budget, read.share, perplexity, row)
+
+
+def how_read_in_words(budget: Budget) -> str:
+    """Return how a budget's tokens are searched and read; "" if all codes are, and all values."""
+    how = [] if budget.shortlist is None else [f"shortlist {budget.shortlist}"]
+    how += [f"values {100 * budget.values:.0f} %"] * (budget.values < 1)
+    return ", ".join([*how, *(name.replace("_", " ") for name in ("by_layer", "by_head") if getattr(budget, name))])
 
 
 def grid(found: Sequence[Point], taken: Sequence[float | None] | None = None, where: str = "") -> Grid:

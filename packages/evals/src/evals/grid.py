@@ -1,5 +1,6 @@
 """Tables as data, formatted for a terminal or as Markdown."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ from rich.table import Table
 
 from evals.result import Row
 
+_NUMBER = re.compile(r"[-+<]?\d")
 HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
 
 
@@ -25,12 +27,23 @@ class Grid:
     note: str = ""
     """Text below the table."""
 
+    @property
+    def lines(self) -> list[list[str]]:
+        """The lines of all sections."""
+        return [line for section in self.sections for line in section]
+
+    @property
+    def text_columns(self) -> list[bool]:
+        """For each column, whether it is aligned to the left: the first, and those that hold more than numbers."""
+        cells = ([line[i] for line in self.lines if i < len(line) and line[i]] for i in range(len(self.header)))
+        return [not i or not all(map(_NUMBER.match, column)) for i, column in enumerate(cells)]
+
 
 def to_rich(grid: Grid) -> Table:
     """Format a table for the terminal."""
     table = Table(title=grid.title, caption=grid.note or None)
-    for i, name in enumerate(grid.header):
-        table.add_column(name, justify="left" if i == 0 else "right")
+    for name, is_text in zip(grid.header, grid.text_columns, strict=True):
+        table.add_column(name, justify="left" if is_text else "right")
     for section in grid.sections:
         table.add_section()
         for line in section:
@@ -40,8 +53,7 @@ def to_rich(grid: Grid) -> Table:
 
 def to_markdown(grid: Grid) -> str:
     """Format a table as Markdown, with its title as a paragraph above."""
-    lines = [grid.header, ["---"] + ["---:"] * (len(grid.header) - 1)]
-    lines += [line for section in grid.sections for line in section]
+    lines = [grid.header, ["---" if is_text else "---:" for is_text in grid.text_columns], *grid.lines]
     below = ["", grid.note] if grid.note else []
     return "\n".join([f"{grid.title}", "", *("| " + " | ".join(line) + " |" for line in lines), *below])
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import hashtrain
 import sparse_decode
 from hashtrain.settings.recipes import ABLATIONS, EXACT, RECIPES
+from hashtrain.usage import meant
 
 from evals.rivals import RIVALS, rival_named
 
@@ -132,11 +133,6 @@ def _published(name: str, folder: Path) -> LoadedMethod:
 
 def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
     path = folder / name.removesuffix(REMAINDER)
-    if not (path / "config.json").is_file():
-        raise ValueError(
-            f"no hasher `{path.name}` in {folder}: train it with `uv run hashtrain --only {path.name} --out {folder}`, "
-            "and --model if it is for another than the demo model"
-        )
     hasher = hashtrain.Hasher.from_pretrained(path)
     if remainder and all(hasher.remainder(layer) is None for layer in range(len(hasher.layers))):
         raise ValueError(f"the hasher `{path.name}` in {folder} has no remainder: retrain it with `uv run hashtrain`")
@@ -223,6 +219,18 @@ def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
     return [name for name in needed if name in hashed and not (folder / name / "config.json").is_file()]
 
 
+def _no_hashers(lacking: Sequence[str], folder: Path) -> str:
+    """Say which hashers a folder lacks, and what to do about it."""
+    from hashtrain.artefact.hasher import hashers_in  # imported here: `--help` lists the methods without torch
+
+    if (folder / "config.json").is_file():
+        return f"--hashers {folder} is one hasher; give the folder that holds it: --hashers {folder.parent}"
+    train = f"uv run hashtrain --only {' '.join(lacking)} --out {folder}"
+    said = f"no hasher {', '.join(lacking)} in {folder}; train with `{train}` (and --model, unless for the demo model)"
+    there = hashers_in(folder)
+    return f"{said}, or measure only what it holds: --methods {' '.join(there)}" if there else said
+
+
 def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[LoadedMethod]:
     """Load methods, in the table's order.
 
@@ -233,7 +241,9 @@ def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[
     Raises: ValueError if a name is unknown, or a hasher is missing, damaged or of another model.
     """
     if unknown := [name for name in names if name not in NAMES]:
-        raise ValueError(f"unknown method {', '.join(unknown)}: expected some of {', '.join(NAMES)}")
+        raise ValueError(f"unknown method {meant(unknown, NAMES)}")
+    if lacking := without_hasher(names, folder):
+        raise ValueError(_no_hashers(lacking, folder))
     loaded = [method.load(folder) for method in METHODS if method.name in names]
     for method in loaded:
         if method.selector is not None:

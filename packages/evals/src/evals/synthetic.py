@@ -176,8 +176,8 @@ def _most(prompt: Callable[[int], str], tokenizer: "PreTrainedTokenizerBase", ro
 
     Raises: ValueError, which starts with `refusal`, if even `prompt(0)` is longer.
     """
-    if len(_ids(tokenizer, prompt(0), True)) > room:
-        raise ValueError(f"{refusal}; choose a longer one")
+    if (least := len(_ids(tokenizer, prompt(0), True))) > room:
+        raise ValueError(f"{refusal}, which takes {least - room} tokens more; choose a longer one")
     fits, beyond = 0, room + 1
     while beyond - fits > 1:
         middle = (fits + beyond) // 2

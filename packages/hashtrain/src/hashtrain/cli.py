@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Union, cast
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
+from hashtrain import command_line
 from hashtrain.demo import DEMO, base_model, model_path
 from hashtrain.settings.recipes import RECIPES
 from hashtrain.settings.train_command import PAPER, TrainCommand
@@ -116,10 +117,18 @@ def _run(arguments: list[str]) -> int:
     command = parse(with_config(_named(arguments)))
     if isinstance(command, TrainCommand | ConvertCommand):
         require_folder(command.out)
+    if isinstance(command, TrainCommand) and not isinstance(command, PlanCommand):  # which writes nothing
+        _require_own_out(command)
     (act,) = (act for kind, act in COMMANDS.values() if kind is type(command))
     if (line := act(command)) is not None:
         print(json.dumps(line), flush=True)
     return 0
+
+
+def _require_own_out(command: TrainCommand) -> None:
+    """Raise UsageError if the hashers of another model would be stored with those of the demo model."""
+    if not command.dry_run and command.model != DEMO and command.out == TrainCommand().out:
+        raise UsageError(f"--model {command.model} needs --out FOLDER: {command.out} is for hashers of the demo model")
 
 
 def parse(arguments: list[str]) -> Any:
@@ -142,15 +151,9 @@ def _named(arguments: list[str]) -> list[str]:
 
 
 def _parse(arguments: list[str], defaults: dict[str, Any]) -> Any:
-    name, *words = arguments
-    if name in COMMANDS:  # parsed alone, so that an error about a flag points to the help that lists it
-        kind, _ = COMMANDS[name]
-        default = kind(**defaults) if issubclass(kind, TrainCommand) else None
-        return tyro.cli(kind, args=words, prog=f"hashtrain {name}", default=default)
-    kinds = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, (kind, _) in COMMANDS.items())
-    return tyro.cli(
-        cast(Any, Union)[kinds], args=arguments, prog="hashtrain", description=_HELP, default=TrainCommand()
-    )
+    kinds = {name: kind for name, (kind, _) in COMMANDS.items()}
+    trains = issubclass(kind := kinds.get(arguments[0], object), TrainCommand)
+    return command_line.parse("hashtrain", arguments, kinds, _HELP, kind(**defaults) if trains else None)
 
 
 def _console() -> Console:
@@ -183,7 +186,7 @@ def _share(command: ShareCommand) -> dict[str, Any]:
     from hashtrain.run.sources import loaded
 
     if not command.folder.is_dir():
-        raise UsageError(f"expected the folder of a hasher, to store shares in it, got {command.folder}, which is none")
+        raise UsageError(f"there is no folder {command.folder}: expected the folder of a hasher, to store shares in it")
     device, hasher = str(device_for(command.device, 0)), Hasher.from_pretrained(command.folder)
     model, tokenizer = loaded(model_path(command.model), device)
     hasher.require_match(model.config)
@@ -201,10 +204,14 @@ def _share(command: ShareCommand) -> dict[str, Any]:
 
 def _convert(command: ConvertCommand) -> dict[str, Any]:
     from hashtrain.artefact.convert import convert
+    from hashtrain.artefact.hasher import require_own
+    from hashtrain.config import ModelShape
     from hashtrain.models import load_config
 
     made = command.out / "paper"  # the layout of `hashtrain`, which `evals --hashers` expects
-    convert(command.file, load_config(model_path(command.model)), made, base_model(command.model))
+    config = load_config(model_path(command.model))
+    require_own(made, base_model(command.model), ModelShape.of(config))
+    convert(command.file, config, made, base_model(command.model))
     words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out), "--methods", "paper"]
     words += ["--model", command.model] if command.model != DEMO else []
     _console().print(f"stored in {made}; next:\n{shlex.join(words)}", highlight=False, soft_wrap=True)

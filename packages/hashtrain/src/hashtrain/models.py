@@ -89,6 +89,8 @@ def load_config(name: str) -> PretrainedConfig:
         if not (Path(name) / "config.json").is_file():
             raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
         _require_plain_files(Path(name))
+        if "variant" in (found := read_json_object(Path(name) / "config.json", _REMEDY)) and "model_type" not in found:
+            raise ValueError(f"{name} is a hasher, expected a model; hashers are given by --hashers or --hasher")
     elif ("/" in name or name.startswith(".")) and not _is_hub_id(name):
         raise ValueError(f"model folder not found: expected a Hugging Face model at {name}")
     with _readable(name):
@@ -156,9 +158,10 @@ def _readable(name: str) -> Generator[None]:
         raise ValueError(f"the weights of {name} are truncated or damaged ({error}); fetch them again") from error
     except Exception as error:  # odd configs and tokenizers raise any kind of error; Rust code raises bare Exception
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        local = "" if Path(name).is_dir() else " (there is no folder of that name)"
         reason = textwrap.shorten(kind + one_line(error), _REASON, placeholder=" ...")
-        raise ValueError(f"cannot load the model {name}{local}: {reason}") from error
+        if isinstance(error, OSError) and not Path(name).is_dir():  # a page of advice follows the first sentence
+            reason = f"there is no folder of that name, and none on the Hub: {reason.split('. ')[0]}"
+        raise ValueError(f"cannot load the model {name}: {reason}") from error
 
 
 @contextlib.contextmanager

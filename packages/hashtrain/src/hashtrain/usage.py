@@ -1,6 +1,7 @@
 """Handle unusable input: one sentence on stderr and exit code 2, for every command line of the project."""
 
 import contextlib
+import difflib
 import errno
 import importlib.util
 import io
@@ -8,7 +9,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +22,13 @@ PIPE_CLOSED = 128 + 13  # as if SIGPIPE had ended the program
 
 class UsageError(Exception):
     """An invalid setting. Not a ValueError, which the argument parser would wrap in a box of its own."""
+
+
+def meant(given: Sequence[str], known: Collection[str]) -> str:
+    """Return the unknown names, and the known ones that look alike, for an error; if none does, all of them."""
+    close = dict.fromkeys(one for name in given for one in difflib.get_close_matches(name, known))
+    remedy = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(known)}"
+    return f"{', '.join(given)}; {remedy}"
 
 
 def require_folder(out: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Any
 
-import tyro
+from hashtrain.command_line import parse_settings
 from hashtrain.usage import guarded
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main(arguments: list[str] | None) -> int:
-    command = tyro.cli(GenerateCommand, args=arguments, prog="sparse-decode")
+    command = parse_settings("sparse-decode", sys.argv[1:] if arguments is None else arguments, GenerateCommand)
     from sparse_decode.streaming import generate  # torch and transformers load here, not for --help
 
     found = generate(command, sys.stdout)

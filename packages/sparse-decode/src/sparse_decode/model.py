@@ -167,6 +167,9 @@ def sparse_modules(model: PreTrainedModel, dense_layers: Collection[int]) -> dic
             f"expected one attention module per cache layer, got {len(full)} for {len(modules)} layers of "
             f"{type(model).__name__}; leave this model dense"
         )
+    layers = ModelShape.of(config).num_layers
+    if (last := max(dense_layers, default=0)) >= layers:
+        raise ValueError(f"dense_layers names layer {last}, expected layers of the model, 0 to {layers - 1}")
     chosen = {layer: m for layer, m in sorted(modules.items()) if layer not in dense_layers}
     if not chosen:
         raise ValueError(

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -110,9 +111,10 @@ def as_selector(selector: KeyQueryHasher | Selector) -> Selector:
         return selector  # pyright: ignore[reportReturnType]
     if hasattr(selector, "encode_queries"):
         return HashSelector(selector)  # pyright: ignore[reportArgumentType]
-    raise ValueError(
-        f"selector must be a hasher with encode_keys and encode_queries, or a Selector, got {type(selector).__name__}"
-    )
+    got = f"got {type(selector).__name__}"
+    if isinstance(selector, str | Path):
+        got = f"got the path {selector}; read it first with hashtrain.Hasher.from_pretrained"
+    raise ValueError(f"selector must be a hasher with encode_keys and encode_queries, or a Selector, {got}")
 
 
 def require_flash(model: PreTrainedModel, on_host: bool) -> None:

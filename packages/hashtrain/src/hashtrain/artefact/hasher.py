@@ -17,6 +17,7 @@ from huggingface_hub import (
     ModelHubMixin,
     snapshot_download,  # pyright: ignore[reportUnknownVariableType] of its tqdm_class
 )
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 
 from hashtrain.config import HasherConfig, ModelShape
@@ -185,8 +186,8 @@ def _download(name: str, **settings: Any) -> Path:
     try:
         return Path(cast(str, snapshot_download(name, allow_patterns=_FILES, **settings)))
     except (OSError, ValueError) as error:  # includes HfHubHTTPError and its offline counterpart
-        what = f"no folder of that name, and none on the hub ({first_line(error)})"
-        raise ValueError(f"no hasher at {name}: {what}") from error
+        lost = "not reached, and not in its cache" if isinstance(error, LocalEntryNotFoundError) else first_line(error)
+        raise ValueError(f"no hasher {name}: there is no such folder, and none on the Hub ({lost})") from error
 
 
 def _read_card(path: Path) -> str:
@@ -224,11 +225,45 @@ def _weights_name(tensors: dict[str, Tensor]) -> str:
     return f"hasher-{sha.hexdigest()[:12]}.safetensors"
 
 
+class _IsModel(ValueError):
+    """A folder is a model in place of a hasher."""
+
+
+def hashers_in(folder: Path) -> list[str]:
+    """Return the names of the hashers that `hashtrain` has stored in a folder."""
+    return sorted(file.parent.name for file in folder.glob("*/hasher-*.safetensors"))
+
+
+def _what_is_there(folder: Path) -> str:
+    if folder.is_file():
+        return f"that is a file, expected a folder such as {folder.parent}"
+    if names := hashers_in(folder):
+        return f"it holds hashers; name one, such as {folder / names[0]}"
+    return "expected a config.json there; train one with `uv run hashtrain`"
+
+
+def require_own(folder: Path, base_model: str, shape: ModelShape) -> None:
+    """Raise ValueError if a folder that is about to be written is a model, or a hasher of another model."""
+    try:
+        found, _ = _read_config(folder)
+    except _IsModel:
+        what = "a model"
+    except (ValueError, OSError):
+        return  # none, or a damaged one, which may be replaced
+    else:
+        if (found.base_model, found.shape) == (base_model, shape):
+            return
+        what = f"a hasher of another model ({found.base_model or 'unnamed'})"
+    raise ValueError(f"{folder} is {what}, which would be replaced; choose another --out, or remove that folder")
+
+
 def _read_config(folder: Path) -> tuple[HasherConfig, str]:
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"no hasher at {folder}: expected a config.json there; train one with `uv run hashtrain`")
+        raise ValueError(f"no hasher at {folder}: {_what_is_there(folder)}")
     data = read_json_object(inside(path), _REMEDY, _MAX_CONFIG_BYTES)
+    if "model_type" in data:
+        raise _IsModel(f"{folder} is a model, expected a hasher: a folder that `hashtrain --model {folder}` makes")
     weights = data.pop("weights", None)
     if not isinstance(weights, str) or not _WEIGHTS.fullmatch(weights):
         raise ValueError(f"{path} names no weight file in its own folder, got {weights!r}; {_REMEDY}")

@@ -123,6 +123,7 @@ def device_for(asked: str, local: int) -> torch.device:
     count = torch.cuda.device_count()
     number = int(index) if index else local % max(1, count)
     if number >= count:
-        raise ValueError(f"--device {asked} does not exist: expected one of {count} CUDA devices; use --device cpu")
+        got = f"{count} CUDA devices, cuda:0 to cuda:{count - 1}" if count else "no CUDA device that torch can use"
+        raise ValueError(f"--device {asked} does not exist: this machine has {got}; use --device cpu")
     require_compiler()
     return torch.device("cuda", number)

@@ -4,10 +4,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no display needed
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -50,7 +46,8 @@ def _style(number: int) -> dict[str, Any]:
 
 def draw(metrics: Metrics, path: Path) -> None:
     """Draw training curves (left) and per-layer IoU (right) to a PNG."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4), layout="constrained")
+    figure = Figure(figsize=(12.5, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for number, (name, result) in enumerate(metrics["hashers"].items()):
         layers, style = range(metrics["layers"]), _style(number)
         right.plot(layers, [q["iou"] for q in result["kv_head"]["layers"]], marker="o", label=name, **style)
@@ -70,7 +67,8 @@ def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
     across = min(len(names), 5)
     down = math.ceil(len(names) / across)
     size = (1.5 + 2.2 * across, down * (1.2 + 0.35 * metrics["layers"]) + 0.3)
-    figure, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     for axis, name in zip(axes.flat, names, strict=False):
@@ -91,7 +89,8 @@ def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
 
 def draw_bits(metrics: Metrics, path: Path) -> None:
     """Draw how the codes use their bits: the share of ones of each bit, and the correlation of bits by layer."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4), layout="constrained")
+    figure = Figure(figsize=(12.5, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for number, (name, result) in enumerate(metrics["hashers"].items()):
         layers, style = result["bits"]["layers"], _style(number)
         if not any(layers):
@@ -114,7 +113,6 @@ def draw_bits(metrics: Metrics, path: Path) -> None:
 
 def _save(figure: Figure, path: Path) -> None:
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
-    plt.close(figure)
 
 
 def _smooth(values: list[float], width: int) -> list[float]:
@@ -167,7 +165,7 @@ def _made(config: HasherConfig, result: Metrics, metrics: Metrics) -> str:
         f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
         f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
         f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}.\n"
-        f"Heads (layer.head) that fail on the held-out rows, with their low and lost: "
+        f"Heads that fail on the held-out rows, with their low and lost: "
         f"{failing_heads(result['kv_head']['layers'], result['failing'], len(result['failing'])) or 'none'}.\n"
         f"Repaired heads, with what each got: {repaired_heads(result['repaired']) or 'none'}."
     )

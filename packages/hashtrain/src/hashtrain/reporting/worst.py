@@ -43,17 +43,19 @@ def share(part: float) -> str:
 
 
 def failing_heads(layers: Sequence[Metrics], failing: Sequence[Sequence[int]], most: int = _NAMED) -> str:
-    """Name heads that fail as LAYER.HEAD with the 5th percentile of their mass and their share of lost rows."""
+    """Name heads that fail, each with the 5th percentile of its rows' mass and its share of lost rows."""
     named = [
-        f"{layer}.{head} ({layers[layer]['low_by_head'][head]:.2f}, {share(layers[layer]['lost_by_head'][head])})"
+        f"layer {layer} head {head} "
+        f"({layers[layer]['low_by_head'][head]:.2f}, {share(layers[layer]['lost_by_head'][head])})"
         for layer, head in failing[:most]
     ]
     return ", ".join(named) + " ..." * (len(failing) > most)
 
 
 def repaired_heads(repaired: dict[str, dict[str, str]]) -> str:
-    """Name repaired heads as LAYER.HEAD with what each got."""
-    return ", ".join(f"{layer}.{head} ({what})" for layer, heads in repaired.items() for head, what in heads.items())
+    """Name repaired heads with what each got."""
+    named = ((layer, head, what) for layer, heads in repaired.items() for head, what in heads.items())
+    return ", ".join(f"layer {layer} head {head} ({what})" for layer, head, what in named)
 
 
 def worst_lines(metrics: Metrics) -> list[str]:
@@ -64,15 +66,19 @@ def worst_lines(metrics: Metrics) -> list[str]:
         sparse = [number for number in range(len(layers)) if number not in dense]
         low, layer = min((layers[number]["low"], number) for number in sparse)
         lost = max(part for number in sparse for part in layers[number]["lost_by_head"])
-        line = f"{name}: in the worst head (layer {layer}) the 5th percentile of the mass is {low:.2f}; "
-        line += f"at most {share(lost)} of a head's rows find less than half of it"
+        line = (
+            f"{name}: in the worst head (layer {layer}) 5 % of the rows find at most {low:.2f} of the attention mass. "
+        )
+        most = f"No head has more than {share(lost)} of rows that find" if lost else "No row finds"
+        line += f"{most} less than half of it."
         if failed := result["failing"]:
-            line += f"; {len(failed)} heads fail (5th percentile, lost rows): {failing_heads(layers, failed)}"
+            heads = failing_heads(layers, failed)
+            line += f" Heads that fail, with the 5th percentile of the mass and the share of such rows: {heads}."
         if repaired := result.get("repaired"):
-            line += f"; repaired: {repaired_heads(repaired)}"
+            line += f" Repaired: {repaired_heads(repaired)}."
         if cost := result.get("cost"):
-            line += f"; with every layer sparse a step moves by {cost['all']:.3f} nats"
-            line += f", layers to keep dense: {', '.join(map(str, cost['dense'])) or 'none'}"
-            line += f", without a remainder: {', '.join(map(str, cost['bare'])) or 'none'}"
+            dense, bare = (", ".join(map(str, cost[kind])) or "none" for kind in ("dense", "bare"))
+            line += f" If every layer is sparse, the next token's distribution moves by {cost['all']:.3f} nats (KL)."
+            line += f" Layers to keep dense: {dense}; without a remainder: {bare}."
         lines.append(line)
     return lines

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hashtrain.artefact.hasher import require_own
 from hashtrain.config import ModelShape
 from hashtrain.data.capture import require_disk
 from hashtrain.data.corpus import held_out_sources, python_sources, split, tokenise_with, whole
@@ -18,6 +19,7 @@ from hashtrain.data.manifest import identity, known_weights, weights_hash, weigh
 from hashtrain.data.shares import room_for
 from hashtrain.data.texts import list_texts, require_apart
 from hashtrain.data.token_contexts import TokenContexts, key_of, sweep
+from hashtrain.demo import base_model
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.files.atomic import write_text
 from hashtrain.machine.distribute import ALONE, Ranks, device_for
@@ -83,6 +85,8 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     model, tokenizer = loaded(command.model_path, device, command.backbone_memory)
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)
+    for recipe in command.recipes:
+        require_own(command.out / recipe.name, base_model(command.model), shape)
     if device == "cpu" and workers_of(command, device, ranks) > 1 and not command.dry_run:
         start_server()  # it imports on one core while this process tokenises on another
     found = _texts(command, tokenizer, ranks.first)

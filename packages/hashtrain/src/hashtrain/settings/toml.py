@@ -31,7 +31,8 @@ def with_config(arguments: list[str]) -> list[str]:
     at = words.index("--config")
     if at + 1 == len(words):
         raise UsageError("--config needs a TOML file")
-    path = Path(words[at + 1])
+    if not (path := Path(words[at + 1])).exists():
+        raise UsageError(f"--config: there is no file {path}")
     try:
         found = tomllib.loads(read_text(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:  # thousands of digits raise another ValueError

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import DEMO, model_path
 from hashtrain.settings.recipes import ALL, RECIPES, Of, Recipe
-from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
+from hashtrain.usage import UsageError, meant, require_counts, require_device_name, require_seed
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.training.trainer`)."""
@@ -44,7 +44,7 @@ class TrainCommand:
     held_out_text: tuple[Path, ...] = ()
     """Held-out text, of the same kinds. Default: a fifth of --text."""
     out: Path = Path("runs/demo")
-    """Folder for the hashers, the figures and the metrics."""
+    """Folder for the hashers, the figures and the metrics. Needed with a --model other than `demo`."""
     only: tuple[str, ...] = tuple(c.name for c in RECIPES)
     """Hashers to train. `default` stands for the three of a plain run: `--only default planes` adds one. `all` stands
     for these and the ablations."""
@@ -99,6 +99,7 @@ class TrainCommand:
     dry_run: bool = False
     """Print the plan, the disk and memory it needs and an estimate of the time; write nothing."""
     seed: int = 0
+    """Draws the contexts, the rows, the pairs and the random starts."""
     # Flags that override every trained hasher of a run, for one row of an ablation table; None: each one's own.
     loss: Literal["ranking", "reconstruction", "mse"] | None = None
     """Training loss: `ranking` (eq. 10), or an ablation that reconstructs attention (eq. 17): `reconstruction` up to
@@ -137,7 +138,7 @@ class TrainCommand:
             raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, default or all")
         known = ["default", "all", *(c.name for c in ALL)]
         if unknown := [name for name in self.only if name not in known]:
-            raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
+            raise UsageError(f"--only takes no {meant(unknown, known)}")
 
     @classmethod
     def for_model(cls, model: str, **settings: Any) -> "TrainCommand":
