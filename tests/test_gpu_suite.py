@@ -145,9 +145,9 @@ def test_decoding_shows_what_was_predicted_beside_what_it_took(tool, monkeypatch
 @pytest.fixture
 def decode(monkeypatch):
     """The benchmark of decoding, with stand-ins for CUDA graphs and the compiler."""
-    spec = importlib.util.spec_from_file_location(
-        "decode_gpu", ROOT / "packages" / "sparse-decode" / "benchmarks" / "decode_gpu.py"
-    )
+    file = ROOT / "packages" / "sparse-decode" / "benchmarks" / "decode_gpu.py"
+    monkeypatch.syspath_prepend(file.parent)
+    spec = importlib.util.spec_from_file_location("decode_gpu", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
@@ -160,7 +160,7 @@ def decode(monkeypatch):
             for step in self.steps:
                 step()
 
-    timing = importlib.import_module("gpu_timing")  # decode_gpu has its folder on the path
+    timing = importlib.import_module("gpu_timing")  # gpu_model has its folder on the path
     monkeypatch.setattr(timing, "graph_of", Graph)
     monkeypatch.setattr(timing, "graph_time", lambda steps: Graph(steps) and timing.Times(70.0, 60.0, 80.0))
     monkeypatch.setattr(torch, "compile", lambda model, fullgraph: model)

@@ -1,12 +1,15 @@
 """Tables of docs/gpu.md: counts on a simulated GPU, and the times they predict for real ones."""
 
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from evals.grid import Grid, to_markdown
-from sparse_decode.costs.gpu_model import CARDS, Layer, predicted_us
 
 from readme_tables.stored import stored
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "packages" / "sparse-decode" / "benchmarks"))
+from gpu_model import CARDS, Layer, predicted_us
 
 OPTIONS = {
     "heads": "a selection per query head",

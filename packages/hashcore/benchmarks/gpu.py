@@ -140,12 +140,13 @@ def bytes_of(case: Case) -> int:
 
 
 def predicted_us(case: Case, bandwidth: float, shortlist: int = 0) -> float:
-    """Predict the time of a search from its bytes (hashcore.cuda.traffic) and its 2 launches (3 with a shortlist)."""
-    from hashcore.cuda import launch, traffic
+    """Predict the time of a search from its bytes (gpu_traffic.py) and its 2 launches (3 with a shortlist)."""
+    import gpu_traffic
+    from hashcore.cuda import launch
 
     weights = tuple(1 << p for p in range(PLANES))
     sms = launch.sm_count(torch.device("cuda", 0))
-    found = traffic.search(HEADS, case.n, WORDS, weights, case.k, sms, 4, shortlist)
+    found = gpu_traffic.search(HEADS, case.n, WORDS, weights, case.k, sms, 4, shortlist)
     return found.total / bandwidth + (3 if shortlist else 2) * LAUNCH_US
 
 

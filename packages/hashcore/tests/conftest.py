@@ -1,4 +1,4 @@
-"""Shared fixtures; puts this folder on the path, so that tests can import its helper modules."""
+"""Shared fixtures; puts this folder and the benchmarks' on the path, so that tests can import helper modules."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 
 @pytest.fixture

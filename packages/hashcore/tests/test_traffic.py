@@ -5,7 +5,8 @@ import pytest
 from hashcore_samples import random_codes
 
 pytest.importorskip("torch", reason="the launches are described on torch tensors")
-from hashcore.cuda import kept, layout, operands, tensor_search, tensors, traffic
+import gpu_traffic as traffic
+from hashcore.cuda import kept, layout, operands, tensor_search, tensors
 
 torch = pytest.importorskip("torch")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")

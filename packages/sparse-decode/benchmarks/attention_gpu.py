@@ -23,13 +23,11 @@ from typing import Any, NamedTuple
 
 import hashcore
 import torch
+from gpu_model import Layer, card_of, predicted_us
 from sparse_decode.attention import flash
 from sparse_decode.attention.attend import attend
-from sparse_decode.costs.gpu_model import Layer, card_of, predicted_us
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "hashcore" / "benchmarks"))  # for gpu_timing
 
 LAYER = Layer(kv_heads=4, query_heads=28, planes=6)
 HEADS, KV_HEADS, DIM, WORDS, PLANES, FRACTION = LAYER.query_heads, LAYER.kv_heads, LAYER.dim, 4, LAYER.planes, 0.02

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_model import Layer, card_of, predicted_us
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.models import from_config
 from sparse_decode import Budget, attach
-from sparse_decode.costs.gpu_model import Layer, card_of, predicted_us
 from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "hashcore" / "benchmarks"))  # for gpu_timing
 
 LAYER, LAYERS = Layer(), 4
 LENGTHS = (8_192, 32_768)

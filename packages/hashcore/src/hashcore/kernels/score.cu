@@ -22,7 +22,7 @@
 //
 // GROUP > 1: the rows of a group are queries over the same keys. A block loads a key once for all of them.
 //
-// Bytes and times: hashcore.cuda.traffic. 128K keys x 8 rows of 128 bits, 2 %: 16.8 MB of codes and 0.8 MB more.
+// Bytes and times: benchmarks/gpu_traffic.py. 128K keys x 8 rows of 128 bits, 2 %: 16.8 MB of codes and 0.8 MB more.
 // Integer work per key of 128 bits with 6 planes: 13 POPC, which run on 16 lanes per clock and SM.
 //
 // score_all writes int32 scores of all N keys without selecting, for the function `score`. Not for keys in pages.

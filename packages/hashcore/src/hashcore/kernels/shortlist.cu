@@ -16,9 +16,9 @@
 //
 // select (choose.cu) scores again keys that a floor excluded or, if fewer than k are on the shortlist, all keys.
 //
-// Bytes (hashcore.cuda.traffic): contiguous first words are 4 of a code's 16 bytes; a sector of 32 bytes has two codes,
-// and one code in eight to ten is on the shortlist. First words read from the codes save no sectors, only work: 4 POPC
-// instead of 13 for a key that is not on the shortlist.
+// Bytes (benchmarks/gpu_traffic.py): contiguous first words are 4 of a code's 16 bytes; a sector of 32 bytes has two
+// codes, and one code in eight to ten is on the shortlist. First words read from the codes save no sectors, only work:
+// 4 POPC instead of 13 for a key that is not on the shortlist.
 #include "lane.cuh"
 
 // Sizes of a warp's batches: the rings of all rows of a group must fit in shared memory.

@@ -4,11 +4,14 @@ Nothing here was measured. docs/gpu.md shows these predictions, and tools/gpu_su
 """
 
 import re
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
-from hashcore.cuda import traffic
-
 from sparse_decode.costs.traffic import state_bytes
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "hashcore" / "benchmarks"))  # also for who imports this
+import gpu_traffic
 
 REACHED = 0.85
 """Share of the bandwidth reached by kernels that only read."""
@@ -67,7 +70,7 @@ class Layer(NamedTuple):
         """Return the bytes that a search moves; with a shortlist, first words are stored contiguously."""
         weights = tuple(1 << plane for plane in range(self.planes))
         rows = batch * self.kv_heads, tokens, self.bits // 32, weights, int(self.fraction * tokens), SMS
-        return traffic.search(*rows, shortlist=shortlist).total
+        return gpu_traffic.search(*rows, shortlist=shortlist).total
 
     def selected_bytes(self, tokens: int, batch: int = 1) -> float:
         """Return the bytes of search and attention: what a step moves without hashing and without the remainder."""
