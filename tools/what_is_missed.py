@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from evals.documents import load_documents
 from hashtrain import Hasher
-from hashtrain.data.capture import capturing
+from hashtrain.data.capture import observe
 from hashtrain.demo import DEMO, model_path
 from hashtrain.evaluation.metrics import best, reading
 from hashtrain.files.atomic import write_text
@@ -152,8 +152,7 @@ def measure(
             mine.extend([number, head, *(round(value, 4) for value in line)] for head, line in enumerate(values))
             usual.append(found.usual.mean(0))
 
-    with capturing(model, sink):
-        model(ids[None], use_cache=False, logits_to_keep=1)
+    observe(model, ids, sink)
     return lines, [round(value, 4) for value in torch.stack(usual).mean(0).tolist()]
 
 

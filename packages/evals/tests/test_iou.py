@@ -9,8 +9,9 @@ from evals.base_commands import Always
 from evals.compare import compare
 from evals.documents import load_documents
 from evals.methods import SELECTION_NAMES
+from evals.metrics import by_place
 from evals.tasks import iou
-from evals.tasks.iou import HEADS, METRICS, Cell, _estimates, measure
+from evals.tasks.iou import HEADS, METRICS, Cell, measure
 from hashtrain.data.capture import capturing
 from hashtrain.evaluation.metrics import Quality, hash_quality
 from rich.console import Console
@@ -96,7 +97,7 @@ def by_sets(p, row, budget):
 def test_the_mean_excludes_dense_layers():
     # Two documents, two layers, two heads; layer 0 stays dense.
     values = np.array([[[9.0, 9.0], [0.0, 2.0]], [[9.0, 9.0], [2.0, 4.0]]])
-    found = dict(_estimates(values, sparse=[1], seed=0))
+    found = {(at["layer"], at["head"]): estimate for at, estimate in by_place(values, [1], seed=0)}
     assert tuple(found[None, None]) == (2.0, 1.0, 3.0)
     assert found[0, None].mean == 9.0
     assert found[1, None].mean == 2.0
@@ -117,12 +118,14 @@ def test_a_run_stores_rows_and_resumes(iou_command, monkeypatch):
     assert iou.run(command, QUIET) == found
 
 
-def test_a_damaged_sample_is_named(iou_command):
+@pytest.mark.parametrize("damage", [[], [0.5], [[0.5]], [float("inf"), 0.5], [True, 0.5], ["0.5", 0.5]], ids=str)
+def test_a_damaged_sample_is_named(damage, iou_command):
     command = iou_command(methods=("recent",), documents=1)
     iou.run(command, QUIET)
     path = command.out / "samples" / "0000.json"
     sample = json.loads(path.read_text())
-    sample["cells"][0]["mass"][0] = []
+    assert len(sample["cells"][0]["mass"][0]) == 2
+    sample["cells"][0]["mass"][0] = damage
     path.write_text(json.dumps(sample))
     with pytest.raises(ValueError, match=r"0000\.json is corrupt"):
         iou.run(command, QUIET)

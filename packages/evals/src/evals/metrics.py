@@ -93,6 +93,25 @@ def bootstrap(samples: ArrayLike, seed: int) -> list[Estimate]:
     return [Estimate(float(m), float(a), float(b)) for m, a, b in zip(means, low, high, strict=True)]
 
 
+def by_place(
+    values: NDArray[np.float64], sparse: Sequence[int], seed: int
+) -> Iterator[tuple[dict[str, int | None], Estimate]]:
+    """Estimate the mean over the sparse layers, then each layer, then each head where there are heads.
+
+    Args:
+        values: [documents, layers] or [documents, layers, heads]; sparse: the layers that the mean is over.
+    Returns: each estimate with the columns of its row: `layer` and `head`, None for a mean over them.
+    """
+    means = values.mean(2) if values.ndim == 3 else values
+    columns = [means[:, sparse].mean(1, keepdims=True), means]
+    places = [None, *range(values.shape[1])]
+    keys: list[dict[str, int | None]] = [{"layer": layer, "head": None} for layer in places]
+    if values.ndim == 3:
+        columns.append(values.reshape(len(values), -1))
+        keys += [{"layer": layer, "head": head} for layer in places[1:] for head in range(values.shape[2])]
+    yield from zip(keys, bootstrap(np.concatenate(columns, axis=1), seed), strict=True)
+
+
 def resampled_means(samples: ArrayLike, seed: int) -> NDArray[np.float64]:
     """Draw bootstrap resamples of the documents and average each column: [resamples, columns]."""
     values = np.asarray(samples, dtype=np.float64)

@@ -8,10 +8,11 @@ runs/NAME/config.json        the settings; a run with other settings is rejected
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from evals.machine import HARDWARE, environment
@@ -120,6 +121,19 @@ def finite(value: Any) -> float:
     if isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"expected a finite number, got {value!r}")
     return float(value)
+
+
+def require_numbers(found: dict[str, Any], names: Iterable[str], *shape: int) -> None:
+    """Check that these entries of a sample are nested lists of this shape, of finite numbers.
+
+    Raises: KeyError, TypeError or ValueError.
+    """
+    for name in names:
+        values = np.array(found[name], dtype=object)
+        if values.shape != shape:
+            raise ValueError(f"{name} has shape {list(values.shape)}, expected {list(shape)}")
+        for value in values.flat:
+            finite(value)
 
 
 def model_identity(model: PreTrainedModel) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from hashtrain import Hasher
 from hashtrain.config import SINK
-from hashtrain.data.capture import capturing
+from hashtrain.data.capture import observe
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -99,8 +99,7 @@ def _capture(
             into.moment = into.moment + (grouped.mT @ grouped).double() / grouped.shape[1]
             into.scaling = scaling
 
-        with capturing(model, sink):
-            model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+        observe(model, ids, sink)
     return found
 
 

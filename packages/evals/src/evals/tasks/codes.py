@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from hashtrain import Hasher
 from hashtrain.config import SINK
-from hashtrain.data.capture import capturing
+from hashtrain.data.capture import observe
 from hashtrain.data.corpus import python_sources
 from hashtrain.evaluation.metrics import best, quality, reading
 from hashtrain.training.target import always_read, attention, top_count
@@ -30,10 +30,11 @@ from evals.codes.scores import probabilities
 from evals.commands import CodesCommand
 from evals.documents import TokenDocument, load_documents
 from evals.methods import LoadedMethod
-from evals.metrics import Estimate, bootstrap
+from evals.metrics import Estimate, bootstrap, by_place
 from evals.result import Result, Row
+from evals.runner import require_numbers
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, require_cells, rows_of
-from evals.tasks.iou import by_layer, require_by_head
+from evals.tasks.iou import by_layer
 
 ADDED, BY_HEAD = "added", "by head"
 WAYS = (ADDED, BY_HEAD)
@@ -84,9 +85,9 @@ def run(command: CodesCommand, console: Console) -> Result:
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
     def check(sample: Sample) -> None:
-        require_cells(sample, cells, which="codes or budgets")
+        require_cells(sample, cells, ("density",), "codes or budgets")
         for cell in sample["cells"]:
-            require_by_head(cell, METRICS, ready.shape.num_layers, ready.shape.num_kv_heads)
+            require_numbers(cell, METRICS, ready.shape.num_layers, ready.shape.num_kv_heads)
 
     samples = each_document(command, ready, console, 1, check, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
@@ -115,7 +116,6 @@ def require_apart(training: list[TokenDocument], scored: Any) -> None:
         raise ValueError(f"--training-text must hold no scored text, got {names} in both; give other text")
 
 
-@torch.inference_mode()
 def measure(
     model: PreTrainedModel,
     ids: Tensor,
@@ -148,8 +148,7 @@ def measure(
                     found = quality(p, selected, counts, ends), density
                     layers.setdefault(Cell(name, budget, way), []).append(found)
 
-    with capturing(model, sink):
-        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    observe(model, ids, sink)
     return {cell: by_layer(found) for cell, found in layers.items()}
 
 
@@ -164,10 +163,8 @@ def _rows(command: CodesCommand, ready: Ready, cells: list[Cell], samples: list[
         values = {m: np.array([sample["cells"][i][m] for sample in samples]) for m in METRICS}  # [documents, L, H]
         means[cell] = {metric: values[metric][:, sparse].mean((1, 2)) for metric in ("iou", "mass")}
         for metric in ("iou", "mass"):
-            columns = np.concatenate([means[cell][metric][:, None], values[metric].mean(2)], 1)
-            places = (None, *range(ready.shape.num_layers))
-            for layer, estimate in zip(places, bootstrap(columns, command.seed), strict=True):
-                yield row(cell.method, metric, estimate, layer=layer, **at)
+            for place, estimate in by_place(values[metric].mean(2), sparse, command.seed):
+                yield row(cell.method, metric, estimate, **place, **at)
         for layer, among in ((None, sparse), *((n, [n]) for n in range(ready.shape.num_layers))):
             yield row(cell.method, WORST, worst(values["low"][:, among], command.seed), layer=layer, **at)
     for cell, found in means.items():

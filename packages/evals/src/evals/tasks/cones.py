@@ -12,7 +12,7 @@ from typing import Any
 import hashcore
 import numpy as np
 import torch
-from hashtrain.data.capture import capturing
+from hashtrain.data.capture import observe
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
@@ -22,7 +22,7 @@ from evals.commands import ConesCommand
 from evals.documents import TokenDocument
 from evals.figures import COLOURS, save
 from evals.methods import DENSE, LoadedMethod
-from evals.metrics import bootstrap
+from evals.metrics import by_place
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
@@ -59,7 +59,6 @@ def run(command: ConesCommand, console: Console) -> Result:
     return result
 
 
-@torch.inference_mode()
 def measure(model: PreTrainedModel, ids: Tensor, methods: list[LoadedMethod], seed: int) -> dict[str, Any]:
     """Measure the queries and keys of one context, ids int64 [T].
 
@@ -78,8 +77,7 @@ def measure(model: PreTrainedModel, ids: Tensor, methods: list[LoadedMethod], se
             assert method.selector is not None
             layers[method.name].append(occupancy(method.selector.encode_keys(layer, k[None])[0]))
 
-    with capturing(model, sink):
-        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    observe(model, ids, sink)
     return {"layers": layers, "points": seen[len(seen) // 2]}
 
 
@@ -129,11 +127,9 @@ def _rows(command: ConesCommand, ready: Ready, samples: list[Sample]) -> Iterato
     for name in samples[0]["layers"]:
         for metric in ANGLES + SPREAD if name == DENSE else CODES:
             values = np.array([[layer[metric] for layer in sample["layers"][name]] for sample in samples])
-            columns = np.concatenate([values.mean(1, keepdims=True), values], axis=1)
-            places = (None, *range(values.shape[1]))
             at: dict[str, Any] = {} if name == DENSE else {"budget": None, "rule": "visible", "density": None}
-            for layer, estimate in zip(places, bootstrap(columns, command.seed), strict=True):
-                yield row(name, metric, estimate, layer=layer, **at)
+            for place, estimate in by_place(values, range(values.shape[1]), command.seed):
+                yield row(name, metric, estimate, **place, **at)
 
 
 def draw_cones(result: Result, points: dict[str, list[list[float]]], path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hashtrain.data.capture import capturing
+from hashtrain.data.capture import observe
 from hashtrain.evaluation.metrics import Quality, quality, reading
 from hashtrain.training.target import always_read, attention, top_count
 from rich.console import Console
@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from evals.base_commands import Always, IouCommand, MethodsCommand
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
-from evals.metrics import Estimate, bootstrap
+from evals.metrics import by_place
 from evals.result import Result, Row
-from evals.runner import finite
+from evals.runner import require_numbers
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, require_cells, rows_of
 
 METRICS = (*Quality._fields, "low", "lost")
@@ -53,23 +53,13 @@ def run(command: IouCommand, console: Console) -> Result:
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
     def check(sample: Sample) -> None:
-        require_cells(sample, cells)
+        require_cells(sample, cells, ("density",))
         for cell in sample["cells"]:
             heads = ready.shape.num_kv_heads if cell["heads"] == "kv_head" else ready.shape.num_query_heads
-            require_by_head(cell, METRICS, ready.shape.num_layers, heads)
+            require_numbers(cell, METRICS, ready.shape.num_layers, heads)
 
     samples = each_document(command, ready, console, 1, check, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
-
-
-def require_by_head(cell: dict[str, Any], metrics: tuple[str, ...], layers: int, heads: int) -> None:
-    """Check that a stored cell has its density, and each metric by layer and head. Raises: ValueError or TypeError."""
-    for metric in metrics:
-        if [len(layer) for layer in cell[metric]] != [heads] * layers:
-            raise ValueError(f"{metric} is not {layers} layers of {heads} heads")
-        for value in (value for layer in cell[metric] for value in layer):
-            finite(value)
-    finite(cell["density"])
 
 
 def heads_measured(command: MethodsCommand) -> tuple[str, ...]:
@@ -84,7 +74,6 @@ def positions_of(command: IouCommand, number: int) -> Tensor:
     return drawn_rows(command, command.rows, number)
 
 
-@torch.inference_mode()
 def measure(
     model: PreTrainedModel,
     ids: Tensor,
@@ -126,8 +115,7 @@ def measure(
                     density = taken.sum().double() / (visible.sum() * taken.shape[1])
                     layers.setdefault(Cell(method.name, budget, heads), []).append((found, density))
 
-    with capturing(model, sink):
-        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    observe(model, ids, sink)
     return {cell: by_layer(found) for cell, found in layers.items()}
 
 
@@ -147,15 +135,5 @@ def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         at = {"budget": cell.budget, "rule": "visible", "density": mean_density(samples, i), "heads": cell.heads}
         for metric in METRICS:
             values = np.array([sample["cells"][i][metric] for sample in samples])  # [documents, layers, heads]
-            for (layer, head), estimate in _estimates(values, command.always.sparse(values.shape[1]), command.seed):
-                yield row(cell.method, metric, estimate, layer=layer, head=head, **at)
-
-
-def _estimates(
-    values: np.ndarray, sparse: list[int], seed: int
-) -> Iterator[tuple[tuple[int | None, int | None], Estimate]]:
-    documents, layers, heads = values.shape
-    means = values.mean(2)
-    columns = np.concatenate([means[:, sparse].mean(1, keepdims=True), means, values.reshape(documents, -1)], axis=1)
-    keys = [(None, None), *((i, None) for i in range(layers)), *((i, h) for i in range(layers) for h in range(heads))]
-    yield from zip(keys, bootstrap(columns, seed), strict=True)
+            for place, estimate in by_place(values, command.always.sparse(values.shape[1]), command.seed):
+                yield row(cell.method, metric, estimate, **place, **at)

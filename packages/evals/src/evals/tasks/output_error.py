@@ -22,9 +22,9 @@ from evals.base_commands import Always
 from evals.commands import OutputErrorCommand
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
-from evals.metrics import bootstrap
+from evals.metrics import by_place
 from evals.result import Result, Row
-from evals.runner import finite
+from evals.runner import require_numbers
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, require_cells, rows_of
 from evals.tasks.answers import Cell
 
@@ -46,12 +46,9 @@ def run(command: OutputErrorCommand, console: Console) -> Result:
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
     def check(sample: Sample) -> None:
-        require_cells(sample, cells)
+        require_cells(sample, cells, ("density",))
         for cell in sample["cells"]:
-            if len(cell[METRIC]) != ready.shape.num_layers:
-                raise ValueError(f"{METRIC} is not a number for each of {ready.shape.num_layers} layers")
-            for value in (*cell[METRIC], cell["density"]):
-                finite(value)
+            require_numbers(cell, (METRIC,), ready.shape.num_layers)
 
     samples = each_document(command, ready, console, 1, check, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
@@ -173,7 +170,5 @@ def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples:
     for i, cell in enumerate(cells):
         values = np.array([sample["cells"][i][METRIC] for sample in samples])  # [documents, layers]
         at = {"budget": cell.budget, "rule": "visible", "density": mean_density(samples, i)}
-        sparse = command.always.sparse(values.shape[1])
-        columns = np.concatenate([values[:, sparse].mean(1, keepdims=True), values], axis=1)
-        for layer, estimate in zip((None, *range(values.shape[1])), bootstrap(columns, command.seed), strict=True):
-            yield row(cell.method, METRIC, estimate, layer=layer, **at)
+        for place, estimate in by_place(values, command.always.sparse(values.shape[1]), command.seed):
+            yield row(cell.method, METRIC, estimate, **place, **at)

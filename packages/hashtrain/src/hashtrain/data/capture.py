@@ -64,6 +64,12 @@ def capturing(model: PreTrainedModel, sink: Sink) -> contextlib.AbstractContextM
     return _our_attention(model, _sink, sink)
 
 
+def observe(model: PreTrainedModel, ids: Tensor, sink: Sink) -> None:
+    """Run one context, ids int64 [T], without gradients; call `sink` for every attention layer, as in `capturing`."""
+    with torch.inference_mode(), capturing(model, sink):
+        model(ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1)
+
+
 def replacing(model: PreTrainedModel, attend: Attention) -> contextlib.AbstractContextManager[None]:
     """Let `attend(layer, q, k, v, scaling)` compute the output [B, T, Hq, Dv] of every attention layer in the block.
 
@@ -154,8 +160,7 @@ def run_context(
         tensors.update({f"{name}.{layer}": place(x.to(dtype).contiguous()) for name, x in found.items()})
         scalings[f"scaling.{layer}"] = repr(scaling)
 
-    with torch.inference_mode(), capturing(model, sink):
-        model(ids[None].to(device), use_cache=False, logits_to_keep=1)
+    observe(model, ids, sink)
     wait_for(device)
     return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
 
