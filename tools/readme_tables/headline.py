@@ -6,6 +6,7 @@ from typing import Any
 from evals.frontier import points
 from evals.grid import Grid, to_markdown
 from evals.result import Result
+from hashtrain.settings.train_command import PAPER
 
 from readme_tables.quality import HEAD_DIM, change, scores
 from readme_tables.stored import load, stored
@@ -40,6 +41,8 @@ def headline(results: pathlib.Path) -> str:
     layer = next(row for row in attention["rows"] if (row["n"], row["dtype"]) == (step["n"], "bfloat16"))
     llama = stored(results / "llama_cpp.json")
     beside = {row["tokens"]: row["steps"] for row in llama["rows"]}
+    built = f"llama.cpp's {_newest(llama['llama_cpp_uses'])} build"
+    first = _beside(beside, TRAINED_ON).replace("llama.cpp", built)
     demo, second, python = (load(results / f"{name}.json") for name in ("ppl_decode", *SECOND_RUNS.values()))
     budget = demo.config["budgets"][0]
     runs = (second, python, demo)
@@ -49,18 +52,18 @@ def headline(results: pathlib.Path) -> str:
         raise ValueError(f"the sentence needs as many texts of each kind, got {texts} and {_texts(python)}")
     share = next(point.share for point in points([second], HEAD_DIM) if (point.method, point.budget) == (OURS, budget))
     return (
-        f"- **How much worse:** each step reads the keys and values of {100 * budget:g} % of the tokens; with all "
-        f"codes, {100 * share:.0f} % of the bytes. After a dense prompt, perplexity [95 % interval] changes by "
-        f"{lost[0]} on English and {lost[1]} on Python ({SECOND_MODEL}, weights rounded to 4 bits; "
-        f"{texts} each), and by {lost[2]} for the demo model ({_texts(demo)}). A sliding window of the same size "
-        f"costs {blind[0]}, {blind[1]} and {blind[2]}.\n"
-        f"- **How much faster:** on two CPU cores with 16-bit weights, a token of SmolLM2-135M takes "
-        f"{_beside(beside, TRAINED_ON)} and {_beside(beside, max(beside))}; it was trained on {TRAINED_ON:,}. "
-        f"{_lost(beside)}llama.cpp's wheel uses {_newest(llama['llama_cpp_uses'])} at most. "
+        f"- **How much worse:** after a dense prompt, perplexity [95 % interval] changes by {lost[0]} on English (a "
+        f"sliding window: {blind[0]}) and {lost[1]} on Python ({blind[1]}): {SECOND_MODEL}, weights "
+        f"rounded to 4 bits, {texts}. Demo model: {lost[2]} ({blind[2]}), {_texts(demo)}. A step reads the keys "
+        f"and values of {100 * budget:g} % of the tokens; with all codes, {100 * share:.0f} % of the bytes. No larger "
+        "model was measured.\n"
+        f"- **How much faster:** on two cores of an {_processor(llama)}, 16-bit weights, a token of SmolLM2-135M takes "
+        f"{first} and {_beside(beside, max(beside))}; it was trained on {TRAINED_ON:,}. "
+        f"{_lost(beside)}"
         f"{_dense_code(results, (TRAINED_ON, max(beside)))}\n"
         f"- **Random weights,** one core, {step['n']:,} tokens: attention is {layer['ratio']:.1f} times as fast as our "
         f"fastest dense code, a step of Qwen2.5-0.5B's shape ({model['layers']} of 24 layers) {step['ratio']:.1f} "
-        "times. No GPU was measured."
+        "times."
     )
 
 
@@ -71,8 +74,8 @@ def _dense_code(results: pathlib.Path, lengths: tuple[int, int]) -> str:
     dense = [rows[n]["ms"]["dense"] for n in lengths]
     sparse = [ms * rows[n]["passes"]["draft"]["measured"] for n, ms in zip(lengths, dense, strict=True)]
     return (
-        f"Part of the gain is our dense code: on {found['processor']}, dense steps take {dense[0]:.0f} and "
-        f"{dense[1]:.0f} ms, sparse ones {sparse[0]:.0f} and {sparse[1]:.0f}."
+        f"Sparsity alone: on {_processor(found)}, our dense code takes {dense[0]:.0f} and {dense[1]:.0f} ms, "
+        f"a sparse step {sparse[0]:.0f} and {sparse[1]:.0f}."
     )
 
 
@@ -84,10 +87,15 @@ def short_table(results: pathlib.Path) -> str:
     """Return perplexity and KL of the second model after a dense prompt, for `SHOWN`."""
     runs = {kind: load(results / f"{name}.json") for kind, name in SECOND_RUNS.items()}
     first = next(iter(runs.values()))
-    title = f"{SECOND_MODEL}, {100 * first.config['budgets'][0]:g} % of the tokens in every layer: change from dense"
+    title = (
+        f"{SECOND_MODEL}, {100 * first.config['budgets'][0]:g} % of the tokens, "
+        f"the first and the last {first.config['recent']} among them: change from dense"
+    )
+    steps = stored(results / "second_training.json")["steps"]
+    note = f"`paper`: the paper's MLP, trained for {steps} steps (the paper: {PAPER['steps']:,})."
     lines = [[name, *scores(runs.values(), name)] for name in SHOWN]
     header = ["method", *(name for kind in runs for name in (f"perplexity, {kind}", "KL, nats"))]
-    return to_markdown(Grid(title, header, [lines]))
+    return to_markdown(Grid(title, header, [lines], note))
 
 
 OTHERS = ("llama.cpp", "transformers")
@@ -108,6 +116,11 @@ def _lost(steps: dict[int, Any]) -> str:
         return ""
     tokens, name = max(lost)
     return f"At {tokens:,} tokens, {name} is faster. "
+
+
+def _processor(run: dict[str, Any]) -> str:
+    """Name the processor of a run, without its maker's marks."""
+    return run["processor"].replace("(R)", "").removesuffix(" Processor")
 
 
 def _newest(instructions: list[str]) -> str:

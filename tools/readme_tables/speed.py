@@ -43,7 +43,7 @@ def speed(results: pathlib.Path) -> str:
         f"Attention: a layer of {attention['query_heads']} query and {attention['kv_heads']} KV heads of "
         f"{attention['head_dim']} ({_machine(attention)}). Model: "
         f"Qwen2.5-0.5B's shape, {model['layers']} of 24 layers, bfloat16 ({_machine(model)}). A sparse step of "
-        f"{short['model']} is as fast as Hugging Face's dense one from {even:,} tokens on ({_machine(short)}). "
+        f"{short['model']} is no slower than Hugging Face's dense one from {even:,} tokens on ({_machine(short)}). "
         f"Hashers: `transform`, {attention['planes']} query planes"
     )
     header = ["context", "attention, bfloat16", "attention, float32", "model", "model, against Hugging Face's step"]
