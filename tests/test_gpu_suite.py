@@ -146,7 +146,8 @@ def test_decoding_shows_what_was_predicted_beside_what_it_took(tool, monkeypatch
 def decode(monkeypatch):
     """The benchmark of decoding, with stand-ins for CUDA graphs and the compiler."""
     file = ROOT / "packages" / "sparse-decode" / "benchmarks" / "decode_gpu.py"
-    monkeypatch.syspath_prepend(file.parent)
+    for package in ("hashcore", "sparse-decode"):
+        monkeypatch.syspath_prepend(ROOT / "packages" / package / "benchmarks")
     spec = importlib.util.spec_from_file_location("decode_gpu", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -160,7 +161,7 @@ def decode(monkeypatch):
             for step in self.steps:
                 step()
 
-    timing = importlib.import_module("gpu_timing")  # gpu_model has its folder on the path
+    timing = importlib.import_module("gpu_timing")
     monkeypatch.setattr(timing, "graph_of", Graph)
     monkeypatch.setattr(timing, "graph_time", lambda steps: Graph(steps) and timing.Times(70.0, 60.0, 80.0))
     monkeypatch.setattr(torch, "compile", lambda model, fullgraph: model)
