@@ -93,9 +93,9 @@ def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"match": ("recent",)}, "not ours, got recent"),
-        ({"methods": ("planes", "lsh"), "match": ("planes",)}, "not ours, got planes"),
-        ({"methods": ("lsh",), "match": ("lsh",)}, "needs one of planes"),
+        ({"match": ("recent",)}, "takes no recent; expected methods of --methods that are not ours, here none"),
+        ({"methods": ("planes", "lsh"), "match": ("planes",)}, "takes no planes; .* here lsh"),
+        ({"methods": ("lsh",), "match": ("lsh",)}, "needs a method of ours in --methods, got none; add one of planes"),
         ({"methods": ("planes", "lsh"), "match": ("lsh", "lsh")}, "must not repeat a method"),
     ],
 )

@@ -100,7 +100,7 @@ def test_ends_beside_a_budget_are_read_on_top_of_it(loaded, ppl_command):
     assert beside == pytest.approx(sum(min(n, 39) for n in seen) / sum(seen))
     assert budget_of("fixed", 0.02, 68, 8192).count(torch.tensor([8192]), torch.tensor([8192])).item() == 163 + 68
     for other in ({"rules": ("visible",)}, {"rules": ("fixed",), "phase": "decode"}):
-        with pytest.raises(UsageError, match="--ends beside needs --rules fixed alone"):
+        with pytest.raises(UsageError, match="--ends beside needs a budget that is the same for every row"):
             ppl_command(ends="beside", **other)
 
 

@@ -251,8 +251,10 @@ class PplCommand(DividedCommand):
         rivals = {name + TUNED for name in self.methods if name in RIVAL_NAMES and self.tuned is not None}
         rivals |= set(self.methods) - {DENSE, *OURS}
         if strange := [name for name in self.match if name not in rivals]:
-            wanted = f"expected some of {', '.join(sorted(rivals))}, which --methods names and which are not ours"
-            raise UsageError(f"--match takes no {', '.join(strange)}; {wanted}")
+            wanted = f"here {', '.join(sorted(rivals)) or 'none'}"
+            raise UsageError(
+                f"--match takes no {', '.join(strange)}; expected methods of --methods that are not ours, {wanted}"
+            )
         if self.match and not set(OURS) & set(self.methods):
             raise UsageError(f"--match needs a method of ours in --methods, got none; add one of {', '.join(OURS)}")
 
