@@ -9,10 +9,10 @@ Equations and layouts are those of attend.py.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.parts import inner
 from numpy.typing import NDArray
 
 from sparse_decode.attention.intrinsics import pointer, prefetch
@@ -20,71 +20,78 @@ from sparse_decode.attention.lanes import TOKENS, WIDTH, dot, weigh
 from sparse_decode.attention.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "32596b9aa0d091c4"
+FROM_OTHERS = "5b57f3db6e2484cd"
 TILE = 16
 """Rows of keys or values that are copied together as float32, a multiple of TOKENS: 8 KiB at 128 components. The rows
 of the next tile are prefetched: they are far apart, so that hardware prefetchers do not predict them."""
 
 
 @numba.njit(inline="always")
-def _widen(row, kind, bits, floats):  # pragma: no cover - compiled
-    """Write one row as float32; `bits` and `floats` are the same memory."""
+def _widen(address, kind, bits, floats):  # pragma: no cover - compiled
+    """Write the row at an address as float32; `bits` and `floats` are the same memory."""
+    whole = numba.carray(pointer(address), len(bits), np.uint32)
+    halves = numba.carray(pointer(address), len(bits), np.uint16)
     if kind == 0:
-        for i in range(len(row)):
-            bits[i] = row[i]
+        for i in range(len(bits)):
+            bits[i] = whole[i]
     elif kind == 1:  # bfloat16 is the upper half of a float32
-        for i in range(len(row)):
-            bits[i] = np.uint32(row[i]) << np.uint32(16)
+        for i in range(len(bits)):
+            bits[i] = np.uint32(halves[i]) << np.uint32(16)
     else:  # float16: move sign, exponent and mantissa; 2^112 corrects the exponent, subnormals included
-        for i in range(len(row)):
-            h = np.uint32(row[i])
+        for i in range(len(bits)):
+            h = np.uint32(halves[i])
             bits[i] = ((h & np.uint32(0x8000)) << np.uint32(16)) | ((h & np.uint32(0x7FFF)) << np.uint32(13))
-        for i in range(len(row)):
+        for i in range(len(bits)):
             floats[i] *= np.float32(2.0**112)
-        for i in range(len(row)):
-            if np.uint32(row[i]) & np.uint32(0x7C00) == np.uint32(0x7C00):  # infinity and NaN
+        for i in range(len(bits)):
+            if np.uint32(halves[i]) & np.uint32(0x7C00) == np.uint32(0x7C00):  # infinity and NaN
                 bits[i] |= np.uint32(0x7F800000)
 
 
 @numba.njit(inline="always")
-def _fetch(line, at, count):  # pragma: no cover - compiled
-    """Prefetch the cache lines of a row, 64 bytes each."""
-    step = 64 // line.itemsize
-    for i in range(at, at + count, step):
-        prefetch(line, i)
+def _size(kind):  # pragma: no cover - compiled
+    """Return the bytes of a number."""
+    return 2 if kind else 4
 
 
 @numba.njit(inline="always")
-def _places(tokens, blocks, at, row, head):  # pragma: no cover - compiled
-    """Return the offsets of tokens in a head's rows, contiguous or in the pages blocks[row]."""
+def _fetch(address, size):  # pragma: no cover - compiled
+    """Prefetch the cache lines of a row, 64 bytes each."""
+    for i in range(0, size, 64):
+        prefetch(address + i)
+
+
+@numba.njit(inline="always")
+def _places(tokens, blocks, at, row, head, size):  # pragma: no cover - compiled
+    """Return the offsets in bytes of tokens in a head's rows, contiguous or in the pages blocks[row]."""
     places, first = np.empty(len(tokens), np.int64), head * at[1]
     if blocks.shape[1] == 0:
         for j in range(len(tokens)):
-            places[j] = first + row * at[0] + tokens[j] * at[2]
+            places[j] = size * (first + row * at[0] + tokens[j] * at[2])
         return places
     for j in range(len(tokens)):
-        places[j] = first + blocks[row, tokens[j] // at[4]] * at[0] + tokens[j] % at[4] * at[2]
+        places[j] = size * (first + blocks[row, tokens[j] // at[4]] * at[0] + tokens[j] % at[4] * at[2])
     return places
 
 
 @numba.njit(inline="always")
-def _ask(x, places, j, count):  # pragma: no cover - compiled
-    """Prefetch rows places[j : j + TILE]."""
+def _ask(address, places, j, size):  # pragma: no cover - compiled
+    """Prefetch rows places[j : j + TILE], of `size` bytes each."""
     for t in range(j, min(j + TILE, len(places))):
-        _fetch(x, places[t], count)
+        _fetch(address + places[t], size)
 
 
 @numba.njit(inline="always")
-def _read_tile(x, places, j, width, wide, kind, tile):  # pragma: no cover - compiled
+def _read_tile(address, places, j, width, wide, kind, tile):  # pragma: no cover - compiled
     """Write rows places[j : j + TILE] to tile [TILE, wide] as float32; return how many there are."""
     bits, count = tile.view(np.uint32), min(TILE, len(places) - j)
     for t in range(count):
-        at, to = places[j + t], t * wide
-        _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
+        to = t * wide
+        _widen(address + places[j + t], kind, bits[to : to + width], tile[to : to + width])
     return count
 
 
-@numba.njit
+@inner
 def _largest(x, count):  # pragma: no cover - compiled
     """Return the count-th largest of x, float32, none below 0: their order is that of their bits.
 
@@ -105,7 +112,7 @@ def _largest(x, count):  # pragma: no cover - compiled
 
 
 # fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@inner(fastmath={"reassoc", "contract", "nsz"})
 def _drop(weights, used, keep, dropped):  # pragma: no cover - compiled
     """Return the indices, ascending, of the `keep` of `used` tokens with the largest sums of weights [heads, >= used].
 
@@ -146,9 +153,9 @@ def _multiply(q, k, places, kind, at, wide, logits):  # pragma: no cover - compi
     flat = logits.reshape(heads * padded)
     for g in range(heads):
         queries[g * wide : g * wide + dim] = q[b, first + g, r]
-    _ask(k, places, 0, dim)
+    _ask(k, places, 0, dim * _size(kind))
     for j in range(0, len(places), TILE):
-        _ask(k, places, j + TILE, dim)
+        _ask(k, places, j + TILE, dim * _size(kind))
         _read_tile(k, places, j, dim, wide, kind, tile)
         for t in range(0, TILE, TOKENS):
             dot(queries, wide, heads, tile, t * wide, wide, wide, flat, j + t, padded)
@@ -182,10 +189,10 @@ def _weigh(v, places, kind, at, wide, weights, out):  # pragma: no cover - compi
     """Write the sums of values, weighted by weights [heads, padded], to out."""
     (b, first, r), (heads, padded), dim = at, weights.shape, out.shape[3]
     flat = weights.reshape(heads * padded)
-    _ask(v, places, 0, dim)
+    _ask(v, places, 0, dim * _size(kind))
     tile, sums = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
     for j in range(0, len(places), TILE):
-        _ask(v, places, j + TILE, dim)
+        _ask(v, places, j + TILE, dim * _size(kind))
         count = _read_tile(v, places, j, dim, wide, kind, tile)
         weigh(flat, j, padded, heads, tile, 0, wide, count, sums, wide)
     for g in range(heads):
@@ -223,7 +230,7 @@ def _add_rest(
             line[i] += share * (value[i] - line[i])
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@inner(fastmath={"reassoc", "contract", "nsz"})
 def _attend_task(
     task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
     coefficients, mean_keys, values, visible, share_of_values,
@@ -245,7 +252,7 @@ def _attend_task(
     logits = np.empty((heads, (used + TILE - 1) // TILE * TILE), np.float32)
 
     # 1. logits and 2. softmax
-    _multiply(q, k, _places(tokens, blocks, k_at, b, kv), kind, at, wide, logits)
+    _multiply(q, k, _places(tokens, blocks, k_at, b, kv, _size(kind)), kind, at, wide, logits)
     _soften(logits, used, scaling, softcap, sinks, at, stats)
 
     # 3. weighted sum of values
@@ -256,7 +263,7 @@ def _attend_task(
         for g in range(heads):
             for j in range(keep):
                 logits[g, j] = logits[g, kept[j]]
-    _weigh(v, _places(tokens, blocks, v_at, b, kv), kind, at, wide_v, logits, out)
+    _weigh(v, _places(tokens, blocks, v_at, b, kv, _size(kind)), kind, at, wide_v, logits, out)
 
     # 4. the remainder: first the selected tokens whose values were not read, then the unselected ones
     if keep < used:
@@ -266,7 +273,7 @@ def _attend_task(
         _add_rest(heads, rest, used, q, coefficients, mean_keys, kv, values, visible, scaling, at, stats, out)
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@inner(fastmath={"reassoc", "contract", "nsz"})
 def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - compiled
     """Return the remainder's share of the softmax (eq. 15 and 16), given the selected weight exp(total)."""
     (mean, total), (log_visible, log_used, log_rest) = known, sizes
@@ -279,23 +286,20 @@ def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - com
 
 
 def tasks(
-    first: int, last: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
-    v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], blocks: NDArray[np.int64],
-    indices: NDArray[np.int64],
+    first: int, last: int, q: NDArray[np.float32], k: int, k_at: tuple[int, ...], v: int, v_at: tuple[int, ...],
+    blocks: NDArray[np.int64], indices: NDArray[np.int64],
     out: NDArray[np.float32], stats: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
     softcap: np.float32, sinks: NDArray[np.float32], kind: int, coefficients: NDArray[np.float32],
     mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64], share_of_values: float,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attend for tasks [first, last).
 
-    Keys and values are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and v_at are
-    (strides of batch row, head and token, number of heads, number of tokens). With blocks [B, T], the page table, they
-    are (strides of page, head and token, number of heads, tokens per page). stats gets the mean and the log-sum-exp of
+    Keys and values are at the addresses k and v, in the dtype of `kind`. k_at and v_at are (strides of batch row, head
+    and token, number of heads, number of tokens). With blocks [B, T], the page table, they are (strides of page, head
+    and token, number of heads, tokens per page). stats gets the mean and the log-sum-exp of
     the logits; counts the number of tokens used, or -1 if an index is out of range. The values of a share
     share_of_values of the tokens are read.
     """
-    k = numba.carray(pointer(k_address), k_reach, like.dtype)
-    v = numba.carray(pointer(v_address), v_reach, like.dtype)
     for task in range(first, last):
         _attend_task(
             task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,

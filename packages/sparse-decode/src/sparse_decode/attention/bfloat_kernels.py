@@ -23,6 +23,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.attention.bfloat_lanes import BLOCK, VECTORS, largest, pair, products, soften, turn, weigh
@@ -32,7 +33,7 @@ from sparse_decode.attention.lanes import LANES, MOST_ROWS, WIDTH
 from sparse_decode.attention.softmax import cap, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "32aff2b744de2875"
+FROM_OTHERS = "d7dea72c2e9154a9"
 CHUNK = 256
 """Tokens whose logits are in the cache at a time."""
 SPAN = 4 * CHUNK
@@ -120,7 +121,7 @@ def _soften(logits, at, stat, out):  # pragma: no cover - compiled
     stat[1] += soften(logits, at, CHUNK, stat[0])
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@hot(fastmath={"reassoc", "contract", "nsz"})
 def _task(
     task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, sums, stats, shown, logits, spare, rows, tiles
 ):  # pragma: no cover - compiled  # fmt: skip

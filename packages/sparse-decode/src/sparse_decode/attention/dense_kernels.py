@@ -25,6 +25,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.attention.attend_kernels import _fetch, _widen
@@ -33,7 +34,7 @@ from sparse_decode.attention.lanes import LANES, TOKENS, WIDTH, dot, weigh
 from sparse_decode.attention.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "d733d394aa844ec8"
+FROM_OTHERS = "03c06dc6ea23732c"
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
 the last token are wasted."""
@@ -54,7 +55,7 @@ def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cov
                     to_i = to + ((i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1))
                     bits[to_i] = np.uint32(x[at + i]) << np.uint32(16)
             else:
-                _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
+                _widen(np.int64(x.ctypes.data) + at * x.itemsize, kind, bits[to : to + width], tile[to : to + width])
 
 
 @numba.njit(inline="always")
@@ -80,7 +81,7 @@ def _ahead(size):  # pragma: no cover - compiled
 def _ask(x, at, step, rows, width):  # pragma: no cover - compiled
     """Prefetch later rows; the hardware prefetcher would be too late."""
     for t in range(rows):
-        _fetch(x, at + t * step, width)
+        _fetch(np.int64(x.ctypes.data) + (at + t * step) * x.itemsize, width * x.itemsize)
 
 
 @numba.njit(inline="always")
@@ -154,7 +155,7 @@ def _weigh(v, base, v_at, seen, every, kind, wide, lines, ahead, weights, out, t
             weigh(weights, j, CHUNK, lines, tile, 0, wide, WIDTH, out, wide)
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@hot(fastmath={"reassoc", "contract", "nsz"})
 def _task(
     task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, spare, tile
 ):  # pragma: no cover - compiled  # fmt: skip

@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import cast
 
 import hashcore
-import numba
 import numpy as np
 import torch
+from hashcore.cpu.parts import inner
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from sparse_decode.attention.compiled import run
 from sparse_decode.attention.intrinsics import prefetch
 
-INTRINSICS = "543d87cf432e7832"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
+INTRINSICS = "1914f4f80167e834"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
 MAX_TOKENS = 16
 """Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""
 TINY = np.finfo(np.float32).tiny
@@ -113,13 +113,13 @@ class CpuEncoder:
 
 
 # fastmath without reassoc: these loops vectorise across bits, each of which has its own sum, in program order.
-@numba.njit(fastmath={"contract", "nsz"})
+@inner(fastmath={"contract", "nsz"})
 def _add_product(x, rows, out):  # pragma: no cover - compiled
     """Add x @ rows to out; eight rows at a time, so that out is read and written an eighth as often."""
-    line, width, whole = rows.reshape(rows.size), rows.shape[1], len(x) // 8 * 8
+    line, width, whole = np.int64(rows.ctypes.data), rows.shape[1], len(x) // 8 * 8
     for i in range(0, whole, 8):
         for j in range((i + 16) * width, (i + 24) * width, 16):  # hardware prefetchers stop at page ends
-            prefetch(line, j)
+            prefetch(line + 4 * j)
         x0, x1, x2, x3, x4, x5, x6, x7 = x[i], x[i + 1], x[i + 2], x[i + 3], x[i + 4], x[i + 5], x[i + 6], x[i + 7]
         r0, r1, r2, r3 = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
         r4, r5, r6, r7 = rows[i + 4], rows[i + 5], rows[i + 6], rows[i + 7]
@@ -132,13 +132,13 @@ def _add_product(x, rows, out):  # pragma: no cover - compiled
             out[j] += xi * row[j]
 
 
-@numba.njit
+@inner
 def _silu(x):  # pragma: no cover - compiled
     for j in range(len(x)):
         x[j] /= np.float32(1) + np.exp(-x[j])
 
 
-@numba.njit
+@inner
 def _pack(x, threshold, words):  # pragma: no cover - compiled
     """Pack the bits [number > threshold], 32 per word."""
     for w in range(len(words)):
@@ -148,7 +148,7 @@ def _pack(x, threshold, words):  # pragma: no cover - compiled
         words[w] = np.int32(word)
 
 
-@numba.njit
+@inner
 def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
     """Write the planes of eq. 5 with the operations of `hashcore.planes`; return whether all numbers are finite."""
     top, peak = np.float32(2**planes - 1), np.float32(0)
@@ -172,14 +172,14 @@ def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
     return True
 
 
-@numba.njit
+@inner
 def _weigh(x, coordinate, power, out):  # pragma: no cover - compiled
     """Write a query's weight of every bit: the coordinate's weight times the power of the digit."""
     for j in range(len(out)):
         out[j] = x[coordinate[j]] * power[j]
 
 
-@numba.njit
+@inner
 def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
     """Write the binary digits of a key's levels (eq. 19) as 1 and -1, as `hashtrain.layers.surrogate` does."""
     for j in range(len(out)):
@@ -191,7 +191,7 @@ def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
         out[j] = np.float32(2 * digit - 1)
 
 
-@numba.njit
+@inner
 def _hash_head(
     head, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words
 ):  # pragma: no cover - compiled

@@ -11,15 +11,15 @@ sums and how far they move when the last T are added:
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+from hashcore.cpu.parts import inner
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 Sums = NDArray[np.float64]
 
 
-@numba.njit
+@inner
 def _centre(counts, before, joins, x, sums, mean, drift, far):  # pragma: no cover - compiled
     """Write the mean of sums [D] and new tokens x [T, D], how far it moves, and the new tokens' deviations."""
     for d in range(len(sums)):
@@ -33,7 +33,7 @@ def _centre(counts, before, joins, x, sums, mean, drift, far):  # pragma: no cov
         drift[d] = np.float32(total / counts - old)
 
 
-@numba.njit(fastmath={"contract", "nsz"})
+@inner(fastmath={"contract", "nsz"})
 def _lean(q, slope, levels, scales, n, far_k, far_v, drift_k, drift_v, out):  # pragma: no cover - compiled
     """Add the terms in q of the equation above to out [Dv]."""
     along = np.float32(0)
@@ -54,7 +54,7 @@ def _lean(q, slope, levels, scales, n, far_k, far_v, drift_k, drift_v, out):  # 
             out[i] += weight * far_v[t, i]
 
 
-@numba.njit
+@inner
 def _lean_head(
     b, h, counts, joins, k, v, key_sums, value_sums, levels, scales, q, slopes, mean_keys, rest,
 ):  # pragma: no cover - compiled  # fmt: skip
