@@ -9,7 +9,7 @@ import numpy as np
 from hashcore.cpu.collect_kernels import AT, FLOOR, FROM, KEPT, PAGES, TO, WANTED, _make_room
 from hashcore.cpu.intrinsics import LANES, memory, prefetch, prefetch_far, stay_a_function
 from hashcore.cpu.launch_plan import CHUNK, PAGE, WORDS
-from hashcore.cpu.parts import inner
+from hashcore.cpu.parts import copy, inner
 from hashcore.cpu.score_kernels import QUARTER, _address, _score
 from hashcore.cpu.score_vectors import score_pairs
 from hashcore.cpu.select_kernels import _append, _take
@@ -51,10 +51,10 @@ def _lay_out(r, low, size, state, codes, pages):
         inside = (low + at) % page
         key, count = _paged_address(r, low + at, state, codes[0], pages), min(size - at, page - inside)
         if codes[0] == 4 * words:
-            room[words * at : words * (at + count)] = memory(key, words * count, room)
+            copy(memory(key, words * count, room), room[words * at :])
         else:
             for i in range(at, at + count):
-                room[words * i : words * (i + 1)] = memory(key, words, room)
+                copy(memory(key, words, room), room[words * i :])
                 key += codes[0]
         at += count
     return _address(room), laid

@@ -28,7 +28,7 @@ from hashcore.cpu.launch_plan import (
     N,
 )
 from hashcore.cpu.launch_plan import KEYS as KEYS_AT
-from hashcore.cpu.parts import hot, inner
+from hashcore.cpu.parts import copy, hot, inner
 from hashcore.cpu.score_vectors import TILE_KEYS, score_columns, score_pairs, transpose
 
 QUARTER = LANES // 4  # pages with a multiple of this many keys, and a power of 2, are read in place; others are copied
@@ -144,7 +144,7 @@ def _tasks(digest: str) -> Callable[..., int]:
                     _score(place, codes, size - whole, tile, weights, own, np.int64(0), same, buffers, buffer)
                     for r in range(same):
                         o = memory(places[r] + 4 * whole, size - whole, buffer)
-                        o[:] = buffer[r, : len(o)]
+                        copy(buffer[r, : len(o)], o)
                 row += same
         return 0
 

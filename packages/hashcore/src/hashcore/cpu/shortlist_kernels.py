@@ -9,7 +9,7 @@ import numpy as np
 from hashcore.cpu.collect_kernels import AT, FIRST_FLOOR, FLOOR, FROM, KEPT, STASHED, TO, _collect, _make_room
 from hashcore.cpu.intrinsics import LANES, copy_key, lowest_bit, popcount, stay_a_function
 from hashcore.cpu.launch_plan import CHUNK, HIGH, LOW, SHORTLIST, STASH, K
-from hashcore.cpu.parts import hot, inner
+from hashcore.cpu.parts import copy, hot, inner
 from hashcore.cpu.score_kernels import _address, _score, _score_beside
 from hashcore.cpu.score_vectors import score_first_words
 from hashcore.cpu.select_kernels import LAST, _entry, _threshold
@@ -62,7 +62,7 @@ def _shorten(r, row, header, state, codes, planes, weights, short, work):
     floor, _ = _threshold(buffer[r, :SAMPLE], np.uint64(0), np.uint64(0), last, rank, histogram)
     state[r, FIRST_FLOOR] = np.int64(floor)
     first, listed = short[2], np.int64(0)
-    first[:] = buffer[r, :SAMPLE]
+    copy(buffer[r, :SAMPLE], first)
     _score(keys, (step, codes[1], codes[2]), size, tile, weights, planes, r, one, places, buffer)
     for i in range(SAMPLE):  # only keys on the shortlist: the best of all keys may not be on it
         buffer[r, listed] = buffer[r, i]

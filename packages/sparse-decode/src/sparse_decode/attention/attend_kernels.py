@@ -12,7 +12,7 @@ import math
 
 import numba
 import numpy as np
-from hashcore.cpu.parts import inner
+from hashcore.cpu.parts import copy, inner
 from numpy.typing import NDArray
 
 from sparse_decode.attention.intrinsics import pointer, prefetch
@@ -152,7 +152,7 @@ def _multiply(q, k, places, kind, at, wide, logits):  # pragma: no cover - compi
     tile, queries = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
     flat = logits.reshape(heads * padded)
     for g in range(heads):
-        queries[g * wide : g * wide + dim] = q[b, first + g, r]
+        copy(q[b, first + g, r], queries[g * wide :])
     _ask(k, places, 0, dim * _size(kind))
     for j in range(0, len(places), TILE):
         _ask(k, places, j + TILE, dim * _size(kind))
@@ -196,7 +196,7 @@ def _weigh(v, places, kind, at, wide, weights, out):  # pragma: no cover - compi
         count = _read_tile(v, places, j, dim, wide, kind, tile)
         weigh(flat, j, padded, heads, tile, 0, wide, count, sums, wide)
     for g in range(heads):
-        out[b, r, first + g] = sums[g * wide : g * wide + dim]
+        copy(sums[g * wide : g * wide + dim], out[b, r, first + g])
 
 
 @numba.njit(inline="always")

@@ -23,7 +23,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from hashcore.cpu.parts import hot
+from hashcore.cpu.parts import copy, hot
 from numpy.typing import NDArray
 
 from sparse_decode.attention.bfloat_lanes import BLOCK, VECTORS, largest, pair, products, soften, turn, weigh
@@ -33,7 +33,7 @@ from sparse_decode.attention.lanes import LANES, MOST_ROWS, WIDTH
 from sparse_decode.attention.softmax import cap, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "d7dea72c2e9154a9"
+FROM_OTHERS = "6e474c80787d1fb7"
 CHUNK = 256
 """Tokens whose logits are in the cache at a time."""
 SPAN = 4 * CHUNK
@@ -49,7 +49,7 @@ def _copy(x, base, stride, shown, j, width, wide, rows):  # pragma: no cover - c
     for t in range(min(BLOCK, len(shown) - j)):
         if shown[j + t]:
             at = base + (j + t) * stride
-            rows[t * wide : t * wide + width] = x[at : at + width]
+            copy(x[at : at + width], rows[t * wide :])
 
 
 @numba.njit(inline="always")

@@ -22,7 +22,7 @@ from typing import cast
 import hashcore
 import numpy as np
 import torch
-from hashcore.cpu.parts import inner
+from hashcore.cpu.parts import copy, inner
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
@@ -204,7 +204,7 @@ def _hash_head(
         for b in range(x.shape[0]):
             for t in range(x.shape[2]):
                 out = sums[b, t]
-                hidden[:] = b1[g, 0]
+                copy(b1[g, 0], hidden)
                 _add_product(x[b, g, t], w1[g], hidden)
                 _silu(hidden)
                 _add_product(x[b, g, t], r[g], out)
@@ -215,7 +215,7 @@ def _hash_head(
         for t in range(x.shape[2]):
             kv = head * coordinate.shape[0] // numbers.shape[1]  # the KV head, if codes are per query head
             if not spread:
-                numbers[b, head, t] = sums[b, t]
+                copy(sums[b, t], numbers[b, head, t])
             elif planes:
                 _weigh(sums[b, t], coordinate[kv], power[kv], numbers[b, head, t])
             else:

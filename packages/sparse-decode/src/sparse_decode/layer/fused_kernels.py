@@ -21,7 +21,7 @@ import numba
 import numpy as np
 from hashcore.cpu import calls, launch_plan, search_kernels
 from hashcore.cpu.intrinsics import observe, publish
-from hashcore.cpu.parts import inner
+from hashcore.cpu.parts import copy, inner
 from hashcore.cpu.threads import digest
 from numba import types
 
@@ -207,9 +207,8 @@ def _tasks_of(digest: str) -> Callable[..., int]:
                 if pending:  # if two threads write this code, they write the same
                     _line(key[0, 0, 0], own_k + item * (n - 1) * form[K_TOKEN], kind)
                     _hash(form, KEY_R, form[KEY_HIDDEN], h, 1, 1, key, 0, code)
-                    numba.carray(pointer(own_code + 4 * (n - 1) * form[CODE_TOKEN]), (words,), np.int32)[:] = code[
-                        0, 0, 0, 0
-                    ]
+                    place = own_code + 4 * (n - 1) * form[CODE_TOKEN]
+                    copy(code[0, 0, 0, 0], numba.carray(pointer(place), (words,), np.int32))
                 if not _hash(form, QUERY_R, form[QUERY_HIDDEN], head, group, group, q, levels, planes):
                     status = NOT_FINITE
                     continue
@@ -224,7 +223,7 @@ def _tasks_of(digest: str) -> Callable[..., int]:
                 continue
             own_v = v_at + item * (b * form[V_BATCH] + h * form[V_HEAD])
             if sinks_at:
-                own_sinks[:] = _floats(sinks_at + 4 * head, (group,))
+                copy(_floats(sinks_at + 4 * head, (group,)), own_sinks)
             coefficients = _floats(form[COEFFICIENTS] + 20 * head, (group * form[REMAINDER], 5))
             if form[REMAINDER]:
                 for t in range(new):

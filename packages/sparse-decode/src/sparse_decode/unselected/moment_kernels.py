@@ -12,7 +12,7 @@ sums and how far they move when the last T are added:
 from __future__ import annotations
 
 import numpy as np
-from hashcore.cpu.parts import inner
+from hashcore.cpu.parts import copy, inner
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
@@ -70,7 +70,7 @@ def _lean_head(
     _centre(n, before, joins[b], k[b, h], key_sums[b, h], mean_keys[b, h], drift_k, far_k)
     _centre(n, before, joins[b], v[b, h], value_sums[b, h], mean_v, drift_v, far_v)
     for g in range(group * h, group * (h + 1)):
-        rest[b, g] = mean_v
+        copy(mean_v, rest[b, g])
         _lean(q[b, g], slopes[g], levels[b, h], scales[b, h], np.float32(n), far_k, far_v, drift_k, drift_v, rest[b, g])
 
 
