@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hashcore.cpu import intrinsics, launch_plan, parts, threads
 from hashcore.cpu.intrinsics import LANES, at_least, lowest_bit, memory, popcount, stay_a_function
 from hashcore.cpu.launch_plan import MORE
-from hashcore.cpu.parts import inner
+from hashcore.cpu.parts import hot, inner
 
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first with bins of 256 scores
 LAST, INDEX = np.uint64(1 << 63), np.uint64((1 << 48) - 1)
@@ -22,7 +22,7 @@ SOURCES = tuple(Path(file) for file in (__file__, intrinsics.__file__, launch_pl
 """The files that these kernels are made of."""
 
 
-@inner
+@hot
 def _append(s, floor, base, kept, count):
     """Append the scores that reach the floor, with indices counted from base; return the new number of entries."""
     stay_a_function()
@@ -39,7 +39,7 @@ def _append(s, floor, base, kept, count):
     return count
 
 
-@inner
+@hot
 def _take(mask, s, first, base, kept, count):
     """Append the masked elements of s[first : first + LANES], with indices counted from base.
 
@@ -65,7 +65,7 @@ def _entry(score, index):
     return np.uint64(score) << np.uint64(48) | np.uint64(index)
 
 
-@inner
+@hot
 def _shrink(kept, count, k, floor, top, histogram):
     """Keep the best k of `count` entries, in order; return their lowest score.
 
@@ -86,7 +86,7 @@ def _shrink(kept, count, k, floor, top, histogram):
     return np.int64(threshold)
 
 
-@inner
+@hot
 def _threshold(s, drop, smallest, span, quota, histogram):
     """Find the quota-th best score s >> drop, all in smallest + [0, span]; return its distance from smallest, and how
     many scores equal to it are within the quota."""
@@ -162,7 +162,7 @@ def _compact(s, threshold, quota, indices, base):
             taken += 1
 
 
-@inner
+@hot
 def _write(kept, count, wanted, floor, best, top, histogram, scores, indices):
     """Write the best `wanted` of `count` entries, in their order or best first, and fill the remaining slots."""
     stay_a_function()

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.attention import attend_kernels, gather
-from sparse_decode.attention.attend_inputs import KINDS, LeftOut, check, require_values
+from sparse_decode.attention.attend_inputs import KINDS, LIKE, LeftOut, check, require_values
 from sparse_decode.attention.compiled import run
 from sparse_decode.modes import readable
 from sparse_decode.positions import include
@@ -124,8 +124,7 @@ def on_host(
     if indices.numel() and out.size:
         tasks = batch * sets * n_rows
         work = tasks * indices.shape[3] * (hq // sets) * (dim + v.shape[3])
-        (k_address, _, k_at), (v_address, _, v_at) = place(k), place(v)
-        where = k_address, k_at, v_address, v_at, blocks
+        where = *place(k), *place(v), LIKE[k.element_size()], blocks
         sink = np.full(hq, -np.inf, np.float32) if sinks is None else _floats(sinks)
         factors = np.float32(scaling), np.float32(softcap or 0), sink, KINDS[k.dtype]
         rest = _rest(left_out, (batch, n_rows), k.shape[2])

@@ -9,10 +9,11 @@ Equations and layouts are those of attend.py.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numba
 import numpy as np
-from hashcore.cpu.parts import copy, inner
+from hashcore.cpu.parts import copy, hot, inner
 from numpy.typing import NDArray
 
 from sparse_decode.attention.intrinsics import pointer, prefetch
@@ -20,74 +21,67 @@ from sparse_decode.attention.lanes import TOKENS, WIDTH, dot, weigh
 from sparse_decode.attention.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "5b57f3db6e2484cd"
+FROM_OTHERS = "e2fae7ed71dde69d"
 TILE = 16
 """Rows of keys or values that are copied together as float32, a multiple of TOKENS: 8 KiB at 128 components. The rows
 of the next tile are prefetched: they are far apart, so that hardware prefetchers do not predict them."""
 
 
 @numba.njit(inline="always")
-def _widen(address, kind, bits, floats):  # pragma: no cover - compiled
-    """Write the row at an address as float32; `bits` and `floats` are the same memory."""
-    whole = numba.carray(pointer(address), len(bits), np.uint32)
-    halves = numba.carray(pointer(address), len(bits), np.uint16)
+def _widen(row, kind, bits, floats):  # pragma: no cover - compiled
+    """Write one row as float32; `bits` and `floats` are the same memory."""
     if kind == 0:
-        for i in range(len(bits)):
-            bits[i] = whole[i]
+        for i in range(len(row)):
+            bits[i] = row[i]
     elif kind == 1:  # bfloat16 is the upper half of a float32
-        for i in range(len(bits)):
-            bits[i] = np.uint32(halves[i]) << np.uint32(16)
+        for i in range(len(row)):
+            bits[i] = np.uint32(row[i]) << np.uint32(16)
     else:  # float16: move sign, exponent and mantissa; 2^112 corrects the exponent, subnormals included
-        for i in range(len(bits)):
-            h = np.uint32(halves[i])
+        for i in range(len(row)):
+            h = np.uint32(row[i])
             bits[i] = ((h & np.uint32(0x8000)) << np.uint32(16)) | ((h & np.uint32(0x7FFF)) << np.uint32(13))
-        for i in range(len(bits)):
+        for i in range(len(row)):
             floats[i] *= np.float32(2.0**112)
-        for i in range(len(bits)):
-            if np.uint32(halves[i]) & np.uint32(0x7C00) == np.uint32(0x7C00):  # infinity and NaN
+        for i in range(len(row)):
+            if np.uint32(row[i]) & np.uint32(0x7C00) == np.uint32(0x7C00):  # infinity and NaN
                 bits[i] |= np.uint32(0x7F800000)
 
 
 @numba.njit(inline="always")
-def _size(kind):  # pragma: no cover - compiled
-    """Return the bytes of a number."""
-    return 2 if kind else 4
-
-
-@numba.njit(inline="always")
-def _fetch(address, size):  # pragma: no cover - compiled
+def _fetch(line, at, count):  # pragma: no cover - compiled
     """Prefetch the cache lines of a row, 64 bytes each."""
-    for i in range(0, size, 64):
-        prefetch(address + i)
+    step = 64 // line.itemsize
+    for i in range(at, at + count, step):
+        prefetch(line, i)
 
 
 @numba.njit(inline="always")
-def _places(tokens, blocks, at, row, head, size):  # pragma: no cover - compiled
-    """Return the offsets in bytes of tokens in a head's rows, contiguous or in the pages blocks[row]."""
+def _places(tokens, blocks, at, row, head):  # pragma: no cover - compiled
+    """Return the offsets of tokens in a head's rows, contiguous or in the pages blocks[row]."""
     places, first = np.empty(len(tokens), np.int64), head * at[1]
     if blocks.shape[1] == 0:
         for j in range(len(tokens)):
-            places[j] = size * (first + row * at[0] + tokens[j] * at[2])
+            places[j] = first + row * at[0] + tokens[j] * at[2]
         return places
     for j in range(len(tokens)):
-        places[j] = size * (first + blocks[row, tokens[j] // at[4]] * at[0] + tokens[j] % at[4] * at[2])
+        places[j] = first + blocks[row, tokens[j] // at[4]] * at[0] + tokens[j] % at[4] * at[2]
     return places
 
 
 @numba.njit(inline="always")
-def _ask(address, places, j, size):  # pragma: no cover - compiled
-    """Prefetch rows places[j : j + TILE], of `size` bytes each."""
+def _ask(x, places, j, count):  # pragma: no cover - compiled
+    """Prefetch rows places[j : j + TILE]."""
     for t in range(j, min(j + TILE, len(places))):
-        _fetch(address + places[t], size)
+        _fetch(x, places[t], count)
 
 
 @numba.njit(inline="always")
-def _read_tile(address, places, j, width, wide, kind, tile):  # pragma: no cover - compiled
+def _read_tile(x, places, j, width, wide, kind, tile):  # pragma: no cover - compiled
     """Write rows places[j : j + TILE] to tile [TILE, wide] as float32; return how many there are."""
     bits, count = tile.view(np.uint32), min(TILE, len(places) - j)
     for t in range(count):
-        to = t * wide
-        _widen(address + places[j + t], kind, bits[to : to + width], tile[to : to + width])
+        at, to = places[j + t], t * wide
+        _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
     return count
 
 
@@ -153,9 +147,9 @@ def _multiply(q, k, places, kind, at, wide, logits):  # pragma: no cover - compi
     flat = logits.reshape(heads * padded)
     for g in range(heads):
         copy(q[b, first + g, r], queries[g * wide :])
-    _ask(k, places, 0, dim * _size(kind))
+    _ask(k, places, 0, dim)
     for j in range(0, len(places), TILE):
-        _ask(k, places, j + TILE, dim * _size(kind))
+        _ask(k, places, j + TILE, dim)
         _read_tile(k, places, j, dim, wide, kind, tile)
         for t in range(0, TILE, TOKENS):
             dot(queries, wide, heads, tile, t * wide, wide, wide, flat, j + t, padded)
@@ -189,10 +183,10 @@ def _weigh(v, places, kind, at, wide, weights, out):  # pragma: no cover - compi
     """Write the sums of values, weighted by weights [heads, padded], to out."""
     (b, first, r), (heads, padded), dim = at, weights.shape, out.shape[3]
     flat = weights.reshape(heads * padded)
-    _ask(v, places, 0, dim * _size(kind))
+    _ask(v, places, 0, dim)
     tile, sums = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
     for j in range(0, len(places), TILE):
-        _ask(v, places, j + TILE, dim * _size(kind))
+        _ask(v, places, j + TILE, dim)
         count = _read_tile(v, places, j, dim, wide, kind, tile)
         weigh(flat, j, padded, heads, tile, 0, wide, count, sums, wide)
     for g in range(heads):
@@ -230,7 +224,7 @@ def _add_rest(
             line[i] += share * (value[i] - line[i])
 
 
-@inner(fastmath={"reassoc", "contract", "nsz"})
+@hot(fastmath={"reassoc", "contract", "nsz"})
 def _attend_task(
     task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
     coefficients, mean_keys, values, visible, share_of_values,
@@ -252,7 +246,7 @@ def _attend_task(
     logits = np.empty((heads, (used + TILE - 1) // TILE * TILE), np.float32)
 
     # 1. logits and 2. softmax
-    _multiply(q, k, _places(tokens, blocks, k_at, b, kv, _size(kind)), kind, at, wide, logits)
+    _multiply(q, k, _places(tokens, blocks, k_at, b, kv), kind, at, wide, logits)
     _soften(logits, used, scaling, softcap, sinks, at, stats)
 
     # 3. weighted sum of values
@@ -263,7 +257,7 @@ def _attend_task(
         for g in range(heads):
             for j in range(keep):
                 logits[g, j] = logits[g, kept[j]]
-    _weigh(v, _places(tokens, blocks, v_at, b, kv, _size(kind)), kind, at, wide_v, logits, out)
+    _weigh(v, _places(tokens, blocks, v_at, b, kv), kind, at, wide_v, logits, out)
 
     # 4. the remainder: first the selected tokens whose values were not read, then the unselected ones
     if keep < used:
@@ -286,20 +280,23 @@ def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - com
 
 
 def tasks(
-    first: int, last: int, q: NDArray[np.float32], k: int, k_at: tuple[int, ...], v: int, v_at: tuple[int, ...],
-    blocks: NDArray[np.int64], indices: NDArray[np.int64],
+    first: int, last: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
+    v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], blocks: NDArray[np.int64],
+    indices: NDArray[np.int64],
     out: NDArray[np.float32], stats: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
     softcap: np.float32, sinks: NDArray[np.float32], kind: int, coefficients: NDArray[np.float32],
     mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64], share_of_values: float,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attend for tasks [first, last).
 
-    Keys and values are at the addresses k and v, in the dtype of `kind`. k_at and v_at are (strides of batch row, head
-    and token, number of heads, number of tokens). With blocks [B, T], the page table, they are (strides of page, head
-    and token, number of heads, tokens per page). stats gets the mean and the log-sum-exp of
+    Keys and values are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and v_at are
+    (strides of batch row, head and token, number of heads, number of tokens). With blocks [B, T], the page table, they
+    are (strides of page, head and token, number of heads, tokens per page). stats gets the mean and the log-sum-exp of
     the logits; counts the number of tokens used, or -1 if an index is out of range. The values of a share
     share_of_values of the tokens are read.
     """
+    k = numba.carray(pointer(k_address), k_reach, like.dtype)
+    v = numba.carray(pointer(v_address), v_reach, like.dtype)
     for task in range(first, last):
         _attend_task(
             task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,

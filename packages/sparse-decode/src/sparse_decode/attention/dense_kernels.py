@@ -34,7 +34,7 @@ from sparse_decode.attention.lanes import LANES, TOKENS, WIDTH, dot, weigh
 from sparse_decode.attention.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "b5ce1d4a05948fb4"
+FROM_OTHERS = "63e7467da3a4e670"
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
 the last token are wasted."""
@@ -55,7 +55,7 @@ def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cov
                     to_i = to + ((i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1))
                     bits[to_i] = np.uint32(x[at + i]) << np.uint32(16)
             else:
-                _widen(np.int64(x.ctypes.data) + at * x.itemsize, kind, bits[to : to + width], tile[to : to + width])
+                _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
 
 
 @numba.njit(inline="always")
@@ -81,7 +81,7 @@ def _ahead(size):  # pragma: no cover - compiled
 def _ask(x, at, step, rows, width):  # pragma: no cover - compiled
     """Prefetch later rows; the hardware prefetcher would be too late."""
     for t in range(rows):
-        _fetch(np.int64(x.ctypes.data) + (at + t * step) * x.itemsize, width * x.itemsize)
+        _fetch(x, at + t * step, width)
 
 
 @numba.njit(inline="always")

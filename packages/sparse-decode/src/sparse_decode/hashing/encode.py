@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from sparse_decode.attention.compiled import run
 from sparse_decode.attention.intrinsics import prefetch
 
-INTRINSICS = "1914f4f80167e834"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
+INTRINSICS = "543d87cf432e7832"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
 MAX_TOKENS = 16
 """Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""
 TINY = np.finfo(np.float32).tiny
@@ -116,10 +116,10 @@ class CpuEncoder:
 @inner(fastmath={"contract", "nsz"})
 def _add_product(x, rows, out):  # pragma: no cover - compiled
     """Add x @ rows to out; eight rows at a time, so that out is read and written an eighth as often."""
-    line, width, whole = np.int64(rows.ctypes.data), rows.shape[1], len(x) // 8 * 8
+    line, width, whole = rows.reshape(rows.size), rows.shape[1], len(x) // 8 * 8
     for i in range(0, whole, 8):
         for j in range((i + 16) * width, (i + 24) * width, 16):  # hardware prefetchers stop at page ends
-            prefetch(line + 4 * j)
+            prefetch(line, j)
         x0, x1, x2, x3, x4, x5, x6, x7 = x[i], x[i + 1], x[i + 2], x[i + 3], x[i + 4], x[i + 5], x[i + 6], x[i + 7]
         r0, r1, r2, r3 = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
         r4, r5, r6, r7 = rows[i + 4], rows[i + 5], rows[i + 6], rows[i + 7]

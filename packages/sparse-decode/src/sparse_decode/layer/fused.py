@@ -183,5 +183,5 @@ def _values(
     found |= {name: address(x) for name, x in zip(("COORDINATE", "POWER", "LIMIT"), digits, strict=True)}
     if rest is not None:
         found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), rest, strict=True)}
-    found |= fused_kernels.addresses(rest is not None)
+    found |= fused_kernels.addresses(KINDS[q.dtype], rest is not None)
     return np.array([found.get(name, 0) for name in FORM], np.int64)

@@ -26,7 +26,7 @@ from hashcore.cpu.threads import digest
 from numba import types
 
 from sparse_decode.attention import attend_kernels, intrinsics
-from sparse_decode.attention.attend_kernels import _size, _widen
+from sparse_decode.attention.attend_kernels import _widen
 from sparse_decode.attention.intrinsics import pointer
 from sparse_decode.hashing import encode
 from sparse_decode.unselected import moment_kernels
@@ -66,23 +66,28 @@ _HASHED = (
     *(_I, _I, _of(_F, 4), *[_WEIGHTS] * 5, _of(types.int32, 2), _of(_F, 2), _of(_F, 2), _I, _I),
     *(_of(_F, 4), _of(types.int32, 5), _of(types.bool_, 1)),
 )
-_ATTENDED = (
-    *(_I, _I, _of(_F, 4), _I, _STRIDES, _I, _STRIDES, _of(_I, 2), _of(_I, 4), _of(_F, 4), _of(_F, 4), _of(_I, 3)),
-    *(_F, _F, _of(_F, 1), _I, _of(_F, 2), _of(_F, 4), _of(_F, 4), _of(_I, 2), types.float64),
+_ATTENDED = tuple(
+    (
+        *(_I, _I, _of(_F, 4), _I, _I, _STRIDES, _I, _I, _STRIDES, _of(kind, 1), _of(_I, 2), _of(_I, 4), _of(_F, 4)),
+        *(_of(_F, 4), _of(_I, 3), _F, _F, _of(_F, 1), _I, _of(_F, 2), _of(_F, 4), _of(_F, 4), _of(_I, 2)),
+        types.float64,
+    )
+    for kind in (types.uint32, types.uint16)
 )
 _LEANED = (
     *(_I, _I, _of(types.float64, 1), _of(types.bool_, 2), _of(_F, 4), _of(_F, 4), _of(types.float64, 3)),
     *(_of(types.float64, 3), _of(types.int8, 4), _of(_F, 3), _of(_F, 3), _of(_F, 1), _of(_F, 3), _of(_F, 3)),
 )
-_search_tasks, _hash_tasks, _attend_tasks, _lean_tasks = map(calls.caller, (_SEARCHED, _HASHED, _ATTENDED, _LEANED))
+_search_tasks, _hash_tasks, _lean_tasks = map(calls.caller, (_SEARCHED, _HASHED, _LEANED))
+_attend_whole, _attend_halves = map(calls.caller, _ATTENDED)
 
 
-def addresses(remainder: bool) -> dict[str, int]:
+def addresses(kind: int, remainder: bool) -> dict[str, int]:
     """Return the addresses of the kernels that are called, by their names in FORM; compiles them at first use."""
     found = {
         "SEARCH": calls.address(search_kernels.search_tasks, _SEARCHED),
         "HASH": calls.address(encode._tasks, _HASHED),
-        "ATTEND": calls.address(attend_kernels.tasks, _ATTENDED),
+        "ATTEND": calls.address(attend_kernels.tasks, _ATTENDED[kind > 0]),
     }
     return found | ({"LEAN": calls.address(moment_kernels.tasks, _LEANED)} if remainder else {})
 
@@ -100,7 +105,10 @@ def kernel() -> Callable[..., int]:
 @inner
 def _line(x, address, kind):  # pragma: no cover - compiled
     """Read the row at an address into x, as float32."""
-    _widen(address, kind, x.view(np.uint32), x)
+    if kind == 0:
+        copy(numba.carray(pointer(address), len(x), np.float32), x)
+    else:
+        _widen(numba.carray(pointer(address), len(x), np.uint16), kind, x.view(np.uint32), x)
 
 
 @inner
@@ -176,7 +184,7 @@ def _tasks_of(digest: str) -> Callable[..., int]:
         """
         assert digest  # makes it part of the key of numba's cache
         hkv, group, dim, dim_v, kind = form[HKV], form[GROUP], form[DIM], form[DIM_V], form[KIND]
-        item, words, levels, heads = _size(kind), form[BITS] // 32, form[PLANES], len(ready)
+        item, words, levels, heads = 2 if kind else 4, form[BITS] // 32, form[PLANES], len(ready)
         sink, recent = min(form[SINK], n), form[RECENT]
         end = max(n - recent, sink)
         q, key = np.empty((1, group, 1, dim), np.float32), np.empty((1, 1, 1, dim), np.float32)
@@ -190,6 +198,7 @@ def _tasks_of(digest: str) -> Callable[..., int]:
         counts, joins = np.full(1, float(n)), np.ones((1, new), np.bool_)
         own_sinks = np.full(group, -np.inf, np.float32)
         own_indices = np.empty(selected.shape[1], np.int64)
+        whole, halves = np.empty(0, np.uint32), np.empty(0, np.uint16)
         status = 0
         for step in range(first, last):
             task = step % heads
@@ -239,10 +248,14 @@ def _tasks_of(digest: str) -> Callable[..., int]:
                 _lean_tasks(form[LEAN], (0, 1, *held, queries, slopes, mean_keys, rest))
             own = _floats(out_at + 4 * (b * hkv + h) * group * dim_v, (1, 1, group, dim_v))
             own[:] = 0
-            where = own_k, (0, 0, form[K_TOKEN], 1, n), own_v, (0, 0, form[V_TOKEN], 1, n), blocks
+            reach = (n - 1) * form[K_TOKEN] + dim, (n - 1) * form[V_TOKEN] + dim_v
+            where = own_k, reach[0], (0, 0, form[K_TOKEN], 1, n), own_v, reach[1], (0, 0, form[V_TOKEN], 1, n)
             made = indices.reshape(1, 1, 1, -1), own, stats, used, scaling, softcap, own_sinks, kind, coefficients
             means = mean_keys.reshape(1, 1, 1, dim), rest.reshape(1, group, 1, dim_v)
-            _attend_tasks(form[ATTEND], (0, 1, q, *where, *made, *means, visible, share))
+            if kind == 0:
+                _attend_whole(form[ATTEND], (0, 1, q, *where, whole, blocks, *made, *means, visible, share))
+            else:
+                _attend_halves(form[ATTEND], (0, 1, q, *where, halves, blocks, *made, *means, visible, share))
         return status
 
     return tasks
