@@ -162,7 +162,7 @@ def test_an_entry_is_refused_where_others_are(mine, tmp_path):
     with pytest.raises(UsageError, match=r"--methods of tune takes no planes; expected one of quest, .*, mine"):
         TuneCommand(methods=("planes",))
     with pytest.raises(
-        UsageError, match="--match takes no mine-tuned; expected methods of --methods that are not ours, here mine$"
+        UsageError, match=r"--match takes no mine-tuned; expected methods of --methods that are not ours, here mine$"
     ):
         PplCommand(methods=("planes", "mine"), match=("mine-tuned",))
     assert PplCommand(methods=("planes", "mine"), tuned=tmp_path, match=("mine-tuned",)).match == ("mine-tuned",)

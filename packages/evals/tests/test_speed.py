@@ -200,5 +200,5 @@ def test_kernels_measures_every_step(shape_folder, tmp_path, monkeypatch):
     ],
 )
 def test_settings_that_cannot_be_used(make):
-    with pytest.raises(UsageError, match="got|takes no"):
+    with pytest.raises(UsageError, match=r"got|takes no"):
         make()

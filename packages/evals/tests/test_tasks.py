@@ -265,5 +265,5 @@ def test_fidelity_at_the_whole_budget_is_dense(build):
     ],
 )
 def test_settings_that_cannot_be_used(make):
-    with pytest.raises(UsageError, match="got|takes no"):
+    with pytest.raises(UsageError, match=r"got|takes no"):
         make()

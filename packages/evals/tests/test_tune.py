@@ -161,5 +161,5 @@ def test_only_what_was_tuned_is_added():
     ids=str,
 )
 def test_settings_that_cannot_be_used(given):
-    with pytest.raises(UsageError, match="got|takes no"):
+    with pytest.raises(UsageError, match=r"got|takes no"):
         TuneCommand(**given)

@@ -180,7 +180,7 @@ def test_threads_may_call_at_the_same_time(rng):
 
 
 def test_without_a_writable_cache_a_kernel_still_compiles(monkeypatch):
-    def njit(nogil, cache=False):
+    def njit(cache=False, **_):
         if cache:
             raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
         return lambda function: function

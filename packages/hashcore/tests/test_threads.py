@@ -161,4 +161,5 @@ def test_the_compilers_cache_looks_at_every_file_that_a_kernel_is_made_of(kernel
 
 def test_a_kernel_runs_where_its_sources_cannot_be_read():
     empty = np.zeros(64, np.int64)
-    assert score_kernels._tasks(threads.NO_SOURCES)(0, 0, empty, empty, 0, 0, 0) == 0
+    kernel = threads.compiled(score_kernels._tasks(threads.NO_SOURCES))
+    assert kernel(0, 0, empty, empty.reshape(1, 64), 0, 0, 0) == 0

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import pathlib
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -12,13 +13,17 @@ from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attend, attend_reference
-from sparse_decode.attention import intrinsics
+from sparse_decode.attention import attend_kernels, intrinsics, softmax
 from sparse_decode.attention.attend_inputs import LeftOut
-from sparse_decode.attention.attend_kernels import TILE, _drop
+from sparse_decode.attention.attend_kernels import TILE
 from sparse_decode.attention.attend_torch import attention_weights
 from sparse_decode.attention.lanes import LANES
-from sparse_decode.attention.softmax import exponentials, greatest
 from sparse_decode_doubles import as_sets, masked_attention
+
+# Parts of kernels cannot be called from Python.
+drop = numba.njit(lambda *x: attend_kernels._drop(*x))
+exponentials = numba.njit(lambda *x: softmax.exponentials(*x))
+greatest = numba.njit(lambda *x: softmax.greatest(*x))
 
 # batch, query heads, KV heads, rows, N, D, Dv, most selected
 SHAPES = [
@@ -149,7 +154,7 @@ def test_the_heaviest_tokens_are_kept_and_the_first_of_equal_ones(kind, data, he
     weights = weights_of(kind, data.draw(st.integers(0, 1 << 32)), heads, used)
     keep = data.draw(st.integers(1, used))
     dropped = np.zeros(heads, np.float32)
-    kept = _drop(np.pad(weights, ((0, 0), (0, 16)), constant_values=np.nan), used, keep, dropped)
+    kept = drop(np.pad(weights, ((0, 0), (0, 16)), constant_values=np.nan), used, keep, dropped)
     expected = np.sort(np.argsort(-weights.sum(0), kind="stable")[:keep])
     assert np.array_equal(kept, expected)
     np.testing.assert_allclose(dropped, np.delete(weights, expected, 1).sum(1, dtype=np.float64), rtol=1e-5)

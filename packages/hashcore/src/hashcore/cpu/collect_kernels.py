@@ -4,11 +4,11 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 
-import numba
 import numpy as np
 
 from hashcore.cpu.intrinsics import LANES, stay_a_function
 from hashcore.cpu.launch_plan import CHUNK, MORE
+from hashcore.cpu.parts import hot, inner
 from hashcore.cpu.score_kernels import _address, _score, _score_beside
 from hashcore.cpu.select_kernels import _append, _shrink, _take
 
@@ -16,7 +16,7 @@ from hashcore.cpu.select_kernels import _append, _shrink, _take
 AT, FROM, TO, WANTED, FLOOR, KEPT, FIRST_FLOOR, STASHED, PAGES = range(9)
 
 
-@numba.njit
+@inner
 def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, kept, histogram, top):
     """Score keys [a, b) for rows [r0, r1) of the block and append entries that reach their floors."""
     stay_a_function()
@@ -46,7 +46,7 @@ def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, 
             r += same
 
 
-@numba.njit
+@hot
 def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
     """Score keys [low, high) except a remainder below LANES, and append those that reach the floor."""
     stay_a_function()
@@ -60,7 +60,7 @@ def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
     return count
 
 
-@numba.njit
+@inner
 def _make_room(q, size, state, kept, top, histogram):
     """Shrink the entries of row q if `size` more might not fit, and raise its floor; return how many are kept."""
     count = state[q, KEPT]
@@ -71,7 +71,7 @@ def _make_room(q, size, state, kept, top, histogram):
     return count
 
 
-@numba.njit
+@inner
 def _same(state, r, end, low, high):
     """Return how many rows from r on share its keys, and whether any of them sees a key in [low, high)."""
     same, seen = np.int64(0), False

@@ -14,6 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from hashcore.cpu.parts import inner
+
 LANES = 64  # scores per comparison, whose mask is one 64-bit word
 
 WORD: Any = ir.IntType(64)
@@ -22,7 +24,7 @@ BYTE: Any = ir.IntType(8)
 POSITION = types.int64
 
 
-@numba.njit
+@inner
 def memory(address: Any, size: Any, like: Any) -> Any:
     """View `size` elements at an address as an array of like's dtype."""
     # numba is untyped: it adds the context argument

@@ -4,12 +4,12 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 
-import numba
 import numpy as np
 
 from hashcore.cpu.collect_kernels import AT, FLOOR, FROM, KEPT, PAGES, TO, WANTED, _make_room
 from hashcore.cpu.intrinsics import LANES, memory, prefetch, prefetch_far, stay_a_function
 from hashcore.cpu.launch_plan import CHUNK, PAGE, WORDS
+from hashcore.cpu.parts import copy, inner
 from hashcore.cpu.score_kernels import QUARTER, _address, _score
 from hashcore.cpu.score_vectors import score_pairs
 from hashcore.cpu.select_kernels import _append, _take
@@ -23,7 +23,7 @@ one among the scores these waits add up; in a row they overlap.
 """
 
 
-@numba.njit
+@inner
 def _pages(header, table):
     """Return the state of a search in pages: keys per page (0 without pages), page table, buffer, and its layout.
 
@@ -34,14 +34,14 @@ def _pages(header, table):
     return header[PAGE], table, room, (4 * words32, 32 * words32, words32 == 4)
 
 
-@numba.njit
+@inner
 def _paged_address(r, i, state, step, pages):
     """Return the address of key i of row r, `step` bytes after the key before it in its page."""
     page, table = pages[0], pages[1]
     return state[r, AT] + table[state[r, PAGES] + i // page] + i % page * step
 
 
-@numba.njit
+@inner
 def _lay_out(r, low, size, state, codes, pages):
     """Copy keys [low, low + size) of row r from their pages to the buffer; return its address and layout."""
     stay_a_function()
@@ -51,16 +51,16 @@ def _lay_out(r, low, size, state, codes, pages):
         inside = (low + at) % page
         key, count = _paged_address(r, low + at, state, codes[0], pages), min(size - at, page - inside)
         if codes[0] == 4 * words:
-            room[words * at : words * (at + count)] = memory(key, words * count, room)
+            copy(memory(key, words * count, room), room[words * at :])
         else:
             for i in range(at, at + count):
-                room[words * i : words * (i + 1)] = memory(key, words, room)
+                copy(memory(key, words, room), room[words * i :])
                 key += codes[0]
         at += count
     return _address(room), laid
 
 
-@numba.njit
+@inner
 def _collect_paged(r0, r1, a, b, state, codes, planes, weights, pages, work):
     """Like `_collect`, for keys [a, b) in pages."""
     stay_a_function()
@@ -86,7 +86,7 @@ def _collect_paged(r0, r1, a, b, state, codes, planes, weights, pages, work):
             state[q, KEPT] = count
 
 
-@numba.njit
+@inner
 def _append_laid(q, low, high, state, codes, planes, weights, pages, work, count):
     """Copy keys [low, high), at most CHUNK, from their pages, score them, and append those that reach the floor."""
     stay_a_function()
@@ -96,7 +96,7 @@ def _append_laid(q, low, high, state, codes, planes, weights, pages, work, count
     return _append(buffer[q, : high - low], state[q, FLOOR], low, kept[q], count)
 
 
-@numba.njit
+@inner
 def _append_pages(where, planes, weights, buffer, floor, pages, kept, count):
     """Score keys [low, high), multiples of LANES, in place in their pages and append those that reach the floor.
 
@@ -128,7 +128,7 @@ def _append_pages(where, planes, weights, buffer, floor, pages, kept, count):
     return count
 
 
-@numba.njit
+@inner
 def _place(keys, blocks, i, shift, inside):
     """Return the address of key i in pages of 2^shift keys of 16 bytes."""
     return keys + blocks[np.uint64(i) >> np.uint64(shift)] + ((i & inside) << 4)

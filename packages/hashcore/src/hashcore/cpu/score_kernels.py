@@ -7,11 +7,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import intrinsics, launch_plan, score_vectors, threads
+from hashcore.cpu import intrinsics, launch_plan, parts, score_vectors, threads
 from hashcore.cpu.intrinsics import LANES, memory, stay_a_function, word_at
 from hashcore.cpu.launch_plan import (
     BLOCK,
@@ -29,15 +28,17 @@ from hashcore.cpu.launch_plan import (
     N,
 )
 from hashcore.cpu.launch_plan import KEYS as KEYS_AT
+from hashcore.cpu.parts import copy, hot, inner
 from hashcore.cpu.score_vectors import TILE_KEYS, score_columns, score_pairs, transpose
 
 QUARTER = LANES // 4  # pages with a multiple of this many keys, and a power of 2, are read in place; others are copied
 # Constants are passed as np.int64(...), because numba compiles a function again for every literal argument.
-SOURCES = tuple(Path(file) for file in (__file__, intrinsics.__file__, launch_plan.__file__, score_vectors.__file__))
+_OTHERS = (intrinsics, launch_plan, parts, score_vectors)
+SOURCES = (Path(__file__), *(Path(part.__file__) for part in _OTHERS))
 """The files that these kernels are made of."""
 
 
-@numba.njit
+@inner
 def _operands(header, block):
     """Return the weights, buffers for a block's planes and for a tile, and the codes' (step, bits, whether pairs).
 
@@ -55,7 +56,7 @@ def _operands(header, block):
     return weights, own, tile, (step, 32 * words32, pairs)
 
 
-@numba.njit
+@inner
 def _copy_planes(address, header, own):
     """Copy planes of 32-bit words from an address to 64-bit words [P, ceil(W / 2)].
 
@@ -69,7 +70,7 @@ def _copy_planes(address, header, own):
                 own[p, v] |= np.uint64(np.uint32(~word_at(place + header[WORD_STEP]))) << np.uint64(32)
 
 
-@numba.njit
+@hot
 def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
     """Score the keys at an address against planes[r : r + rows], writing to the addresses places[r], places[r + 1], ...
 
@@ -95,7 +96,7 @@ def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
         score_columns(t, 8 * TILE_KEYS, words, p, w, count, rows, o, i * like.itemsize, like)
 
 
-@numba.njit
+@inner
 def _score_beside(keys, planes, weights, count, threshold, out, like):
     """Call `score_pairs` for contiguous keys."""
     part = 16 * QUARTER
@@ -103,7 +104,7 @@ def _score_beside(keys, planes, weights, count, threshold, out, like):
     return score_pairs(quarters[0], quarters[1], quarters[2], quarters[3], planes, weights, count, threshold, out, like)
 
 
-@numba.njit
+@inner
 def _address(x):
     return np.int64(x.ctypes.data)  # numba frees x after its last use, so x must be used later than the address
 
@@ -143,7 +144,7 @@ def _tasks(digest: str) -> Callable[..., int]:
                     _score(place, codes, size - whole, tile, weights, own, np.int64(0), same, buffers, buffer)
                     for r in range(same):
                         o = memory(places[r] + 4 * whole, size - whole, buffer)
-                        o[:] = buffer[r, : len(o)]
+                        copy(buffer[r, : len(o)], o)
                 row += same
         return 0
 

@@ -7,7 +7,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,6 +32,7 @@ from hashcore.cpu.launch_plan import (
 )
 from hashcore.cpu.launch_plan import KEYS as KEYS_AT
 from hashcore.cpu.paged_kernels import _collect_paged, _lay_out, _paged_address, _pages
+from hashcore.cpu.parts import inner
 from hashcore.cpu.score_kernels import _address, _copy_planes, _operands, _score
 from hashcore.cpu.select_kernels import LEVEL, _entry, _write
 from hashcore.cpu.shortlist_kernels import _collect_short, _short, _shorten
@@ -47,7 +47,7 @@ SOURCES = (
 """The files that these kernels are made of."""
 
 
-@numba.njit
+@inner
 def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top, pages):
     """Return a score that somewhat more keys of row r reach than it wants, from a sample of runs of keys.
 
@@ -84,7 +84,7 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
     return bin << shift
 
 
-@numba.njit
+@inner
 def _misled(state, rows, parts):
     """Find the first row that kept too few keys, and restart it without a floor, or then without a shortlist.
 

@@ -8,21 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import intrinsics, launch_plan, threads
+from hashcore.cpu import intrinsics, launch_plan, parts, threads
 from hashcore.cpu.intrinsics import LANES, at_least, lowest_bit, memory, popcount, stay_a_function
 from hashcore.cpu.launch_plan import MORE
+from hashcore.cpu.parts import hot, inner
 
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first with bins of 256 scores
 LAST, INDEX = np.uint64(1 << 63), np.uint64((1 << 48) - 1)
-SOURCES = tuple(Path(file) for file in (__file__, intrinsics.__file__, launch_plan.__file__))
+SOURCES = tuple(Path(file) for file in (__file__, intrinsics.__file__, launch_plan.__file__, parts.__file__))
 """The files that these kernels are made of."""
 
 
-@numba.njit
+@hot
 def _append(s, floor, base, kept, count):
     """Append the scores that reach the floor, with indices counted from base; return the new number of entries."""
     stay_a_function()
@@ -39,7 +39,7 @@ def _append(s, floor, base, kept, count):
     return count
 
 
-@numba.njit
+@hot
 def _take(mask, s, first, base, kept, count):
     """Append the masked elements of s[first : first + LANES], with indices counted from base.
 
@@ -59,13 +59,13 @@ def _take(mask, s, first, base, kept, count):
     return end
 
 
-@numba.njit
+@inner
 def _entry(score, index):
     """Pack a score above its index, which has 48 bits."""
     return np.uint64(score) << np.uint64(48) | np.uint64(index)
 
 
-@numba.njit
+@hot
 def _shrink(kept, count, k, floor, top, histogram):
     """Keep the best k of `count` entries, in order; return their lowest score.
 
@@ -86,7 +86,7 @@ def _shrink(kept, count, k, floor, top, histogram):
     return np.int64(threshold)
 
 
-@numba.njit
+@hot
 def _threshold(s, drop, smallest, span, quota, histogram):
     """Find the quota-th best score s >> drop, all in smallest + [0, span]; return its distance from smallest, and how
     many scores equal to it are within the quota."""
@@ -111,7 +111,7 @@ def _threshold(s, drop, smallest, span, quota, histogram):
         shift -= np.uint64(8)
 
 
-@numba.njit
+@inner
 def _count(s, drop, smallest, bins, histogram):
     """Count scores in four histograms in turn: consecutive equal scores would otherwise stall on store forwarding."""
     histogram[: 4 * bins] = 0
@@ -128,7 +128,7 @@ def _count(s, drop, smallest, bins, histogram):
         a[i] += b[i] + c[i] + d[i]
 
 
-@numba.njit
+@inner
 def _walk(histogram, step, quota):
     """Walk down from bin `step` until `quota` scores are covered; return the bin and the quota left in it."""
     while histogram[step] < quota:
@@ -137,7 +137,7 @@ def _walk(histogram, step, quota):
     return step, quota
 
 
-@numba.njit
+@inner
 def _compact(s, threshold, quota, indices, base):
     """Write in order the indices, counted from base, of scores above the threshold and of the first `quota` ties."""
     stay_a_function()
@@ -162,7 +162,7 @@ def _compact(s, threshold, quota, indices, base):
             taken += 1
 
 
-@numba.njit
+@hot
 def _write(kept, count, wanted, floor, best, top, histogram, scores, indices):
     """Write the best `wanted` of `count` entries, in their order or best first, and fill the remaining slots."""
     stay_a_function()
@@ -177,7 +177,7 @@ def _write(kept, count, wanted, floor, best, top, histogram, scores, indices):
     indices[wanted:] = -1
 
 
-@numba.njit
+@inner
 def _sort(kept, wanted, base, top, histogram, scores, indices):
     """Write the best entries, with scores in base..top, highest score first and ties in their order.
 

@@ -4,12 +4,12 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 
-import numba
 import numpy as np
 
 from hashcore.cpu.collect_kernels import AT, FIRST_FLOOR, FLOOR, FROM, KEPT, STASHED, TO, _collect, _make_room
 from hashcore.cpu.intrinsics import LANES, copy_key, lowest_bit, popcount, stay_a_function
 from hashcore.cpu.launch_plan import CHUNK, HIGH, LOW, SHORTLIST, STASH, K
+from hashcore.cpu.parts import copy, hot, inner
 from hashcore.cpu.score_kernels import _address, _score, _score_beside
 from hashcore.cpu.score_vectors import score_first_words
 from hashcore.cpu.select_kernels import LAST, _entry, _threshold
@@ -19,7 +19,7 @@ USUAL = 8  # unconditional writes to a shortlist per 64 keys
 SAMPLE, EARLY = 1024, 4  # sampled keys, and planes, whose first words determine the shortlist's floor (eq. 20)
 
 
-@numba.njit
+@inner
 def _short(block, weights, header):
     """Return the state of a search with a shortlist.
 
@@ -33,7 +33,7 @@ def _short(block, weights, header):
     return early, first_words, np.empty(CHUNK, np.uint16), codes, indices
 
 
-@numba.njit
+@inner
 def _shorten(r, row, header, state, codes, planes, weights, short, work):
     """Set the floors of row r's shortlist from a sample spread over the keys that it sees (eq. 20).
 
@@ -62,7 +62,7 @@ def _shorten(r, row, header, state, codes, planes, weights, short, work):
     floor, _ = _threshold(buffer[r, :SAMPLE], np.uint64(0), np.uint64(0), last, rank, histogram)
     state[r, FIRST_FLOOR] = np.int64(floor)
     first, listed = short[2], np.int64(0)
-    first[:] = buffer[r, :SAMPLE]
+    copy(buffer[r, :SAMPLE], first)
     _score(keys, (step, codes[1], codes[2]), size, tile, weights, planes, r, one, places, buffer)
     for i in range(SAMPLE):  # only keys on the shortlist: the best of all keys may not be on it
         buffer[r, listed] = buffer[r, i]
@@ -74,7 +74,7 @@ def _shorten(r, row, header, state, codes, planes, weights, short, work):
         state[r, FLOOR] = np.int64(floor)
 
 
-@numba.njit
+@inner
 def _collect_short(r0, r1, a, b, state, codes, planes, weights, short, work):
     """Like `_collect` for keys [a, b), but score in full only those whose first words reach their floor."""
     stay_a_function()
@@ -101,7 +101,7 @@ def _collect_short(r0, r1, a, b, state, codes, planes, weights, short, work):
             _append_stash(q, state[q, STASHED], state, planes, weights, short, work)
 
 
-@numba.njit
+@hot
 def _append_short(q, low, high, state, planes, weights, short, work):
     """Collect the keys of [low, high) that reach the floor of first words, score them in batches; return the end."""
     stay_a_function()
@@ -128,7 +128,7 @@ def _append_short(q, low, high, state, planes, weights, short, work):
     return end
 
 
-@numba.njit
+@hot
 def _append_stash(q, size, state, planes, weights, short, work):
     """Score the first `size` collected keys, append those that reach the floor, and return how many are left."""
     stay_a_function()
@@ -155,7 +155,7 @@ def _append_stash(q, size, state, planes, weights, short, work):
     return filled - size
 
 
-@numba.njit
+@inner
 def _append_both(q, low, high, state, codes, planes, weights, short, work):
     """Score keys [low, high), at most CHUNK, by first words and in full; append those that reach both floors."""
     stay_a_function()

@@ -152,14 +152,19 @@ def _describe(arguments: tuple[Any, ...], kinds: list[Any], cells: list[Any]) ->
             kinds.append(type(x))
 
 
+def machine_code(kernel: Any, kinds: tuple[Any, ...]) -> tuple[Any, int]:
+    """Compile a kernel for arguments of these numba types; return what numba made, and the machine code's address."""
+    kernel.compile(kinds)
+    made = kernel.overloads[kinds]
+    return made, made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
+
+
 @global_compiler_lock
 def _body(kernel: Any, arguments: tuple[Any, ...]) -> _Body:
     """Compile the body for a kernel and arguments of these types."""
     types = tuple(numba.typeof(x) for x in (0, 0, *arguments))
-    kernel.compile(types)
-    made = kernel.overloads[types]
+    made, address = machine_code(kernel, types)
     context, description = made.target_context, made.fndesc
-    address = made.library.get_pointer_to_function(description.llvm_func_name)
     called = context.call_conv.get_function_type(description.restype, description.argtypes)
     module = ir.Module(f"team.{kernel.__name__}")
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64.as_pointer()]), module.name)

@@ -106,8 +106,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     import, because choosing the folder writes to it.
     """
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        return numba.njit(nogil=True, cache=True, no_cfunc_wrapper=True)(function)
     except RuntimeError as error:
         if "no locator available" not in str(error):
             raise
-        return numba.njit(nogil=True)(function)
+        return numba.njit(nogil=True, no_cfunc_wrapper=True)(function)

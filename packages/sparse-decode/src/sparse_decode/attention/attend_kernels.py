@@ -6,13 +6,12 @@ Equations and layouts are those of attend.py.
 # numba is untyped.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.parts import copy, hot, inner
 from numpy.typing import NDArray
 
 from sparse_decode.attention.intrinsics import pointer, prefetch
@@ -20,7 +19,7 @@ from sparse_decode.attention.lanes import TOKENS, WIDTH, dot, weigh
 from sparse_decode.attention.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "32596b9aa0d091c4"
+FROM_OTHERS = "3efeea292d54a094"
 TILE = 16
 """Rows of keys or values that are copied together as float32, a multiple of TOKENS: 8 KiB at 128 components. The rows
 of the next tile are prefetched: they are far apart, so that hardware prefetchers do not predict them."""
@@ -84,7 +83,7 @@ def _read_tile(x, places, j, width, wide, kind, tile):  # pragma: no cover - com
     return count
 
 
-@numba.njit
+@inner
 def _largest(x, count):  # pragma: no cover - compiled
     """Return the count-th largest of x, float32, none below 0: their order is that of their bits.
 
@@ -105,7 +104,7 @@ def _largest(x, count):  # pragma: no cover - compiled
 
 
 # fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@inner(fastmath={"reassoc", "contract", "nsz"})
 def _drop(weights, used, keep, dropped):  # pragma: no cover - compiled
     """Return the indices, ascending, of the `keep` of `used` tokens with the largest sums of weights [heads, >= used].
 
@@ -145,7 +144,7 @@ def _multiply(q, k, places, kind, at, wide, logits):  # pragma: no cover - compi
     tile, queries = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
     flat = logits.reshape(heads * padded)
     for g in range(heads):
-        queries[g * wide : g * wide + dim] = q[b, first + g, r]
+        copy(q[b, first + g, r], queries[g * wide :])
     _ask(k, places, 0, dim)
     for j in range(0, len(places), TILE):
         _ask(k, places, j + TILE, dim)
@@ -189,7 +188,7 @@ def _weigh(v, places, kind, at, wide, weights, out):  # pragma: no cover - compi
         count = _read_tile(v, places, j, dim, wide, kind, tile)
         weigh(flat, j, padded, heads, tile, 0, wide, count, sums, wide)
     for g in range(heads):
-        out[b, r, first + g] = sums[g * wide : g * wide + dim]
+        copy(sums[g * wide : g * wide + dim], out[b, r, first + g])
 
 
 @numba.njit(inline="always")
@@ -223,7 +222,7 @@ def _add_rest(
             line[i] += share * (value[i] - line[i])
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@hot(fastmath={"reassoc", "contract", "nsz"})
 def _attend_task(
     task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
     coefficients, mean_keys, values, visible, share_of_values,
@@ -266,7 +265,7 @@ def _attend_task(
         _add_rest(heads, rest, used, q, coefficients, mean_keys, kv, values, visible, scaling, at, stats, out)
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@inner(fastmath={"reassoc", "contract", "nsz"})
 def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - compiled
     """Return the remainder's share of the softmax (eq. 15 and 16), given the selected weight exp(total)."""
     (mean, total), (log_visible, log_used, log_rest) = known, sizes

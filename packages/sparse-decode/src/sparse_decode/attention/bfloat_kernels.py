@@ -16,13 +16,12 @@ two cores of an AMD EPYC; then it is X (D + Dv) / 32 vector products per token, 
 # numba is untyped.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.parts import copy, hot
 from numpy.typing import NDArray
 
 from sparse_decode.attention.bfloat_lanes import BLOCK, VECTORS, largest, pair, products, soften, turn, weigh
@@ -32,7 +31,7 @@ from sparse_decode.attention.lanes import LANES, MOST_ROWS, WIDTH
 from sparse_decode.attention.softmax import cap, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "32aff2b744de2875"
+FROM_OTHERS = "c7567366d46e38a0"
 CHUNK = 256
 """Tokens whose logits are in the cache at a time."""
 SPAN = 4 * CHUNK
@@ -48,7 +47,7 @@ def _copy(x, base, stride, shown, j, width, wide, rows):  # pragma: no cover - c
     for t in range(min(BLOCK, len(shown) - j)):
         if shown[j + t]:
             at = base + (j + t) * stride
-            rows[t * wide : t * wide + width] = x[at : at + width]
+            copy(x[at : at + width], rows[t * wide :])
 
 
 @numba.njit(inline="always")
@@ -120,7 +119,7 @@ def _soften(logits, at, stat, out):  # pragma: no cover - compiled
     stat[1] += soften(logits, at, CHUNK, stat[0])
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@hot(fastmath={"reassoc", "contract", "nsz"})
 def _task(
     task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, sums, stats, shown, logits, spare, rows, tiles
 ):  # pragma: no cover - compiled  # fmt: skip

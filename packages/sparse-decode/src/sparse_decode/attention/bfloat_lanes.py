@@ -15,14 +15,13 @@ are not checked. Sums have one order, whatever the number of lines.
 # llvmlite and numba are untyped.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.parts import inner
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -299,7 +298,7 @@ def _largest(typing_context: Any, x: Any, at: Any, count: Any):
 
 
 # Functions of their own, not inlined by numba: fastmath of a caller would change the order of sums.
-@numba.njit
+@inner
 def soften(x: Any, at: Any, count: Any, top: Any) -> Any:  # pragma: no cover - compiled
     """Replace logits by the weights exp(x - top), rounded to bfloat16, and return their sum.
 
@@ -308,7 +307,7 @@ def soften(x: Any, at: Any, count: Any, top: Any) -> Any:  # pragma: no cover - 
     return _soften(x, at, count, top)
 
 
-@numba.njit
+@inner
 def largest(x: Any, at: Any, count: Any) -> Any:  # pragma: no cover - compiled
     """Return the largest number that is not NaN; -inf without numbers. BLOCK divides count."""
     return _largest(x, at, count)

@@ -18,13 +18,12 @@ products take longer: 2 X D / LANES vector products per token. Keys that no row 
 # numba is untyped.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.attention.attend_kernels import _fetch, _widen
@@ -33,7 +32,7 @@ from sparse_decode.attention.lanes import LANES, TOKENS, WIDTH, dot, weigh
 from sparse_decode.attention.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "d733d394aa844ec8"
+FROM_OTHERS = "71ab4698435dc865"
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
 the last token are wasted."""
@@ -154,7 +153,7 @@ def _weigh(v, base, v_at, seen, every, kind, wide, lines, ahead, weights, out, t
             weigh(weights, j, CHUNK, lines, tile, 0, wide, WIDTH, out, wide)
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@hot(fastmath={"reassoc", "contract", "nsz"})
 def _task(
     task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, spare, tile
 ):  # pragma: no cover - compiled  # fmt: skip

@@ -12,8 +12,6 @@ bfloat16 rows is stored in that order: of each 2 LANES numbers first the even on
 # llvmlite and numba are untyped.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -7,13 +7,11 @@ contiguous float32 arrays: `count` numbers from `at` on, a multiple of LANES. Su
 # llvmlite and numba are untyped.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
-import numba
 import numpy as np
+from hashcore.cpu.parts import inner
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -102,19 +100,19 @@ def _greatest(typing_context: Any, x: Any, at: Any, count: Any):
 
 
 # Functions of their own, not inlined by numba: fastmath of a caller would change the order of sums.
-@numba.njit
+@inner
 def exponentials(x: Any, at: Any, count: Any, top: Any) -> Any:  # pragma: no cover - compiled
     """Replace numbers by exp(x - top), x <= top, to a relative error of 2e-7; return their sum. -inf becomes 0."""
     return _exponentials(x, at, count, top)
 
 
-@numba.njit
+@inner
 def greatest(x: Any, at: Any, count: Any) -> Any:  # pragma: no cover - compiled
     """Return the largest number, or NaN if there is one; -inf without numbers."""
     return _greatest(x, at, count)
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+@inner(fastmath={"reassoc", "contract", "nsz"})
 def cap(x: Any, at: Any, count: Any, softcap: Any, spare: Any) -> None:  # pragma: no cover - compiled
     """Replace x by softcap tanh(x / softcap), to 1e-6 of softcap: tanh |y| = (1 - e) / (1 + e), e = exp(-2 |y|).
 

@@ -15,14 +15,12 @@ so a token's code does not depend on the tokens that are hashed with it.
 # numba is untyped.
 # pyright: reportCallIssue=false
 
-from __future__ import annotations
-
 from typing import cast
 
 import hashcore
-import numba
 import numpy as np
 import torch
+from hashcore.cpu.parts import copy, inner
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
@@ -113,7 +111,7 @@ class CpuEncoder:
 
 
 # fastmath without reassoc: these loops vectorise across bits, each of which has its own sum, in program order.
-@numba.njit(fastmath={"contract", "nsz"})
+@inner(fastmath={"contract", "nsz"})
 def _add_product(x, rows, out):  # pragma: no cover - compiled
     """Add x @ rows to out; eight rows at a time, so that out is read and written an eighth as often."""
     line, width, whole = rows.reshape(rows.size), rows.shape[1], len(x) // 8 * 8
@@ -132,13 +130,13 @@ def _add_product(x, rows, out):  # pragma: no cover - compiled
             out[j] += xi * row[j]
 
 
-@numba.njit
+@inner
 def _silu(x):  # pragma: no cover - compiled
     for j in range(len(x)):
         x[j] /= np.float32(1) + np.exp(-x[j])
 
 
-@numba.njit
+@inner
 def _pack(x, threshold, words):  # pragma: no cover - compiled
     """Pack the bits [number > threshold], 32 per word."""
     for w in range(len(words)):
@@ -148,7 +146,7 @@ def _pack(x, threshold, words):  # pragma: no cover - compiled
         words[w] = np.int32(word)
 
 
-@numba.njit
+@inner
 def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
     """Write the planes of eq. 5 with the operations of `hashcore.planes`; return whether all numbers are finite."""
     top, peak = np.float32(2**planes - 1), np.float32(0)
@@ -172,14 +170,14 @@ def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
     return True
 
 
-@numba.njit
+@inner
 def _weigh(x, coordinate, power, out):  # pragma: no cover - compiled
     """Write a query's weight of every bit: the coordinate's weight times the power of the digit."""
     for j in range(len(out)):
         out[j] = x[coordinate[j]] * power[j]
 
 
-@numba.njit
+@inner
 def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
     """Write the binary digits of a key's levels (eq. 19) as 1 and -1, as `hashtrain.layers.surrogate` does."""
     for j in range(len(out)):
@@ -191,7 +189,7 @@ def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
         out[j] = np.float32(2 * digit - 1)
 
 
-@numba.njit
+@inner
 def _hash_head(
     head, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words
 ):  # pragma: no cover - compiled
@@ -204,7 +202,7 @@ def _hash_head(
         for b in range(x.shape[0]):
             for t in range(x.shape[2]):
                 out = sums[b, t]
-                hidden[:] = b1[g, 0]
+                copy(b1[g, 0], hidden)
                 _add_product(x[b, g, t], w1[g], hidden)
                 _silu(hidden)
                 _add_product(x[b, g, t], r[g], out)
@@ -215,7 +213,7 @@ def _hash_head(
         for t in range(x.shape[2]):
             kv = head * coordinate.shape[0] // numbers.shape[1]  # the KV head, if codes are per query head
             if not spread:
-                numbers[b, head, t] = sums[b, t]
+                copy(sums[b, t], numbers[b, head, t])
             elif planes:
                 _weigh(sums[b, t], coordinate[kv], power[kv], numbers[b, head, t])
             else:

@@ -17,7 +17,7 @@ from hashtrain.layers.transform import Transform
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_decode.attention.attend_inputs import KINDS, LIKE, Inputs
+from sparse_decode.attention.attend_inputs import KINDS, Inputs
 from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.hashing import encode
@@ -91,7 +91,7 @@ class FusedStep:
         factors = np.float32(scaling), np.float32(softcap or 0), float(self.budget.values)
         at = 0 if own_sinks is None else own_sinks.data_ptr()
         shared = np.empty((tasks, most), np.int64), np.zeros(tasks, np.int64)
-        given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), sums, moments.length
+        given = form.values, *factors, *where, at, out.data_ptr(), sums, moments.length
         done = threads.run(fused_kernels.kernel(), 2 * tasks, workers, (*given, *shared))
         if any(done):  # a query's weights are not finite: the general way raises the error
             return None
@@ -181,4 +181,5 @@ def _values(
     found |= {name: address(x) for name, x in zip(("COORDINATE", "POWER", "LIMIT"), digits, strict=True)}
     if rest is not None:
         found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), rest, strict=True)}
+    found |= fused_kernels.addresses(KINDS[q.dtype], rest is not None)
     return np.array([found.get(name, 0) for name in FORM], np.int64)

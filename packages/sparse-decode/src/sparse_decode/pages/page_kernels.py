@@ -7,6 +7,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.parts import copy
 from numpy.typing import NDArray
 
 from sparse_decode.attention.intrinsics import pointer
@@ -31,7 +32,7 @@ def write(
         place = slots[token] // size * target_at[0] + slots[token] % size * target_at[1]
         for head in range(heads):
             at, to = token * source_at[0] + head * source_at[1], place + head * target_at[2]
-            y[to : to + count] = x[at : at + count]
+            copy(x[at : at + count], y[to:])
 
 
 def list_tokens(

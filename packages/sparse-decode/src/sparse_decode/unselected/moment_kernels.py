@@ -9,15 +9,15 @@ sums and how far they move when the last T are added:
 # numba is untyped.
 # pyright: reportCallIssue=false
 
-import numba
 import numpy as np
+from hashcore.cpu.parts import copy, inner
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 Sums = NDArray[np.float64]
 
 
-@numba.njit
+@inner
 def _centre(counts, before, joins, x, sums, mean, drift, far):  # pragma: no cover - compiled
     """Write the mean of sums [D] and new tokens x [T, D], how far it moves, and the new tokens' deviations."""
     for d in range(len(sums)):
@@ -31,7 +31,7 @@ def _centre(counts, before, joins, x, sums, mean, drift, far):  # pragma: no cov
         drift[d] = np.float32(total / counts - old)
 
 
-@numba.njit(fastmath={"contract", "nsz"})
+@inner(fastmath={"contract", "nsz"})
 def _lean(q, slope, levels, scales, n, far_k, far_v, drift_k, drift_v, out):  # pragma: no cover - compiled
     """Add the terms in q of the equation above to out [Dv]."""
     along = np.float32(0)
@@ -52,7 +52,7 @@ def _lean(q, slope, levels, scales, n, far_k, far_v, drift_k, drift_v, out):  # 
             out[i] += weight * far_v[t, i]
 
 
-@numba.njit
+@inner
 def _lean_head(
     b, h, counts, joins, k, v, key_sums, value_sums, levels, scales, q, slopes, mean_keys, rest,
 ):  # pragma: no cover - compiled  # fmt: skip
@@ -68,7 +68,7 @@ def _lean_head(
     _centre(n, before, joins[b], k[b, h], key_sums[b, h], mean_keys[b, h], drift_k, far_k)
     _centre(n, before, joins[b], v[b, h], value_sums[b, h], mean_v, drift_v, far_v)
     for g in range(group * h, group * (h + 1)):
-        rest[b, g] = mean_v
+        copy(mean_v, rest[b, g])
         _lean(q[b, g], slopes[g], levels[b, h], scales[b, h], np.float32(n), far_k, far_v, drift_k, drift_v, rest[b, g])
 
 
