@@ -39,7 +39,7 @@ class BenchmarkTask:
     """One task with its data and its requests built: a document of a run."""
 
     name: str
-    task: ConfigurableTask
+    task: "ConfigurableTask"
     digest: str
     """Identifies every prompt and target."""
 
