@@ -30,13 +30,6 @@ def test_a_wrong_flag_points_to_the_help_that_lists_the_right_ones(name, capsys)
     assert "hashtrain --help" not in said
 
 
-def test_an_unknown_subcommand_points_to_the_list_of_them(capsys):
-    code, said = left(["trian"], capsys)
-    assert code == 2
-    assert ", ".join(COMMANDS) in said
-    assert "hashtrain --help" in said
-
-
 def test_shell_completion_covers_all_subcommands(capsys):
     code, said = left(["--tyro-print-completion", "bash"], capsys)
     assert not code

@@ -152,8 +152,9 @@ def _named(arguments: list[str]) -> list[str]:
 
 def _parse(arguments: list[str], defaults: dict[str, Any]) -> Any:
     kinds = {name: kind for name, (kind, _) in COMMANDS.items()}
-    trains = issubclass(kind := kinds.get(arguments[0], object), TrainCommand)
-    return command_line.parse("hashtrain", arguments, kinds, _HELP, kind(**defaults) if trains else None)
+    kind = kinds.get(arguments[0], TrainCommand)
+    default = kind(**defaults) if issubclass(kind, TrainCommand) else None
+    return command_line.parse("hashtrain", arguments, kinds, _HELP, default)
 
 
 def _console() -> Console:

@@ -21,7 +21,7 @@ def parse(
     Args:
         commands: by name, the settings of each command.
         description: for the help that lists the commands.
-        default: settings in place of the class's own defaults.
+        default: settings in place of the class's own defaults; for the list of commands, of the one that needs no name.
     Raises: UsageError for an unknown command or an invalid setting; SystemExit, after a message, for an unknown flag,
         or after the help.
     """
@@ -30,7 +30,7 @@ def parse(
     if words and not words[0].startswith("-"):
         raise UsageError(f"no command {meant([words[0]], commands)}")
     kinds = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in commands.items())
-    return tyro.cli(cast(Any, Union)[kinds], args=words, prog=program, description=description)
+    return tyro.cli(cast(Any, Union)[kinds], args=words, prog=program, description=description, default=default)
 
 
 def parse_settings(program: str, words: list[str], kind: type[T], default: object = None) -> T:
