@@ -30,7 +30,8 @@ def parse(
     if words and not words[0].startswith("-"):
         raise UsageError(f"no command {meant([words[0]], commands)}")
     kinds = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in commands.items())
-    return tyro.cli(cast(Any, Union)[kinds], args=words, prog=program, description=description, default=default)
+    usual = tyro.MISSING_NONPROP if default is None else default
+    return tyro.cli(cast(Any, Union)[kinds], args=words, prog=program, description=description, default=usual)
 
 
 def parse_settings(program: str, words: list[str], kind: type[T], default: object = None) -> T:
