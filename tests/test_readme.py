@@ -14,7 +14,7 @@ import pytest
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
 from hashtrain.settings.recipes import ABLATIONS, EXACT, RECIPES
-from hashtrain.settings.train_command import PAPER
+from hashtrain.settings.train_command import PAPER, TrainCommand
 
 TOOL = "update_readme"
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -169,6 +169,11 @@ def test_as_many_families_are_tested_as_it_says():
     (made,) = [x.value for x in doubles.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "_CONFIGS"]
     (word,) = re.findall(r"(\w+) families in CI", README.read_text())
     assert {"fifteen": 15, "sixteen": 16, "seventeen": 17}[word] == len(made.keys)
+
+
+def test_the_share_of_the_codes_is_what_they_take():
+    code, pair = TrainCommand().bits // 8, 2 * 2 * 64  # bytes of a code, and of a 16-bit key and value of 64 numbers
+    assert f"codes add {100 * code / pair:.0f} % to a cache at head size 64" in README.read_text()
 
 
 def test_the_stored_times_are_of_the_commands_that_stand_there(check):
