@@ -1,5 +1,6 @@
 """Tests run two at a time (pyproject.toml), so each gets one thread: two that share a core wait for each other."""
 
+import collections
 import gc
 import os
 import sys
@@ -8,6 +9,20 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark cases of a test slow, all but as many as its marker `sample` says, which are evenly spread over them."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if (marker := item.get_closest_marker("sample")) and not item.get_closest_marker("slow"):
+            cases[marker.args, item.nodeid.partition("[")[0]].append(item)
+    for ((count,), _), found in cases.items():
+        kept = {found[at * len(found) // count].nodeid for at in range(count)}
+        for item in found:
+            if item.nodeid not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

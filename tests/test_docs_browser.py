@@ -53,17 +53,20 @@ def test_pages_that_are_right_pass(browser, chromium, tmp_path):
     assert not (tmp_path / "look.html").exists()
 
 
+@pytest.mark.slow
 def test_what_a_reader_cannot_see_is_told(browser, chromium, tmp_path):
     write(tmp_path, {name: article for name, (article, _) in WRONG.items()})
     expected = [f"{name}.html at 420 pixels: {said}" for name in sorted(WRONG) for said in WRONG[name][1]]
     assert browser.problems(chromium, tmp_path, widths=(420,)) == expected
 
 
+@pytest.mark.slow
 def test_what_is_too_wide_for_a_phone_is_not_for_a_desk(browser, chromium, tmp_path):
     write(tmp_path, {"wide": WRONG["wide"][0]})
     assert browser.problems(chromium, tmp_path, widths=(1300,)) == []
 
 
+@pytest.mark.slow
 def test_a_picture_is_taken_of_where_a_page_sends_its_reader(browser, chromium, tmp_path):
     write(tmp_path, {"ink": f'{TEXT}<div style="background: #f00; height: 1700px"></div>'})
     (tmp_path / "index.html").write_text('<meta http-equiv="refresh" content="0; url=ink.html">')

@@ -119,6 +119,7 @@ def asked(load, tmp_path):
     return load("examples", "ask"), [*given, "--new-tokens", "4"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("fraction", "alike"), [("1", True), ("0.02", False)])
 def test_ask_answers_twice_side_by_side(asked, fraction, alike, capsys):
     module, words = asked

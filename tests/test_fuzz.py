@@ -62,6 +62,7 @@ def test_counts_of_other_fuzzers_are_kept(load, tmp_path):
     assert json.loads(path.read_text()) == {"cache": {"checks": 3}, "files": {"checks": 2}}
 
 
+@pytest.mark.slow
 def test_an_unknown_fuzzer_is_refused_in_a_sentence():
     done = subprocess.run([sys.executable, "tools/fuzz.py", "nothing"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2

@@ -93,6 +93,7 @@ def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypat
     assert benchmark.run(command, QUIET) == found
 
 
+@pytest.mark.slow
 def test_the_harness_runs_a_model_in_bfloat16(build):
     found = benchmark.run(build("fewshot", dtype="bfloat16", methods=("planes",), limit=2), QUIET)
     assert found.config["dtype"] == "bfloat16"
@@ -228,6 +229,7 @@ def test_prompts_get_the_chat_template_and_the_length_asked_for(build, made, tmp
         benchmark.run(build("longbench", max_length=512), QUIET)
 
 
+@pytest.mark.slow
 def test_as_typed(build, made, example, capsys):
     command = build("ruler")
     flags = {"model": made.model, "hashers": made.hashers, "tasks": "python_needle", "include-path": example}

@@ -24,6 +24,7 @@ def test_a_browser_is_at_hand_in_ci():
     assert BROWSER or not os.environ.get("CI")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium to look at the page with")
 @pytest.mark.parametrize("width", [1300, 420])
 def test_a_browser_shows_the_page(command, tmp_path, width, pytestconfig):

@@ -47,6 +47,7 @@ def arranged(command, name, **more):
     return module, command(kind, **built)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_runs_in_bfloat16(command, name, monkeypatch):
     seen = []

@@ -253,6 +253,7 @@ def expected(task, name):
     return collections.Counter(more) + collections.Counter({where: times * n for where, n in each.items()})
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("task", "name", "more"), CASES)
 def test_a_context_waits_where_results_are_read(loaded, task, name, more):
     with a_fake_run(loaded, [name]) as (model, ids, methods, seen):
@@ -277,6 +278,7 @@ def test_timed_steps_wait_for_nothing(loaded, tmp_path):
     assert seen == {"budget.totals": SPARSE * (len(named) - 1)}
 
 
+@pytest.mark.slow
 def test_timed_compiled_steps_wait_for_nothing(loaded, tmp_path, monkeypatch):
     """A wait in a step would break its graph, which is an error, or raise; only the counts are read, after all steps.
 

@@ -172,6 +172,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_sample_is_named(ppl_command, damage):
     command = ppl_command(methods=("recent",), rules=("visible",), documents=2)

@@ -19,6 +19,7 @@ def test_percent():
     assert [percent(x) for x in (1, 0.02, 0.005, 0.01234)] == ["100 %", "2 %", "0.5 %", "1.23 %"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("settings", [{}, {"methods": ("lsh",), "rules": ("fixed",), "documents": 1}], ids=str)
 def test_ppl_tables_name_every_method_and_budget(ppl_command, settings):
     command = ppl_command(budgets=(1.0, 0.1), **settings)

@@ -111,6 +111,7 @@ def test_throughput_measures_every_method(shape_folder, tmp_path, capsys, traced
         assert found.one(method="compiled", metric="p50_ms", **at).density == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_compiled_steps_give_the_same_logits_as_plain_ones(shape_folder, traced, sparse):
     """Also after a rewind, which drops the tokens decoded since."""

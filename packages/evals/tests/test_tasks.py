@@ -183,6 +183,7 @@ def build(command):
     return lambda name, **changed: command(COMMANDS[name][1], **{"documents": 2, **COMMANDS[name][2], **changed})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypatch):
     module, command = COMMANDS[name][0], build(name)
@@ -201,6 +202,7 @@ def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypat
     assert module.run(command, QUIET) == found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_damaged_sample_is_named(build, name):
     module, command = COMMANDS[name][0], build(name, documents=1)

@@ -230,6 +230,7 @@ def test_keys_that_get_better_are_found_behind_a_floor_of_the_worse(rng, words):
         assert_finds(simulated.Device(order, 1), **case)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("words", "weights"), SCORES)
 def test_a_search_is_two_launches_also_with_ragged_rows(rng, words, weights):
     query, keys = random_codes(rng, 4, len(weights), words), random_codes(rng, 4, 700, words)
@@ -380,6 +381,7 @@ BROADCASTS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("query", "keys"), BROADCASTS)
 def test_leading_dimensions_broadcast(rng, query, keys):
     q, k = random_codes(rng, *query), random_codes(rng, *keys)
@@ -402,6 +404,7 @@ def test_each_query_of_a_search_without_weights_is_a_row(rng, queries):
     assert device.kernels == ["list_candidates_shared", "select_32"]
 
 
+@pytest.mark.slow
 @few
 @given(st.sampled_from(SCORES), st.integers(2, 19), st.sampled_from(LENGTHS[6:]), orders(), st.integers(0, 99))
 def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, seed):

@@ -141,6 +141,7 @@ def test_keys_that_would_have_to_be_copied_are_refused():
         hashcore.search(QUERY, POOL[0], 1, blocks=np.array([0]))
 
 
+@pytest.mark.slow
 def test_a_compiled_program_finds_the_same(rng):
     pool, query = torch.from_numpy(random_codes(rng, 6, 16, 4)), torch.from_numpy(random_codes(rng, 2, 3, 4))
     blocks, lengths = torch.tensor([[5, 0, 2], [1, 5, 3]]), torch.tensor([48, 30])

@@ -96,6 +96,7 @@ def test_threads_share_a_plan(rng):
                 assert_same(actual, wanted)
 
 
+@pytest.mark.slow
 def test_threads_may_make_room_at_once(monkeypatch):
     monkeypatch.setattr(cpu, "PLANS", 2)
     get = cpu.kept(lambda number: launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True))

@@ -89,6 +89,7 @@ def test_what_the_host_sees_to_have_no_list_is_searched_as_ever(rng):
         assert device.kernels == kernels
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("order", simulated.ORDERS)
 @pytest.mark.parametrize("queries", [1, 9])
 def test_a_list_that_misleads_is_left(rng, order, queries):
@@ -102,6 +103,7 @@ def test_a_list_that_misleads_is_left(rng, order, queries):
         simulated.assert_finds(simulated.Device(order), **case)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", simulated.ORDERS)
 @pytest.mark.parametrize("queries", [1, 9])
 def test_a_floor_that_is_too_high_is_left(rng, order, queries):

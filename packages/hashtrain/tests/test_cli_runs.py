@@ -39,6 +39,7 @@ def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, 
     assert {(line["hasher"], line["layer"]) for line in lines} == {(name, n) for name in last["mean"] for n in (0, 1)}
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_what_the_metrics_get(folder, tmp_path):
     pytest.importorskip("tensorboard", reason="hashtrain[tensorboard] is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -113,6 +114,7 @@ def test_a_model_that_does_not_fit_is_run_layer_by_layer_to_the_same_bits(folder
     assert "uv pip install './packages/hashtrain[offload]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_streamed_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch):
     kinds = ("--only", "planes", "--contexts", "3", "--steps", "6", "--stream", "--checkpoint-seconds", "0")
     assert main(command(folder, tmp_path / "whole", *kinds)) == 0

@@ -79,6 +79,7 @@ def test_two_ranks_that_share_rows_train_as_one_process(arguments, alone, tmp_pa
     assert files != alone[1], "the second process had no part in it"
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_shared_evenly_are_one_sentence(arguments, tmp_path):
     assert run_two([*arguments, "--out", str(tmp_path / "run"), "--spread", "data", "--rows", "63"]) == [2, 2]
     assert not (tmp_path / "run").exists()

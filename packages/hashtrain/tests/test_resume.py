@@ -111,6 +111,7 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     assert stored(out) == uninterrupted
 
 
+@pytest.mark.slow
 def test_a_second_start_hashes_no_weights_and_reads_no_text(arguments, uninterrupted, tmp_path, monkeypatch):
     out, weights = tmp_path / "run", Path(arguments[1]) / "model.safetensors"
 
@@ -131,6 +132,7 @@ def test_a_second_start_hashes_no_weights_and_reads_no_text(arguments, uninterru
     assert stored(out) == uninterrupted
 
 
+@pytest.mark.slow
 def test_files_of_other_settings_are_not_reused(arguments, uninterrupted, tmp_path, monkeypatch):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -152,6 +154,7 @@ def test_a_damaged_capture_file_is_made_anew(arguments, uninterrupted, tmp_path)
     assert stored(out) == uninterrupted
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_one_sentence(arguments, tmp_path, capsys):
     with locked(tmp_path / "run"):
         assert main([*arguments, "--out", str(tmp_path / "run")]) == 2

@@ -208,6 +208,7 @@ def test_bf16_trains_as_well_and_keeps_its_weights_in_float32():
     assert found["bf16"] != found["fp32"], "autocast was not on"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("variant", "at"), [("planes", 1), ("planes", 37), ("paper", 20), ("transform", 30), ("transform", 31)]
 )

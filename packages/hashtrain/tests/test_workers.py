@@ -30,6 +30,7 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
 def test_workers_have_imported_what_they_need_before_they_are_forked():
     """In a new process: in this one, other tests may have started the server with other imports."""
@@ -38,6 +39,7 @@ def test_workers_have_imported_what_they_need_before_they_are_forked():
     assert said_by(code) == ["[True, True]"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
 def test_what_workers_are_forked_from_starts_early_and_leaves_ctrl_c_to_its_parent():
     """Interrupted in its imports it would print a traceback."""

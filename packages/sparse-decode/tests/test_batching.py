@@ -90,6 +90,7 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", slow_but(("llama", "gpt_oss"), QUICK))
 def test_a_full_budget_gives_the_tokens_of_the_batch_without_us(family):
     model = tiny_model(family)
@@ -100,6 +101,7 @@ def test_a_full_budget_gives_the_tokens_of_the_batch_without_us(family):
     assert batch(model) == before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "budget"),
     slow_but([(x, FEWEST) for x in QUICK], [*((x, FEWEST) for x in UNUSUAL), *((x, QUARTER) for x in QUICK)]),
@@ -117,6 +119,7 @@ def test_requests_together_are_answered_as_alone(family, budget):
     assert alone(model) != expected, "too easy a case to tell"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("budget", "options"),
     [
@@ -137,6 +140,7 @@ def test_other_budgets_and_rows(budget, options):
         assert attachment.counts() == counts
 
 
+@pytest.mark.slow
 def test_a_manager_that_is_kept_answers_from_a_warm_cache(calls):
     model = tiny_model()
     with sparse(model) as attachment:
@@ -162,6 +166,7 @@ def test_requests_whose_blocks_are_taken_go_on_as_before(family, calls):
     assert any(len(x.initial_tokens) > x._true_initial_tokens for x in again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(("gpt_oss",), ("llama", "gpt_oss")))
 def test_offloaded_blocks_come_back_with_their_codes(family, calls, monkeypatch):
     model, empty = tiny_model(family), torch.empty
@@ -228,6 +233,7 @@ def opened(model, **config):
     manager.destroy()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("page", [16, 24])
@@ -322,6 +328,7 @@ def test_another_kind_of_manager_is_refused(name, other, monkeypatch):
         assert model.config._attn_implementation == NAMES["sdpa"]
 
 
+@pytest.mark.slow
 def test_an_open_manager_has_the_attention_for_itself():
     model = tiny_model()
     with sparse(model, Budget(1.0)) as attachment:
@@ -345,6 +352,7 @@ def test_an_open_manager_has_the_attention_for_itself():
     assert alone(model) == expected
 
 
+@pytest.mark.slow
 def test_a_manager_from_before_is_refused():
     model = tiny_model()
     batch(model, kept=True)
@@ -415,6 +423,7 @@ def answers(manager, names):
     return [found[name] for name in names]
 
 
+@pytest.mark.slow
 def test_the_attention_stays_while_any_manager_is_open():
     model = tiny_model()
     with sparse(model):
@@ -435,6 +444,7 @@ def test_the_attention_stays_while_any_manager_is_open():
         assert alone(model) == expected
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", [{"block": False}, {"timeout": 0}], ids=str)
 def test_the_attention_stays_until_the_thread_ends(how):
     """The manager is kept: otherwise transformers takes the cache away from a thread that still runs."""
@@ -482,6 +492,7 @@ def test_what_cannot_be_stopped_in_a_pause_goes_on():
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("end", ["destroy", "stop", "garbage", "detach"])
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_manager_that_was_never_started_lets_go_of_the_attention(end, warm):
@@ -586,6 +597,7 @@ def test_a_step_leaves_nothing_behind(monkeypatch):
         manager.stop()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", slow_but(("llama",), ("llama", "gpt_oss")))
 @pytest.mark.parametrize("blocks", [BATCHING["num_blocks"], FEW])
 def test_a_cancelled_request_frees_its_blocks_and_changes_no_other(family, blocks, monkeypatch):

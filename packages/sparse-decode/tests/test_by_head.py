@@ -274,6 +274,7 @@ def test_a_rank_takes_the_shares_of_its_heads():
     assert shard_hasher(Hasher(HasherConfig("lsh", ModelShape(2, 8, 4, 16))), 0, 2).head_shares == ()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["plain", "padded", "static", "host", "beam"])
 def test_a_step_of_a_gpu_waits_for_nothing(kind):
     even = beyond_dense("llama", "transform", kind=kind)

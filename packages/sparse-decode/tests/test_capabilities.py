@@ -32,6 +32,7 @@ VISION = dict(
 )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "family", ["falcon_h1", "lfm2", "jamba", "qwen3_next", "persimmon", "gpt_neox", "gpt2", "bart", "phi", "minimax"]
 )

@@ -111,6 +111,7 @@ def test_a_text_that_the_model_ends_early_is_explained(folder, tmp_path, ends, m
     assert ("speed and density are of the tokens after the first" in said) == (ends == 0)
 
 
+@pytest.mark.slow
 def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, capsys):
     text = "".join(f"def name_{i}(x): return x * {i}\n" for i in range(100_000))
     (tmp_path / "long.txt").write_text(text)

@@ -35,6 +35,7 @@ def calibrated(hasher):
     return hasher
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("variant", "remainder"), [("planes", False), ("transform", True), ("lsh", True), ("paper", False)]
 )

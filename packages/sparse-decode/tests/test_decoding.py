@@ -55,6 +55,7 @@ def make_cache(kind, model):
     return Cache(layers=[layer() for _ in range(model.config.num_hidden_layers)])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("kind", "family"),
@@ -84,6 +85,7 @@ def test_a_static_cache_works_with_every_selector(selector, monkeypatch):
         assert torch.equal(run(model, ids, mask, cache_implementation="static"), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["static", "lossless"])
 def test_other_caches_keep_the_remainder(kind, way):
@@ -215,6 +217,7 @@ def test_chunked_prefill_compiled_from_the_first_call(graphs):
         assert torch.equal(run(model, ids, mask, past_key_values=attachment.prepare(cache), **options), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [{"max_decode_rows": 32}, {"sparse_rows": 40}])
 @pytest.mark.parametrize("helper", ["assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"])
 def test_assisted_decoding_gives_the_greedy_tokens(helper, rows, monkeypatch):

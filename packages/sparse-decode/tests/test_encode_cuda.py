@@ -120,6 +120,7 @@ def nearly_equal(ours, theirs):
     return (hashcore.unpack(ours) != hashcore.unpack(theirs)).double().mean() < 2e-3
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("batch", "tokens", "dtype", "order", "per_query_head"),
@@ -139,6 +140,7 @@ def test_codes_and_planes_are_those_of_the_reference_and_nearly_of_the_layer(
     assert encode_weights.found_in(layer).planes[per_query_head] == weights
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("variant", "planes", "bits"), FORMS)
 def test_every_number_of_planes_and_bits_is_exact_in_every_order_of_threads(variant, planes, bits):
     layer = layer_of(variant, 64, bits, 24, planes, heads=(2, 1))
@@ -178,6 +180,7 @@ def test_numbers_that_are_rounding_errors_alone_are_those_of_the_reference(varia
     assert not any(nearly_equal(a, b) for a, b in zip(expected, theirs, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["transform", "lsh", "paper"])
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_keys_alone_and_queries_alone_are_those_of_the_step(name, per_query_head):
@@ -208,6 +211,7 @@ def test_weights_of_16_bits_give_the_bits_of_the_same_numbers_in_32(name):
     assert torch.equal(narrow[1], expected_planes(layer, q, False))
 
 
+@pytest.mark.slow
 def test_the_heads_of_a_group_meet_again_and_again():
     """The last head of a group leaves what they count in at 0, whichever head it is."""
     layer = case("transform")

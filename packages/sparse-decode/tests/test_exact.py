@@ -12,6 +12,7 @@ from sparse_decode_exact import POOR, attached, prompt
 from transformers import DynamicCache, TextStreamer
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", slow_but(QUICK, UNUSUAL))
 def test_greedy_text_is_the_dense_one(family):
     model, ids, found = tiny_model(family), prompt(), []
@@ -89,6 +90,7 @@ def test_length_ends_a_text_where_it_ends_the_dense_one(tokens):
         assert torch.equal(generate(model, ids, new_tokens=tokens), dense)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("budget", [POOR, Budget(1.0)])
 @pytest.mark.parametrize("at", range(1, 12))
 def test_any_stop_criterion_and_the_end_token_stop_where_they_stop_the_dense_text(at, budget):
@@ -155,6 +157,7 @@ def test_a_text_goes_on_behind_a_cache():
             generate(model, dense[:, 59:60], torch.ones(1, 60), new_tokens=2, past_key_values=cache)
 
 
+@pytest.mark.slow
 def test_threads_draft_each_for_itself():
     model = tiny_model()
     texts = [prompt(40, seed) for seed in range(4)]

@@ -50,6 +50,7 @@ def answers(monkeypatch):
     return read
 
 
+@pytest.mark.slow
 def test_the_command_generates_there_in_bfloat16(answers, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text("def f(x): return x\n" * 20)
     config = config_of("llama")

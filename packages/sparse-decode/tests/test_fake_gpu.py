@@ -69,6 +69,7 @@ EAGER = ("gemma2", "gpt_oss")
 """Families with eager attention, whose masks hold numbers."""
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", slow_but(("llama", "gpt_oss"), FAMILIES))
 def test_an_attached_prompt_waits_only_to_look_at_masks_of_numbers(family, kind):
@@ -95,6 +96,7 @@ def test_an_attached_prompt_waits_only_to_look_at_masks_of_numbers(family, kind)
     assert asking == ["visible_rows"] * looks
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", ["planes", "transform"])
 @pytest.mark.parametrize("kind", ["plain", "padded", "static", "beam"])
 def test_a_step_does_nothing_in_host_memory(variant, kind):
@@ -107,6 +109,7 @@ def test_a_step_does_nothing_in_host_memory(variant, kind):
     assert found.on_host == found.copies == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("variant", ["lsh", "paper", "planes", "transform"])
 def test_a_selector_made_elsewhere_is_placed_when_it_is_used(variant, inference):
@@ -221,6 +224,7 @@ COMPILED = *(("llama", variant, False) for variant in OF_LLAMA), *((family, "tra
 QUICK = COMPILED[0], COMPILED[4], COMPILED[-1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "variant", "remainder"), slow_but(QUICK, COMPILED))
 def test_a_compiled_step_of_a_gpu_is_one_graph_on_it(family, variant, remainder):
     """torch.compile takes it whole, waits for nothing, and finds operators alone, none of them in host memory."""
@@ -276,6 +280,7 @@ def test_a_shortlist_is_two_launches_more():
     assert (more["launches"] - less["launches"], more["operators"] - less["operators"]) == (2, 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("variant", ["linear", "lsh", "paper", "planes"])
 def test_every_hasher_of_ours_is_hashed_in_one_launch(variant, per_query_head):

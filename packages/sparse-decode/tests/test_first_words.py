@@ -100,6 +100,7 @@ def test_generation_with_them_is_generation_without(monkeypatch, kept):
     assert torch.equal(*texts)  # a list of so few tokens is everything
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("name", ["planes-256", "transform", "lsh", "paper"])
 def test_the_kernel_that_hashes_a_key_writes_its_first_word_twice(name, per_query_head):
@@ -121,6 +122,7 @@ def test_the_kernel_that_hashes_a_key_writes_its_first_word_twice(name, per_quer
     assert torch.equal(cpus[:, :, 4:7], again[:, :, 4:7, 0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["plain", "host", "beam"])
 def test_a_search_of_a_gpu_gets_them_side_by_side(kind, monkeypatch):
     """The key is hashed in a launch of its own then, as it always is where keys are in host memory."""

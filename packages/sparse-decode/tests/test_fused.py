@@ -242,6 +242,7 @@ def counted(monkeypatch):
 CHANGES = [(family, change) for family in ("llama", "gemma2", "gpt_oss") for change in ("nothing", "beams", "copy")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("family", "change"), [*CHANGES, ("llama", "crop"), ("qwen3", "crop")])  # windows cannot crop
 def test_generation_with_and_without(family, change, monkeypatch):
     model, (ids, _) = tiny_model(family), prompts((40, 40))

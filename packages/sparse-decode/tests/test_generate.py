@@ -41,6 +41,7 @@ FIRST = next(iter(WAYS))
 QUICKLY = [(family, way) for family in QUICK for way in WAYS]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "way"), slow_but(QUICKLY, [*QUICKLY, *((x, FIRST) for x in FAMILIES if x not in QUICK)])
 )

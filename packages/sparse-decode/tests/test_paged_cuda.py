@@ -86,6 +86,7 @@ def between_ends(n, budget):
     return [*range(min(budget.sink, n), max(n - budget.recent, min(budget.sink, n)))]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [16, 32, 128])
 @pytest.mark.parametrize("name", BUDGETS)
 def test_the_selection_is_that_of_the_cpu(name, size, simulated):
@@ -116,6 +117,7 @@ def test_a_step_is_that_of_the_cpu(name, simulated):
     assert run.kernels == [*search, "gather", "combine"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 def test_pages_change_no_bit_of_attention(order, dtype, simulated):

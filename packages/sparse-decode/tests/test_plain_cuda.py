@@ -48,6 +48,7 @@ class Layer:
         return self.plan.attend(AttentionArgs(q, *given))[0]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("variant", ["transform", "planes", "lsh", "paper", "linear"])
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -68,6 +68,7 @@ def test_bytes_of_values_that_are_not_read_are_not_counted():
     assert one.codes == third.codes
 
 
+@pytest.mark.slow
 def test_a_compiled_step_reads_the_share_too():
     torch._dynamo.reset()
     model, ids = tiny_model(), torch.randint(1, 60, (1, 44), generator=torch.Generator().manual_seed(0))
