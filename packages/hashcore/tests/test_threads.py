@@ -1,7 +1,5 @@
-"""Compiling and running kernels: results do not depend on the threads, and the cache never serves old code."""
+"""Compiling and running kernels: results do not depend on the threads."""
 
-import ast
-import pathlib
 import threading
 import time
 
@@ -9,12 +7,10 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore.cpu import score_kernels, search_kernels, select_kernels, threads
+from hashcore.cpu import threads
 from hashcore_samples import assert_same, on_threads, random_codes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-NOT_COMPILED = {"layout.py", "threads.py", "team.py"}
 
 
 @pytest.mark.usefixtures("real_threads")
@@ -125,41 +121,3 @@ def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, s
     assert most == setting
     assert 1 <= count <= most
     assert count == most or count * threads.GRAIN <= max(work, threads.GRAIN) < (count + 1) * threads.GRAIN
-
-
-def _local_files(path):
-    """Return a file of hashcore.cpu and those that it imports from there, directly or through others."""
-    found, left = set(), {path}
-    while left:
-        found |= left
-        trees = [ast.parse(file.read_text(encoding="utf-8")) for file in left]
-        froms = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        names = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
-        names |= {str(node.module) for node in froms}
-        left = {path.with_name(name.removeprefix("hashcore.cpu.") + ".py") for name in names} - found
-        left = {file for file in left if file.is_file() and file.name not in NOT_COMPILED}
-    return found
-
-
-@pytest.mark.parametrize("kernels", [score_kernels, select_kernels, search_kernels], ids=lambda module: module.__name__)
-def test_the_compilers_cache_looks_at_every_file_that_a_kernel_is_made_of(kernels, monkeypatch):
-    """numba's key holds what a function closes over: the digest of these files."""
-    assert set(kernels.SOURCES) == _local_files(pathlib.Path(kernels.__file__))
-    before, read = threads.digest(kernels.SOURCES), pathlib.Path.read_bytes
-    tasks = {value for name, value in vars(kernels).items() if name.endswith("_tasks") and name != "_tasks"}
-    own = [task for task in tasks if task.__module__ == kernels.__name__]
-    assert own
-    assert all(before in [cell.cell_contents for cell in task.__closure__] for task in own)
-    for file in kernels.SOURCES:
-        with monkeypatch.context() as patch:
-            patch.setattr(pathlib.Path, "read_bytes", lambda self, file=file: read(self) + b"#" * (self == file))
-            assert threads.digest(kernels.SOURCES) != before
-    with monkeypatch.context() as patch:
-        patch.setattr(pathlib.Path, "read_bytes", lambda self: (_ for _ in ()).throw(NotADirectoryError()))
-        assert threads.digest(kernels.SOURCES) == threads.NO_SOURCES
-
-
-def test_a_kernel_runs_where_its_sources_cannot_be_read():
-    empty = np.zeros(64, np.int64)
-    kernel = threads.compiled(score_kernels._tasks(threads.NO_SOURCES))
-    assert kernel(0, 0, empty, empty.reshape(1, 64), 0, 0, 0) == 0

@@ -1,9 +1,5 @@
 """The gathered attention against its reference, and what it must not read."""
 
-import hashlib
-import importlib
-import pathlib
-
 import numba
 import numpy as np
 import pytest
@@ -13,7 +9,7 @@ from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attend, attend_reference
-from sparse_decode.attention import attend_kernels, intrinsics, softmax
+from sparse_decode.attention import attend_kernels, softmax
 from sparse_decode.attention.attend_inputs import LeftOut
 from sparse_decode.attention.attend_kernels import TILE
 from sparse_decode.attention.attend_torch import attention_weights
@@ -392,11 +388,3 @@ def test_wrong_arguments_are_named():
         attend(q, k, v, indices, 0.3, softcap=0.0)
     with pytest.raises(ValueError, match=r"sinks must be one logit per query head, shape \(6,\), got \(2,\)"):
         attend(q, k, v, indices, 0.3, sinks=torch.zeros(2))
-
-
-@pytest.mark.parametrize("module", ["hashing.encode", "pages.page_kernels"])
-def test_a_change_of_the_intrinsics_changes_the_files_that_the_compiler_cache_looks_at(module):
-    text = pathlib.Path(intrinsics.__file__).read_text(encoding="utf-8")
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    kernels = importlib.import_module(f"sparse_decode.{module}")
-    assert digest == kernels.INTRINSICS, f"intrinsics.py has changed: INTRINSICS of {module}.py is now {digest}"

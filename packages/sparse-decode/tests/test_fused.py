@@ -159,7 +159,7 @@ def test_real_threads_change_nothing(monkeypatch):
 
 def in_another_order(kernel, steps, workers, given, own=threads.run):
     """Run the tasks of six heads, of which four attend before they have been selected for."""
-    if kernel is not fused_kernels.kernel():
+    if kernel is not fused_kernels.tasks:
         return own(kernel, steps, workers, given)
     assert steps == 12
     return [threads.compiled(kernel)(at, at + 1, *given) for at in (0, 6, 7, 1, 2, 8, 11, 10, 9, 3, 4, 5)]
@@ -457,18 +457,6 @@ def test_weights_that_are_replaced_or_written_to_count_at_once():
         ours, theirs = both.step(q, k, v)
         assert_alike(ours, theirs)
         assert not torch.equal(ours, before)
-
-
-def test_the_compilers_cache_looks_at_all_that_is_compiled_in(monkeypatch):
-    """numba's key holds what a function closes over: the digest of every file that this kernel is made of."""
-    before = fused_kernels.kernel()
-    assert before.__closure__ is not None
-    read = Path.read_bytes
-    for name in ("attend_kernels.py", "calls.py", "launch_plan.py", "intrinsics.py", "parts.py"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "read_bytes", lambda self, name=name: read(self) + b"#" * (self.name == name))
-            after = fused_kernels.kernel.__wrapped__()
-        assert after.__closure__[0].cell_contents != before.__closure__[0].cell_contents, name
 
 
 def test_codes_are_hashed_by_the_encoder_where_there_is_no_room():

@@ -4,13 +4,9 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import intrinsics, launch_plan, parts, score_vectors, threads
 from hashcore.cpu.intrinsics import LANES, memory, stay_a_function, word_at
 from hashcore.cpu.launch_plan import (
     BLOCK,
@@ -33,9 +29,6 @@ from hashcore.cpu.score_vectors import TILE_KEYS, score_columns, score_pairs, tr
 
 QUARTER = LANES // 4  # pages with a multiple of this many keys, and a power of 2, are read in place; others are copied
 # Constants are passed as np.int64(...), because numba compiles a function again for every literal argument.
-_OTHERS = (intrinsics, launch_plan, parts, score_vectors)
-SOURCES = (Path(__file__), *(Path(part.__file__) for part in _OTHERS))
-"""The files that these kernels are made of."""
 
 
 @inner
@@ -109,46 +102,39 @@ def _address(x):
     return np.int64(x.ctypes.data)  # numba frees x after its last use, so x must be used later than the address
 
 
-def _tasks(digest: str) -> Callable[..., int]:
-    def score_tasks(
-        first: int, last: int, header: NDArray[np.int64], rows: NDArray[np.int64], query: int, keys: int, out: int
-    ) -> int:
-        """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32.
+def score_tasks(
+    first: int, last: int, header: NDArray[np.int64], rows: NDArray[np.int64], query: int, keys: int, out: int
+) -> int:
+    """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32.
 
-        header and rows are those of a plan; query, keys and out are the addresses to which its offsets are added.
-        """
-        assert digest  # makes it part of the key of numba's cache
-        n, step = header[N], header[STEP]
-        weights, own, tile, codes = _operands(header, BLOCK)
-        places, buffers = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
-        buffer = np.empty((BLOCK, TILE_KEYS), np.int32)
-        for r in range(BLOCK):
-            buffers[r] = _address(buffer[r])
-        chunks = (n + CHUNK - 1) // CHUNK
-        for task in range(first, last):
-            low = task % chunks * CHUNK
-            size = min(CHUNK, n - low)
-            whole = size // TILE_KEYS * TILE_KEYS
-            row = task // chunks * BLOCK
-            end = min(row + BLOCK, len(rows))
-            while row < end:
-                same = np.int64(0)
-                while row + same < end and rows[row + same, KEYS_AT] == rows[row, KEYS_AT]:
-                    _copy_planes(query + rows[row + same, QUERY], header, own[same])
-                    places[same] = out + rows[row + same, OUT] + 4 * low
-                    same += 1
-                place = keys + rows[row, KEYS_AT] + low * step
-                _score(place, codes, whole, tile, weights, own, np.int64(0), same, places, buffer)
-                if whole < size:
-                    place += whole * step
-                    _score(place, codes, size - whole, tile, weights, own, np.int64(0), same, buffers, buffer)
-                    for r in range(same):
-                        o = memory(places[r] + 4 * whole, size - whole, buffer)
-                        copy(buffer[r, : len(o)], o)
-                row += same
-        return 0
-
-    return score_tasks
-
-
-score_tasks: Callable[..., int] = _tasks(threads.digest(SOURCES))
+    header and rows are those of a plan; query, keys and out are the addresses to which its offsets are added.
+    """
+    n, step = header[N], header[STEP]
+    weights, own, tile, codes = _operands(header, BLOCK)
+    places, buffers = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    buffer = np.empty((BLOCK, TILE_KEYS), np.int32)
+    for r in range(BLOCK):
+        buffers[r] = _address(buffer[r])
+    chunks = (n + CHUNK - 1) // CHUNK
+    for task in range(first, last):
+        low = task % chunks * CHUNK
+        size = min(CHUNK, n - low)
+        whole = size // TILE_KEYS * TILE_KEYS
+        row = task // chunks * BLOCK
+        end = min(row + BLOCK, len(rows))
+        while row < end:
+            same = np.int64(0)
+            while row + same < end and rows[row + same, KEYS_AT] == rows[row, KEYS_AT]:
+                _copy_planes(query + rows[row + same, QUERY], header, own[same])
+                places[same] = out + rows[row + same, OUT] + 4 * low
+                same += 1
+            place = keys + rows[row, KEYS_AT] + low * step
+            _score(place, codes, whole, tile, weights, own, np.int64(0), same, places, buffer)
+            if whole < size:
+                place += whole * step
+                _score(place, codes, size - whole, tile, weights, own, np.int64(0), same, buffers, buffer)
+                for r in range(same):
+                    o = memory(places[r] + 4 * whole, size - whole, buffer)
+                    copy(buffer[r, : len(o)], o)
+            row += same
+    return 0

@@ -4,13 +4,9 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import collect_kernels, paged_kernels, score_kernels, select_kernels, shortlist_kernels, threads
 from hashcore.cpu.collect_kernels import AT, FIRST_FLOOR, FLOOR, FROM, KEPT, PAGES, TO, WANTED, _collect
 from hashcore.cpu.intrinsics import memory, prefetch, stay_a_function
 from hashcore.cpu.launch_plan import (
@@ -38,13 +34,6 @@ from hashcore.cpu.select_kernels import LEVEL, _entry, _write
 from hashcore.cpu.shortlist_kernels import _collect_short, _short, _shorten
 
 RUN = 64  # consecutive keys of a sample
-_PARTS = (collect_kernels, paged_kernels, shortlist_kernels)
-SOURCES = (
-    *(Path(file) for file in (__file__, *(part.__file__ for part in _PARTS))),
-    *score_kernels.SOURCES,
-    *select_kernels.SOURCES,
-)
-"""The files that these kernels are made of."""
 
 
 @inner
@@ -101,98 +90,87 @@ def _misled(state, rows, parts):
     return np.int64(0), np.int64(0)
 
 
-def _tasks(digest: str) -> tuple[Callable[..., int], Callable[..., int]]:
-    def search_tasks(
-        first: int,
-        last: int,
-        header: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        table: NDArray[np.int64],
-        query: int,
-        keys: int,
-        scores: int,
-        indices: int,
-    ) -> int:
-        """Search in tasks [first, last), each a block of rows x a part of the keys.
+def search_tasks(
+    first: int,
+    last: int,
+    header: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    table: NDArray[np.int64],
+    query: int,
+    keys: int,
+    scores: int,
+    indices: int,
+) -> int:
+    """Search in tasks [first, last), each a block of rows x a part of the keys.
 
-        header, rows and table are those of a plan; query and keys are the addresses to which its offsets are added.
-        Row r sees keys [low, high), with scores in 0..top. The best k of each part are written to int32 and int64
-        [parts, rows, WIDTH] at the addresses scores and indices, in ascending index order or, if best, highest score
-        first. With a shortlist, only keys on it are selected.
-        """
-        assert digest  # makes it part of the key of numba's cache
-        n, top, width = header[N], header[TOP], header[WIDTH]
-        room, block, parts = header[ROOMY], header[ROWS], header[PARTS]
-        best = header[BEST] and parts == 1  # several parts are merged before sorting
-        weights, own, tile, codes = _operands(header, block)
-        histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
-        buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
-        kept, state = np.empty((block, room), np.uint64), np.zeros((block, 9), np.int64)
-        pages = _pages(header, table)
-        short, work = _short(block, weights, header), (tile, places, buffer, kept, histogram, top)
-        for r in range(block):
-            places[r] = _address(buffer[r])
-        for task in range(first, last):
-            part, row0 = task % parts, task // parts * block
-            a, b, count = n * part // parts, n * (part + 1) // parts, min(block, len(rows) - row0)
-            for r in range(count):
-                row = rows[row0 + r]
-                at, end = max(a, row[LOW]), max(a, min(b, row[HIGH]))
-                _copy_planes(query + row[QUERY], header, own[r])
-                state[r, AT], state[r, FROM], state[r, TO] = keys + row[KEYS_AT], at, end
-                state[r, WANTED], state[r, KEPT], state[r, PAGES] = min(row[K], max(0, end - at)), 0, row[TABLE]
-                if header[SHORTLIST]:
-                    _shorten(r, row, header, state, codes, own, weights, short, work)
-                if state[r, FIRST_FLOOR] == 0:
-                    state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top, pages)
-            ends = np.int64(0), count
-            while ends[0] < ends[1]:
-                if header[PAGE]:
-                    _collect_paged(ends[0], ends[1], a, b, state, codes, own, weights, pages, work)
-                elif header[SHORTLIST]:
-                    _collect_short(ends[0], ends[1], a, b, state, codes, own, weights, short, work)
-                else:
-                    _collect(
-                        ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top
-                    )
-                ends = _misled(state, count, parts)
-            for r in range(count):
-                found, wanted, floor = state[r, KEPT], min(state[r, WANTED], state[r, KEPT]), state[r, FLOOR]
-                place = (part * len(rows) + row0 + r) * width
-                out = memory(scores + 4 * place, width, histogram), memory(indices + 8 * place, width, places)
-                _write(kept[r], found, wanted, floor, best, top, histogram, out[0], out[1])
-        return 0
-
-    def merge_tasks(
-        first: int,
-        last: int,
-        part_scores: NDArray[np.int32],
-        part_indices: NDArray[np.int64],
-        k: NDArray[np.int64],
-        top: int,
-        best: int,
-        scores: NDArray[np.int32],
-        indices: NDArray[np.int64],
-    ) -> int:
-        """Select, for rows [first, last), the best k[row] of the parts' results from search_tasks."""
-        assert digest  # makes it part of the key of numba's cache
-        parts, _, width = part_scores.shape
-        histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
-        kept = np.empty(parts * width, np.uint64)
-        for row in range(first, last):
-            count = np.int64(0)
-            for part in range(parts):
-                for i in range(min(k[row], width)):
-                    if part_indices[part, row, i] < 0:
-                        break
-                    kept[count] = _entry(part_scores[part, row, i], part_indices[part, row, i])
-                    count += 1
-            _write(kept, count, min(count, k[row]), np.int64(0), best, top, histogram, scores[row], indices[row])
-        return 0
-
-    return search_tasks, merge_tasks
+    header, rows and table are those of a plan; query and keys are the addresses to which its offsets are added.
+    Row r sees keys [low, high), with scores in 0..top. The best k of each part are written to int32 and int64
+    [parts, rows, WIDTH] at the addresses scores and indices, in ascending index order or, if best, highest score
+    first. With a shortlist, only keys on it are selected.
+    """
+    n, top, width = header[N], header[TOP], header[WIDTH]
+    room, block, parts = header[ROOMY], header[ROWS], header[PARTS]
+    best = header[BEST] and parts == 1  # several parts are merged before sorting
+    weights, own, tile, codes = _operands(header, block)
+    histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
+    buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
+    kept, state = np.empty((block, room), np.uint64), np.zeros((block, 9), np.int64)
+    pages = _pages(header, table)
+    short, work = _short(block, weights, header), (tile, places, buffer, kept, histogram, top)
+    for r in range(block):
+        places[r] = _address(buffer[r])
+    for task in range(first, last):
+        part, row0 = task % parts, task // parts * block
+        a, b, count = n * part // parts, n * (part + 1) // parts, min(block, len(rows) - row0)
+        for r in range(count):
+            row = rows[row0 + r]
+            at, end = max(a, row[LOW]), max(a, min(b, row[HIGH]))
+            _copy_planes(query + row[QUERY], header, own[r])
+            state[r, AT], state[r, FROM], state[r, TO] = keys + row[KEYS_AT], at, end
+            state[r, WANTED], state[r, KEPT], state[r, PAGES] = min(row[K], max(0, end - at)), 0, row[TABLE]
+            if header[SHORTLIST]:
+                _shorten(r, row, header, state, codes, own, weights, short, work)
+            if state[r, FIRST_FLOOR] == 0:
+                state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top, pages)
+        ends = np.int64(0), count
+        while ends[0] < ends[1]:
+            if header[PAGE]:
+                _collect_paged(ends[0], ends[1], a, b, state, codes, own, weights, pages, work)
+            elif header[SHORTLIST]:
+                _collect_short(ends[0], ends[1], a, b, state, codes, own, weights, short, work)
+            else:
+                _collect(ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top)
+            ends = _misled(state, count, parts)
+        for r in range(count):
+            found, wanted, floor = state[r, KEPT], min(state[r, WANTED], state[r, KEPT]), state[r, FLOOR]
+            place = (part * len(rows) + row0 + r) * width
+            out = memory(scores + 4 * place, width, histogram), memory(indices + 8 * place, width, places)
+            _write(kept[r], found, wanted, floor, best, top, histogram, out[0], out[1])
+    return 0
 
 
-search_tasks: Callable[..., int]
-merge_tasks: Callable[..., int]
-search_tasks, merge_tasks = _tasks(threads.digest(SOURCES))
+def merge_tasks(
+    first: int,
+    last: int,
+    part_scores: NDArray[np.int32],
+    part_indices: NDArray[np.int64],
+    k: NDArray[np.int64],
+    top: int,
+    best: int,
+    scores: NDArray[np.int32],
+    indices: NDArray[np.int64],
+) -> int:
+    """Select, for rows [first, last), the best k[row] of the parts' results from search_tasks."""
+    parts, _, width = part_scores.shape
+    histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
+    kept = np.empty(parts * width, np.uint64)
+    for row in range(first, last):
+        count = np.int64(0)
+        for part in range(parts):
+            for i in range(min(k[row], width)):
+                if part_indices[part, row, i] < 0:
+                    break
+                kept[count] = _entry(part_scores[part, row, i], part_indices[part, row, i])
+                count += 1
+        _write(kept, count, min(count, k[row]), np.int64(0), best, top, histogram, scores[row], indices[row])
+    return 0

@@ -4,22 +4,17 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import intrinsics, launch_plan, parts, threads
 from hashcore.cpu.intrinsics import LANES, at_least, lowest_bit, memory, popcount, stay_a_function
 from hashcore.cpu.launch_plan import MORE
 from hashcore.cpu.parts import hot, inner
 
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first with bins of 256 scores
 LAST, INDEX = np.uint64(1 << 63), np.uint64((1 << 48) - 1)
-SOURCES = tuple(Path(file) for file in (__file__, intrinsics.__file__, launch_plan.__file__, parts.__file__))
-"""The files that these kernels are made of."""
 
 
 @hot
@@ -204,40 +199,33 @@ def _sort(kept, wanted, base, top, histogram, scores, indices):
     scores[end], indices[end] = last >> np.uint64(48), last & INDEX
 
 
-def _tasks(digest: str) -> Callable[..., int]:
-    def topk_tasks(
-        first: int,
-        last: int,
-        scores: NDArray[np.int64],
-        k: NDArray[np.int64],
-        low: NDArray[np.int64],
-        high: NDArray[np.int64],
-        values: NDArray[Any],
-        indices: NDArray[np.int64],
-    ) -> int:
-        """Select from rows [first, last), whose addresses are in `scores`."""
-        assert digest  # makes it part of the key of numba's cache
-        histogram = np.empty(4 * LEVEL, np.int32)
-        for row in range(first, last):
-            if low[row] == high[row]:
-                continue
-            s = memory(scores[row] + low[row] * values.itemsize, high[row] - low[row], values)
-            smallest = largest = s[0]  # (1)
-            for i in range(len(s)):
-                smallest = min(smallest, s[i])
-                largest = max(largest, s[i])
-            # Differences are taken modulo 2^64: right for every integer type, signed or not.
-            span = np.uint64(largest) - np.uint64(smallest)
-            wanted = min(k[row], len(s))
-            if wanted == 0:
-                continue
-            step, quota = _threshold(s, np.uint64(0), np.uint64(smallest), span, wanted, histogram)  # (2), (3)
-            _compact(s, s.dtype.type(np.uint64(smallest) + step), quota, indices[row], low[row])
-            for i in range(wanted):
-                values[row, i] = s[indices[row, i] - low[row]]
-        return 0
-
-    return topk_tasks
-
-
-topk_tasks: Callable[..., int] = _tasks(threads.digest(SOURCES))
+def topk_tasks(
+    first: int,
+    last: int,
+    scores: NDArray[np.int64],
+    k: NDArray[np.int64],
+    low: NDArray[np.int64],
+    high: NDArray[np.int64],
+    values: NDArray[Any],
+    indices: NDArray[np.int64],
+) -> int:
+    """Select from rows [first, last), whose addresses are in `scores`."""
+    histogram = np.empty(4 * LEVEL, np.int32)
+    for row in range(first, last):
+        if low[row] == high[row]:
+            continue
+        s = memory(scores[row] + low[row] * values.itemsize, high[row] - low[row], values)
+        smallest = largest = s[0]  # (1)
+        for i in range(len(s)):
+            smallest = min(smallest, s[i])
+            largest = max(largest, s[i])
+        # Differences are taken modulo 2^64: right for every integer type, signed or not.
+        span = np.uint64(largest) - np.uint64(smallest)
+        wanted = min(k[row], len(s))
+        if wanted == 0:
+            continue
+        step, quota = _threshold(s, np.uint64(0), np.uint64(smallest), span, wanted, histogram)  # (2), (3)
+        _compact(s, s.dtype.type(np.uint64(smallest) + step), quota, indices[row], low[row])
+        for i in range(wanted):
+            values[row, i] = s[indices[row, i] - low[row]]
+    return 0

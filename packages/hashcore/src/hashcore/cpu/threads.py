@@ -12,18 +12,17 @@ numba's own threading layer is not used: it is not safe to call from several thr
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 import functools
-import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import numba
 from numba.core.dispatcher import Dispatcher
 
 from hashcore.cpu import team
+from hashcore.cpu.compiler_cache import KernelCache
 
 GRAIN = 1 << 23
 """Popcounts, or 1/4 of the scores to select from, that justify a thread of ours: it takes up to 0.2 ms to start."""
@@ -81,21 +80,6 @@ def _helpers(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1), most()), "hashcore")
 
 
-NO_SOURCES = "no sources"
-
-
-def digest(files: Iterable[Path]) -> str:
-    """Return a digest of source files, or `NO_SOURCES` if one cannot be read.
-
-    A kernel that closes over the digest of the files that it is made of is compiled again when one of them changes:
-    numba's cache looks at the file of the kernel itself, and at what the kernel closes over.
-    """
-    try:
-        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    except OSError:  # no sources, as in a zip file: numba then has no cache either
-        return NO_SOURCES
-
-
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a kernel on first use, caching the machine code on disk for later processes.
@@ -105,9 +89,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     numba raises an error, and the kernel is compiled for this process only. This happens on first use and not at
     import, because choosing the folder writes to it.
     """
+    kernel: Any = numba.njit(nogil=True, no_cfunc_wrapper=True)(function)
     try:
-        return numba.njit(nogil=True, cache=True, no_cfunc_wrapper=True)(function)
+        kernel._cache = KernelCache(function)
     except RuntimeError as error:
         if "no locator available" not in str(error):
             raise
-        return numba.njit(nogil=True, no_cfunc_wrapper=True)(function)
+    return kernel

@@ -30,8 +30,6 @@ from sparse_decode.attention.intrinsics import pointer
 from sparse_decode.attention.lanes import LANES, MOST_ROWS, WIDTH
 from sparse_decode.attention.softmax import cap, greatest
 
-# Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "c7567366d46e38a0"
 CHUNK = 256
 """Tokens whose logits are in the cache at a time."""
 SPAN = 4 * CHUNK

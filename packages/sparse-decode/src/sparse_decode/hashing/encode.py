@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from sparse_decode.attention.compiled import run
 from sparse_decode.attention.intrinsics import prefetch
 
-INTRINSICS = "543d87cf432e7832"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
 MAX_TOKENS = 16
 """Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""
 TINY = np.finfo(np.float32).tiny

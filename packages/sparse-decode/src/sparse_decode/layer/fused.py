@@ -92,7 +92,7 @@ class FusedStep:
         at = 0 if own_sinks is None else own_sinks.data_ptr()
         shared = np.empty((tasks, most), np.int64), np.zeros(tasks, np.int64)
         given = form.values, *factors, *where, at, out.data_ptr(), sums, moments.length
-        done = threads.run(fused_kernels.kernel(), 2 * tasks, workers, (*given, *shared))
+        done = threads.run(fused_kernels.tasks, 2 * tasks, workers, (*given, *shared))
         if any(done):  # a query's weights are not finite: the general way raises the error
             return None
         if pending is not None:

@@ -8,22 +8,16 @@ kernels are compiled once for both ways.
 # numba is untyped.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportGeneralTypeIssues=false
 
-import functools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import hashcore.cpu.intrinsics
-import hashcore.cpu.parts
 import numba
 import numpy as np
 from hashcore.cpu import calls, launch_plan, search_kernels
 from hashcore.cpu.intrinsics import observe, publish
 from hashcore.cpu.parts import copy, inner
-from hashcore.cpu.threads import digest
 from numba import types
 
-from sparse_decode.attention import attend_kernels, intrinsics
+from sparse_decode.attention import attend_kernels
 from sparse_decode.attention.attend_kernels import _widen
 from sparse_decode.attention.intrinsics import pointer
 from sparse_decode.hashing import encode
@@ -90,16 +84,6 @@ def addresses(kind: int, remainder: bool) -> dict[str, int]:
     return found | ({"LEAN": calls.address(moment_kernels.tasks, _LEANED)} if remainder else {})
 
 
-@functools.cache
-def kernel() -> Callable[..., int]:
-    """Return the kernel, to be run by `hashcore.cpu.threads.run`.
-
-    It includes a digest of the files whose functions are compiled in, because numba's cache checks this file only.
-    """
-    others = attend_kernels, intrinsics, calls, launch_plan, hashcore.cpu.intrinsics, hashcore.cpu.parts
-    return _tasks_of(digest(Path(str(module.__file__)) for module in others))
-
-
 @inner
 def _line(x, address, kind):  # pragma: no cover - compiled
     """Read the row at an address into x, as float32."""
@@ -158,102 +142,98 @@ def _search(form, planes, codes, n, count, scores, indices):  # pragma: no cover
     _search_tasks(form[SEARCH], (0, 1, header, rows, np.empty(0, np.int64), *where))
 
 
-def _tasks_of(digest: str) -> Callable[..., int]:
-    def tasks(
-        first: int, last: int, form: Any, scaling: Any, softcap: Any, share: float, q_at: int, k_at: int,
-        v_at: int, code_at: int, n: int, reads: Any, pending: int, sinks_at: int, out_at: int, sums: Any, summed: int,
-        selected: Any, ready: Any,
-    ) -> int:  # pragma: no cover - compiled  # fmt: skip
-        """Run tasks [first, last) of 2 T, for T sequences and KV heads; return NOT_FINITE or 0.
+def tasks(
+    first: int, last: int, form: Any, scaling: Any, softcap: Any, share: float, q_at: int, k_at: int,
+    v_at: int, code_at: int, n: int, reads: Any, pending: int, sinks_at: int, out_at: int, sums: Any, summed: int,
+    selected: Any, ready: Any,
+) -> int:  # pragma: no cover - compiled  # fmt: skip
+    """Run tasks [first, last) of 2 T, for T sequences and KV heads; return NOT_FINITE or 0.
 
-        The first T tasks select and the others attend, so that threads which share an odd number of heads are busy for
-        the same time. No task waits for another: one that attends before its selection is ready selects itself.
+    The first T tasks select and the others attend, so that threads which share an odd number of heads are busy for
+    the same time. No task waits for another: one that attends before its selection is ready selects itself.
 
-        Args:
-            form: int64, in the order of FORM.
-            q_at, k_at, v_at, code_at, out_at: addresses of q [B, Hq, 1, D], k, v, codes, and out, float32
-                [B, 1, Hq, Dv].
-            n: number of tokens including the new one; reads: numbers of tokens that KV heads read, int64 [Hkv], or [1]
-                if all read as many.
-            pending: 1 if the last key has to be hashed.
-            sinks_at: address of learned sinks, float32 [Hq]; 0 for none.
-            sums: addresses of the sums of keys and values, levels and scales, over `summed` tokens; 0 for none.
-            selected: where indices are written, int64 [T, most reads]; ready: zeros, int64 [T].
-        """
-        assert digest  # makes it part of the key of numba's cache
-        hkv, group, dim, dim_v, kind = form[HKV], form[GROUP], form[DIM], form[DIM_V], form[KIND]
-        item, words, levels, heads = 2 if kind else 4, form[BITS] // 32, form[PLANES], len(ready)
-        sink, recent = min(form[SINK], n), form[RECENT]
-        end = max(n - recent, sink)
-        q, key = np.empty((1, group, 1, dim), np.float32), np.empty((1, 1, 1, dim), np.float32)
-        new = n - summed if form[REMAINDER] else 0
-        new_k, new_v = np.empty((1, 1, new, dim), np.float32), np.empty((1, 1, new, dim_v), np.float32)
-        code, planes = np.empty((1, 1, 1, 1, words), np.int32), np.empty((1, 1, 1, levels, words), np.int32)
-        scores = np.empty(selected.shape[1], np.int32)
-        stats, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
-        mean_keys, rest = np.zeros((1, 1, dim), np.float32), np.zeros((1, group, dim_v), np.float32)
-        blocks, visible = np.empty((0, 0), np.int64), np.full((1, 1), n, np.int64)
-        counts, joins = np.full(1, float(n)), np.ones((1, new), np.bool_)
-        own_sinks = np.full(group, -np.inf, np.float32)
-        own_indices = np.empty(selected.shape[1], np.int64)
-        whole, halves = np.empty(0, np.uint32), np.empty(0, np.uint16)
-        status = 0
-        for step in range(first, last):
-            task = step % heads
-            b, h = task // hkv, task % hkv
-            head = h * group
-            own_k = k_at + item * (b * form[K_BATCH] + h * form[K_HEAD])
-            for g in range(group):
-                _line(q[0, g, 0], q_at + item * (b * form[Q_BATCH] + (head + g) * form[Q_HEAD]), kind)
-            late = step >= heads and not observe(ready, task)
-            count = max(0, reads[h % len(reads)] - form[SINK] - recent)
-            room = own_indices if late else selected[task]  # the thread that is late still writes to `selected`
-            indices = room[: sink + count + n - end]
-            if step < heads or late:
-                own_code = code_at + 4 * (b * form[CODE_BATCH] + h * form[CODE_HEAD])
-                if pending:  # if two threads write this code, they write the same
-                    _line(key[0, 0, 0], own_k + item * (n - 1) * form[K_TOKEN], kind)
-                    _hash(form, KEY_R, form[KEY_HIDDEN], h, 1, 1, key, 0, code)
-                    place = own_code + 4 * (n - 1) * form[CODE_TOKEN]
-                    copy(code[0, 0, 0, 0], numba.carray(pointer(place), (words,), np.int32))
-                if not _hash(form, QUERY_R, form[QUERY_HIDDEN], head, group, group, q, levels, planes):
-                    status = NOT_FINITE
-                    continue
-                for token in range(sink):
-                    indices[token] = token
-                for token in range(end, n):
-                    indices[sink + count + token - end] = token
-                if count:
-                    _search(form, planes, own_code, n, count, scores, indices[sink:])
-            if step < heads:
-                publish(ready, task, 1)
+    Args:
+        form: int64, in the order of FORM.
+        q_at, k_at, v_at, code_at, out_at: addresses of q [B, Hq, 1, D], k, v, codes, and out, float32
+            [B, 1, Hq, Dv].
+        n: number of tokens including the new one; reads: numbers of tokens that KV heads read, int64 [Hkv], or [1]
+            if all read as many.
+        pending: 1 if the last key has to be hashed.
+        sinks_at: address of learned sinks, float32 [Hq]; 0 for none.
+        sums: addresses of the sums of keys and values, levels and scales, over `summed` tokens; 0 for none.
+        selected: where indices are written, int64 [T, most reads]; ready: zeros, int64 [T].
+    """
+    hkv, group, dim, dim_v, kind = form[HKV], form[GROUP], form[DIM], form[DIM_V], form[KIND]
+    item, words, levels, heads = 2 if kind else 4, form[BITS] // 32, form[PLANES], len(ready)
+    sink, recent = min(form[SINK], n), form[RECENT]
+    end = max(n - recent, sink)
+    q, key = np.empty((1, group, 1, dim), np.float32), np.empty((1, 1, 1, dim), np.float32)
+    new = n - summed if form[REMAINDER] else 0
+    new_k, new_v = np.empty((1, 1, new, dim), np.float32), np.empty((1, 1, new, dim_v), np.float32)
+    code, planes = np.empty((1, 1, 1, 1, words), np.int32), np.empty((1, 1, 1, levels, words), np.int32)
+    scores = np.empty(selected.shape[1], np.int32)
+    stats, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
+    mean_keys, rest = np.zeros((1, 1, dim), np.float32), np.zeros((1, group, dim_v), np.float32)
+    blocks, visible = np.empty((0, 0), np.int64), np.full((1, 1), n, np.int64)
+    counts, joins = np.full(1, float(n)), np.ones((1, new), np.bool_)
+    own_sinks = np.full(group, -np.inf, np.float32)
+    own_indices = np.empty(selected.shape[1], np.int64)
+    whole, halves = np.empty(0, np.uint32), np.empty(0, np.uint16)
+    status = 0
+    for step in range(first, last):
+        task = step % heads
+        b, h = task // hkv, task % hkv
+        head = h * group
+        own_k = k_at + item * (b * form[K_BATCH] + h * form[K_HEAD])
+        for g in range(group):
+            _line(q[0, g, 0], q_at + item * (b * form[Q_BATCH] + (head + g) * form[Q_HEAD]), kind)
+        late = step >= heads and not observe(ready, task)
+        count = max(0, reads[h % len(reads)] - form[SINK] - recent)
+        room = own_indices if late else selected[task]  # the thread that is late still writes to `selected`
+        indices = room[: sink + count + n - end]
+        if step < heads or late:
+            own_code = code_at + 4 * (b * form[CODE_BATCH] + h * form[CODE_HEAD])
+            if pending:  # if two threads write this code, they write the same
+                _line(key[0, 0, 0], own_k + item * (n - 1) * form[K_TOKEN], kind)
+                _hash(form, KEY_R, form[KEY_HIDDEN], h, 1, 1, key, 0, code)
+                place = own_code + 4 * (n - 1) * form[CODE_TOKEN]
+                copy(code[0, 0, 0, 0], numba.carray(pointer(place), (words,), np.int32))
+            if not _hash(form, QUERY_R, form[QUERY_HIDDEN], head, group, group, q, levels, planes):
+                status = NOT_FINITE
                 continue
-            own_v = v_at + item * (b * form[V_BATCH] + h * form[V_HEAD])
-            if sinks_at:
-                copy(_floats(sinks_at + 4 * head, (group,)), own_sinks)
-            coefficients = _floats(form[COEFFICIENTS] + 20 * head, (group * form[REMAINDER], 5))
-            if form[REMAINDER]:
-                for t in range(new):
-                    _line(new_k[0, 0, t], own_k + item * (summed + t) * form[K_TOKEN], kind)
-                    _line(new_v[0, 0, t], own_v + item * (summed + t) * form[V_TOKEN], kind)
-                keys = numba.carray(pointer(sums[0] + 8 * task * dim), (1, 1, dim), np.float64)
-                values = numba.carray(pointer(sums[1] + 8 * task * dim_v), (1, 1, dim_v), np.float64)
-                spread = numba.carray(pointer(sums[2] + task * dim * dim_v), (1, 1, dim, dim_v), np.int8)
-                spread_scales = _floats(sums[3] + 4 * task * dim, (1, 1, dim))
-                slopes = _floats(form[SLOPES] + 4 * head, (group,))
-                queries = q.reshape(1, group, dim)
-                held = counts, joins, new_k, new_v, keys, values, spread, spread_scales
-                _lean_tasks(form[LEAN], (0, 1, *held, queries, slopes, mean_keys, rest))
-            own = _floats(out_at + 4 * (b * hkv + h) * group * dim_v, (1, 1, group, dim_v))
-            own[:] = 0
-            reach = (n - 1) * form[K_TOKEN] + dim, (n - 1) * form[V_TOKEN] + dim_v
-            where = own_k, reach[0], (0, 0, form[K_TOKEN], 1, n), own_v, reach[1], (0, 0, form[V_TOKEN], 1, n)
-            made = indices.reshape(1, 1, 1, -1), own, stats, used, scaling, softcap, own_sinks, kind, coefficients
-            means = mean_keys.reshape(1, 1, 1, dim), rest.reshape(1, group, 1, dim_v)
-            if kind == 0:
-                _attend_whole(form[ATTEND], (0, 1, q, *where, whole, blocks, *made, *means, visible, share))
-            else:
-                _attend_halves(form[ATTEND], (0, 1, q, *where, halves, blocks, *made, *means, visible, share))
-        return status
-
-    return tasks
+            for token in range(sink):
+                indices[token] = token
+            for token in range(end, n):
+                indices[sink + count + token - end] = token
+            if count:
+                _search(form, planes, own_code, n, count, scores, indices[sink:])
+        if step < heads:
+            publish(ready, task, 1)
+            continue
+        own_v = v_at + item * (b * form[V_BATCH] + h * form[V_HEAD])
+        if sinks_at:
+            copy(_floats(sinks_at + 4 * head, (group,)), own_sinks)
+        coefficients = _floats(form[COEFFICIENTS] + 20 * head, (group * form[REMAINDER], 5))
+        if form[REMAINDER]:
+            for t in range(new):
+                _line(new_k[0, 0, t], own_k + item * (summed + t) * form[K_TOKEN], kind)
+                _line(new_v[0, 0, t], own_v + item * (summed + t) * form[V_TOKEN], kind)
+            keys = numba.carray(pointer(sums[0] + 8 * task * dim), (1, 1, dim), np.float64)
+            values = numba.carray(pointer(sums[1] + 8 * task * dim_v), (1, 1, dim_v), np.float64)
+            spread = numba.carray(pointer(sums[2] + task * dim * dim_v), (1, 1, dim, dim_v), np.int8)
+            spread_scales = _floats(sums[3] + 4 * task * dim, (1, 1, dim))
+            slopes = _floats(form[SLOPES] + 4 * head, (group,))
+            queries = q.reshape(1, group, dim)
+            held = counts, joins, new_k, new_v, keys, values, spread, spread_scales
+            _lean_tasks(form[LEAN], (0, 1, *held, queries, slopes, mean_keys, rest))
+        own = _floats(out_at + 4 * (b * hkv + h) * group * dim_v, (1, 1, group, dim_v))
+        own[:] = 0
+        reach = (n - 1) * form[K_TOKEN] + dim, (n - 1) * form[V_TOKEN] + dim_v
+        where = own_k, reach[0], (0, 0, form[K_TOKEN], 1, n), own_v, reach[1], (0, 0, form[V_TOKEN], 1, n)
+        made = indices.reshape(1, 1, 1, -1), own, stats, used, scaling, softcap, own_sinks, kind, coefficients
+        means = mean_keys.reshape(1, 1, 1, dim), rest.reshape(1, group, 1, dim_v)
+        if kind == 0:
+            _attend_whole(form[ATTEND], (0, 1, q, *where, whole, blocks, *made, *means, visible, share))
+        else:
+            _attend_halves(form[ATTEND], (0, 1, q, *where, halves, blocks, *made, *means, visible, share))
+    return status

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from sparse_decode.attention.intrinsics import pointer
 
-INTRINSICS = "543d87cf432e7832"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
-
 
 def write(
     first: int, last: int, source: int, source_at: tuple[int, int], target: int, target_at: tuple[int, int, int],
