@@ -311,9 +311,12 @@ def test_glance_takes_each_methods_own_figures_best_first(tmp_path, render):
     ]
 
 
+BESIDE = ("ours", "ours, dense", "llama.cpp", "transformers")
+
+
 @pytest.mark.usefixtures("serving")
 def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path, render):
-    for name in ("sparse_attention", "sparse_model_decode", "llama_cpp", "ppl_decode", "exact_speed"):
+    for name in ("sparse_attention", "sparse_model_decode", "llama_cpp", "llama_cpp_intel", "ppl_decode"):
         (tmp_path / f"{name}.json").write_text((tool.RESULTS / f"{name}.json").read_text())
     with pytest.raises(
         ValueError, match="got the last 1,024 tokens of 2 texts of 8,192 and the last 1,024 tokens of 5 texts of 8,192"
@@ -328,19 +331,24 @@ def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path,
     assert f"changes by {english} (a sliding window: +200.0 %) and {python} (+100.0 %): SmolLM2-135M" in worse
     assert "the last 1,024 tokens of 2 texts of 8,192. Demo model: " in worse
     assert f", the second half of {demo['documents']} texts of {demo['context']:,}. A step reads" in worse
-    speed = json.loads((tmp_path / "exact_speed.json").read_text())["rows"]
-    dense, draft = (speed[1]["ms"]["dense"], speed[1]["passes"]["draft"]["measured"])  # at 32,768 tokens
-    assert f"and {dense:.0f} ms, a sparse step" in "".join(lines)
-    assert "two cores of an Intel Xeon, 16-bit weights" in "".join(lines)
-    assert "(llama.cpp's AVX2 build 68, transformers 70)" in "".join(lines)
-    assert f"and {dense * draft:.0f}.\n" in "\n".join(lines)
+    run = json.loads((tmp_path / "llama_cpp.json").read_text())
+    found = {row["tokens"]: [f"{row['steps'][name]['ms']:.0f}" for name in BESIDE] for row in run["rows"]}
+    (faster,) = [line for line in lines if "How much faster" in line]
+    for tokens, names in (
+        (8192, ("our dense code", "llama.cpp's AVX2 build")),
+        (32768, ("our dense code", "llama.cpp")),
+    ):
+        ours, dense, llama, transformers = found[tokens]
+        told = f"{ours} ms at {tokens:,} ({names[0]} {dense}, {names[1]} {llama}, transformers {transformers})"
+        assert told in faster
+    assert faster.endswith("On an Intel Xeon: ours 48 and 64, llama.cpp 68 and 273, transformers 70 and 200.")
 
 
 def test_a_length_at_which_another_program_is_faster_is_said(tool):
     headline = sys.modules["readme_tables.headline"]
-    steps = {n: {"ours": {"ms": 10.0}, "llama.cpp": {"ms": 1.0 * n}} for n in (4, 8, 16)}
-    assert headline._lost(steps) == "At 8 tokens, llama.cpp is faster. "
-    assert not headline._lost({16: steps[16]})
+    steps = {n: {"ours": {"ms": 10.0}, "ours, dense": {"ms": 1.0}, "llama.cpp": {"ms": 1.0 * n}} for n in (4, 8, 16)}
+    assert headline._lost(steps) == "At 8, llama.cpp is faster."
+    assert headline._lost({16: steps[16]}) == "Ours is the fastest at all lengths that were measured."
     assert tool.render("") == ""
 
 

@@ -37,6 +37,7 @@ LINES = {
 WAYS = {
     "transformers": ("Hugging Face transformers", "#4d4d4d"),
     "llama.cpp": ("llama.cpp", "#0072b2"),
+    "ours, dense": ("ours without sparsity", "#8fd0b5"),
     "ours": ("ours", OURS),
 }
 
@@ -88,7 +89,7 @@ def _speed(axes: Axes, timed: dict) -> None:
     _finish(axes, "context, tokens", "milliseconds a token")
     axes.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
     axes.set_yticks([50, 100, 200, 400], ["50", "100", "200", "400"])
-    axes.set_title(f"Speed: decoding on a CPU, {timed['threads']} threads, 16-bit weights", fontsize=10)
+    axes.set_title(f"Speed: {timed['processor']}, {timed['threads']} threads, 16-bit weights", fontsize=10)
 
 
 def draw(results: pathlib.Path = RESULTS) -> bytes:

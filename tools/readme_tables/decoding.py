@@ -39,29 +39,39 @@ def exact(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, header, [lines]))
 
 
+_BESIDE = ("ours", "ours, dense", "llama.cpp", "transformers")
+
+
 def beside_llama_cpp(results: pathlib.Path) -> str:
-    both = [stored(results / f"{name}.json") for name in ("llama_cpp", "llama_cpp_qwen")]
-    found = both[0]
-    built = f" (built for {', '.join(name for name in found['llama_cpp_uses'] if name.startswith('AVX'))})"
-    numbers = found["versions"].items()
-    versions = ", ".join(f"{name} {number}{built * (name == 'xllamacpp')}" for name, number in numbers)
+    """Return the table of decode steps beside llama.cpp and transformers, from benchmarks/llama_cpp.py."""
+    runs = [stored(results / f"{name}.json") for name in ("llama_cpp", "llama_cpp_intel", "llama_cpp_qwen")]
+    first = runs[0]
+    built = f" (built for {', '.join(name for name in first['llama_cpp_uses'] if name.startswith('AVX'))})"
+    versions = ", ".join(
+        f"{name} {number}{built * (name == 'xllamacpp')}" for name, number in first["versions"].items()
+    )
     title = (
-        f"Milliseconds a decode step, 16-bit weights and caches, 2 % selected, {found['threads']} threads, "
-        f"{found['processor']}, {found['date']}, {versions}; median of rounds in turns; "
+        f"Milliseconds a decode step, 16-bit weights and caches, 2 % selected, {first['threads']} threads, "
+        f"{versions}; median of rounds in turns (the least to the greatest); "
         "`about`: extrapolated by a line through llama.cpp's shorter contexts"
     )
-    sections = [[_beside_llama_cpp(run["model"], row) for row in run["rows"]] for run in both]
-    header = ["model, tokens", "ours", "llama.cpp", "transformers", "llama.cpp / ours", "transformers / ours"]
-    return to_markdown(Grid(title, header, sections))
+    header = ["processor", "model, tokens", *_BESIDE, "llama.cpp / ours", "transformers / ours"]
+    return to_markdown(Grid(title, header, [[_beside_llama_cpp(run, row) for row in run["rows"]] for run in runs]))
 
 
-def _beside_llama_cpp(model: str, row: dict[str, Any]) -> list[str]:
+def _beside_llama_cpp(run: dict[str, Any], row: dict[str, Any]) -> list[str]:
     steps = row["steps"]
-    taken = [steps[name]["ms"] for name in ("ours", "llama.cpp", "transformers")]
     about = "about " if steps["llama.cpp"].get("predicted") else ""
-    ratios = [f"{other / taken[0]:.2f} x" for other in taken[1:]]
-    plain = [f"{ms:,.1f}" for ms in taken]
-    return [f"{model}, {row['tokens']:,}", plain[0], about + plain[1], plain[2], about + ratios[0], ratios[1]]
+    taken = [_median(steps[name]) if name in steps else "" for name in _BESIDE]
+    ratios = [f"{steps[name]['ms'] / steps['ours']['ms']:.2f} x" for name in ("llama.cpp", "transformers")]
+    taken[2], ratios[0] = about + taken[2], about + ratios[0]
+    return [f"{run['processor']}, {run['date']}", f"{run['model']}, {row['tokens']:,}", *taken, *ratios]
+
+
+def _median(step: dict[str, Any]) -> str:
+    """Return a median, and the least and the greatest of its rounds if there were any."""
+    ends = f" ({min(step['rounds']):,.0f} to {max(step['rounds']):,.0f})" if step["rounds"] else ""
+    return f"{step['ms']:,.1f}{ends}"
 
 
 def serving(results: pathlib.Path) -> str:

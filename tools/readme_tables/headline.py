@@ -1,6 +1,7 @@
 """The headline of README.md: quality and speed in two sentences."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from evals.frontier import points
@@ -41,8 +42,8 @@ def headline(results: pathlib.Path) -> str:
     layer = next(row for row in attention["rows"] if (row["n"], row["dtype"]) == (step["n"], "bfloat16"))
     llama = stored(results / "llama_cpp.json")
     beside = {row["tokens"]: row["steps"] for row in llama["rows"]}
-    built = f"llama.cpp's {_newest(llama['llama_cpp_uses'])} build"
-    first = _beside(beside, TRAINED_ON).replace("llama.cpp", built)
+    names = "our dense code", f"llama.cpp's {_newest(llama['llama_cpp_uses'])} build", "transformers"
+    first = _beside(beside, TRAINED_ON, names)
     demo, second, python = (load(results / f"{name}.json") for name in ("ppl_decode", *SECOND_RUNS.values()))
     budget = demo.config["budgets"][0]
     runs = (second, python, demo)
@@ -58,24 +59,11 @@ def headline(results: pathlib.Path) -> str:
         f"and values of {100 * budget:g} % of the tokens; with all codes, {100 * share:.0f} % of the bytes. No larger "
         "model was measured.\n"
         f"- **How much faster:** on two cores of an {_processor(llama)}, 16-bit weights, a token of SmolLM2-135M takes "
-        f"{first} and {_beside(beside, max(beside))}; it was trained on {TRAINED_ON:,}. "
-        f"{_lost(beside)}"
-        f"{_dense_code(results, (TRAINED_ON, max(beside)))}\n"
+        f"{first} and {_beside(beside, max(beside), NAMES)}; trained on {TRAINED_ON:,}. "
+        f"{_lost(beside)} {_elsewhere(stored(results / 'llama_cpp_intel.json'), (TRAINED_ON, max(beside)))}\n"
         f"- **Random weights,** one core, {step['n']:,} tokens: attention is {layer['ratio']:.1f} times as fast as our "
         f"fastest dense code, a step of Qwen2.5-0.5B's shape ({model['layers']} of 24 layers) {step['ratio']:.1f} "
         "times."
-    )
-
-
-def _dense_code(results: pathlib.Path, lengths: tuple[int, int]) -> str:
-    """Return a sentence on what our dense and sparse steps take, so that not all of a gain is taken for sparsity."""
-    found = stored(results / "exact_speed.json")
-    rows = {row["n"]: row for row in found["rows"] if row["model"] == "smollm2-135m"}
-    dense = [rows[n]["ms"]["dense"] for n in lengths]
-    sparse = [ms * rows[n]["passes"]["draft"]["measured"] for n, ms in zip(lengths, dense, strict=True)]
-    return (
-        f"Sparsity alone: on {_processor(found)}, our dense code takes {dense[0]:.0f} and {dense[1]:.0f} ms, "
-        f"a sparse step {sparse[0]:.0f} and {sparse[1]:.0f}."
     )
 
 
@@ -98,24 +86,32 @@ def short_table(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, header, [lines], note))
 
 
-OTHERS = ("llama.cpp", "transformers")
+OTHERS = ("ours, dense", "llama.cpp", "transformers")
+NAMES = ("our dense code", "llama.cpp", "transformers")
 
 
-def _beside(steps: dict[int, Any], tokens: int) -> str:
-    """Return what a step takes at a length, for us and for others."""
+def _beside(steps: dict[int, Any], tokens: int, names: Sequence[str]) -> str:
+    """Return what a step takes at a length, for us and for `OTHERS`, by these names."""
     ms = {name: taken["ms"] for name, taken in steps[tokens].items()}
-    others = ", ".join(f"{name} {ms[name]:,.0f}" for name in OTHERS)
+    others = ", ".join(f"{name} {ms[other]:,.0f}" for name, other in zip(names, OTHERS, strict=True))
     return f"{ms['ours']:.0f} ms at {tokens:,} ({others})"
 
 
+def _elsewhere(run: dict[str, Any], lengths: tuple[int, int]) -> str:
+    """Return a sentence on the same lengths on another processor."""
+    steps = {row["tokens"]: row["steps"] for row in run["rows"]}
+    taken = {name: " and ".join(f"{steps[n][name]['ms']:.0f}" for n in lengths) for name in ("ours", *OTHERS[1:])}
+    return f"On an {_processor(run)}: {', '.join(f'{name} {ms}' for name, ms in taken.items())}."
+
+
 def _lost(steps: dict[int, Any]) -> str:
-    """Return a sentence on the longest context at which somebody else is faster, or nothing."""
+    """Return a sentence on the longest context at which another program is faster."""
     ms = {(n, name): taken["ms"] for n, found in steps.items() for name, taken in found.items()}
-    lost = [(n, name) for n, name in ms if name != "ours" and ms[n, name] < ms[n, "ours"]]
+    lost = [(n, name) for n, name in ms if not name.startswith("ours") and ms[n, name] < ms[n, "ours"]]
     if not lost:
-        return ""
+        return "Ours is the fastest at all lengths that were measured."
     tokens, name = max(lost)
-    return f"At {tokens:,} tokens, {name} is faster. "
+    return f"At {tokens:,}, {name} is faster."
 
 
 def _processor(run: dict[str, Any]) -> str:
