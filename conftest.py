@@ -7,22 +7,26 @@ import sys
 
 import pytest
 
+GOLDEN = (5**0.5 - 1) / 2
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark cases of a test slow, all but as many as its marker `sample` says, which are evenly spread over them."""
+    """Mark cases of a test slow, all but as many as its marker `sample` says: the first, and others spread over all.
+
+    Multiples of the golden ratio keep no step, so that stacked parameters all vary.
+    """
     cases = collections.defaultdict(list)
     for item in items:
         if (marker := item.get_closest_marker("sample")) and not item.get_closest_marker("slow"):
+            if len(marker.args) != 1:
+                raise pytest.UsageError(f"sample needs a number of cases, got {marker.args} at {item.nodeid}")
             cases[marker.args, item.nodeid.partition("[")[0]].append(item)
     for ((count,), _), found in cases.items():
-        kept = {found[at * len(found) // count].nodeid for at in range(count)}
-        for item in found:
-            if item.nodeid not in kept:
-                item.add_marker(pytest.mark.slow)
+        for at in sorted(range(len(found)), key=lambda at: at * GOLDEN % 1)[count:]:
+            found[at].add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

@@ -21,7 +21,6 @@ from hashtrain.evaluation.metrics import hash_quality
 from hashtrain.evaluation.remainder import calibrate
 from hashtrain.layers import LayerHasher
 from hashtrain.models import load_model
-from hashtrain.settings.train_command import TrainCommand
 from hashtrain.usage import guarded
 
 VALIDATION = 8  # contexts
@@ -54,9 +53,7 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     learnt, validation = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
     print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(validation)} held out")
     # 3. A hasher of the model's shape, of the variant that works best on the demo model.
-    usual, name = TrainCommand.for_model(given.model), base_model(given.model)
-    config = HasherConfig("transform", ModelShape.of(model.config), planes=usual.planes or 0, base_model=name)
-    hasher = Hasher(config)
+    hasher = Hasher(HasherConfig("transform", ModelShape.of(model.config), base_model=base_model(given.model)))
     settings = TrainConfig(
         FRACTION, given.steps, learning_rate=given.learning_rate, beta=4.0, min_position=given.context // 16
     )

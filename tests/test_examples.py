@@ -120,7 +120,7 @@ def asked(load, tmp_path):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("fraction", "alike"), [("1", True), ("0.02", False)])
+@pytest.mark.parametrize(("fraction", "alike"), [("0.02", False), ("1", True)])
 def test_ask_answers_twice_side_by_side(asked, fraction, alike, capsys):
     module, words = asked
     assert module.main([*words, "--hasher", "lsh", "--fraction", fraction]) == 0

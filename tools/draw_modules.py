@@ -4,7 +4,7 @@
     uv run tools/draw_modules.py --check   # change nothing; exit 1 if modules or imports have changed since
 
 A box is a package, with its modules and subpackages by level: those of level 0 import nothing else of their package,
-and all others only from levels above or their own. An arrow is an import of another package, with the number of modules
+and all others only from lower levels. An arrow is an import of another package, with the number of modules
 that have it. Imports inside functions count; those for type checkers do not.
 """
 

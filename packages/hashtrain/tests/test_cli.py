@@ -199,7 +199,7 @@ def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
     assert (other.context, other.contexts, other.steps) == (8192, 8192, 8192)
     assert (other.learning_rate, other.warmup) == (1e-3, 0.01)
     assert (demo.planes, demo.digits) == (other.planes, other.digits) == (None, None)
-    assert other == TrainCommand.for_model("x/y")
+    assert other == TrainCommand(model="x/y", **PAPER)
 
 
 def test_a_published_list_is_converted(folder, tiny_config, tmp_path, capsys):

@@ -18,7 +18,7 @@ from hashtrain.machine.distribute import Ranks
 from hashtrain.run import prepare as prepare_module
 from hashtrain.run import repair
 from hashtrain.run.reads import Reads, training_reads, validation_reads
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.settings.train_command import PAPER, TrainCommand
 from hashtrain.training.rows import rows_of_steps
 from hashtrain.training.trainer import Training
 from hashtrain_runs import command, stored
@@ -132,7 +132,7 @@ def test_another_schedule_captures_again_and_the_same_does_not(folder, tmp_path,
 
 def test_the_papers_schedule_takes_a_fifth_of_the_disk():
     """For Llama-3-8B a context of 8,192 tokens has 3.2 GB of queries, keys and values, and 64 of its rows are read."""
-    given = TrainCommand.for_model("llama", only=("lsh", "paper", "planes", "transform"))
+    given = TrainCommand(model="llama", **PAPER, only=("lsh", "paper", "planes", "transform"))
     reads = training_reads(given, LLAMA_3_8B, given.contexts, 32, shared=False)
     every = context_bytes(LLAMA_3_8B, 8192, torch.bfloat16)
     assert reads.bytes(range(8192)) < 8192 * every / 5

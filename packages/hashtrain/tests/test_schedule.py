@@ -6,7 +6,7 @@ import pytest
 from hashtrain.cli import main, parse
 from hashtrain.run.schedule import DEVICES, schedule
 from hashtrain.settings.recipes import EXACT
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.settings.train_command import PAPER, TrainCommand
 from hashtrain_runs import SMALL, command
 from transformers import LlamaConfig
 
@@ -57,7 +57,7 @@ def test_the_papers_schedule_for_llama_3_8b_to_the_byte():
 
 
 def test_waves_are_as_many_as_the_disk_makes_necessary():
-    given = TrainCommand.for_model("x/y", only=("paper-exact",))
+    given = TrainCommand(model="x/y", **PAPER, only=("paper-exact",))
     whole = schedule(given, LLAMA_3_8B)
     rest = whole.disk - whole.streamed_disk
     assert schedule(given, LLAMA_3_8B, whole.disk).waves == 1
@@ -69,7 +69,7 @@ def test_waves_are_as_many_as_the_disk_makes_necessary():
 
 def test_more_hashers_take_more_and_down_projection_is_counted_too():
     one, all_of_them = (
-        schedule(TrainCommand.for_model("x/y", only=names), LLAMA_3_8B)
+        schedule(TrainCommand(model="x/y", **PAPER, only=names), LLAMA_3_8B)
         for names in (("paper-exact",), tuple(c.name for c in EXACT))
     )
     trained = sum(c.trained for c in EXACT)

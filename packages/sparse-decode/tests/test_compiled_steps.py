@@ -37,7 +37,7 @@ def calibrated(hasher):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("variant", "remainder"), [("planes", False), ("transform", True), ("lsh", True), ("paper", False)]
+    ("variant", "remainder"), [("transform", True), ("planes", False), ("lsh", True), ("paper", False)]
 )
 def test_a_compiled_step_is_operators_alone(variant, remainder):
     torch.manual_seed(0)

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 HEADS = 4, 2
 CASES = {  # variant, head_dim, bits, hidden, planes
+    "transform": ("transform", 64, 128, 64, 6),
     "planes": ("planes", 64, 128, 64, 5),
     "planes-256": ("planes", 128, 256, 96, 8),
-    "transform": ("transform", 64, 128, 64, 6),
     "transform-wide": ("transform", 80, 64, 300, 1),
     "lsh": ("lsh", 64, 128, 64, 1),
     "linear": ("linear", 80, 96, 64, 1),

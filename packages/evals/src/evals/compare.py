@@ -11,7 +11,7 @@ from evals.machine import HARDWARE
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, as_written, read_json, read_result
 
-_METRICS = {
+METRICS = {
     "ppl": ("kl", "nll"),
     "iou": ("iou", "recall", "mass"),
     "output-error": ("error",),
@@ -19,6 +19,7 @@ _METRICS = {
     "needle": ("rouge_l", "recall", "substring", "log_prob"),
     "ruler-synthetic": ("exact", "tokens", "log_prob"),
 }
+"""Numbers per sample of each task, by which two runs are paired."""
 _BENCHMARKS = ("longbench", "ruler", "fewshot")
 """Tasks whose samples hold one number per item for every metric that has them."""
 _PLACES = ("rule", "heads", "kind", "length", "depth")
@@ -58,7 +59,7 @@ def compare(
 
 
 def _require_one_protocol(first: Path, second: Path, a: Result, b: Result) -> None:
-    comparable = (*_METRICS, *_BENCHMARKS)
+    comparable = (*METRICS, *_BENCHMARKS)
     if a.config["task"] not in comparable:
         raise ValueError(f"runs of {', '.join(comparable)} can be compared, got one of {a.config['task']}")
     if bool(a.config.get("tokens")) != bool(b.config.get("tokens")):
@@ -94,7 +95,7 @@ def _values(result: Result, samples: list[dict[str, Any]]) -> Values:
             if result.config["task"] in _BENCHMARKS:
                 values |= cell["values"]
                 continue
-            for metric in _METRICS[result.config["task"]]:
+            for metric in METRICS[result.config["task"]]:
                 values.setdefault(metric, []).append(_mean(cell[metric], dense))
     return found
 

@@ -42,7 +42,7 @@ def parse_settings(program: str, words: list[str], kind: type[T], default: objec
 def _described(kind: type[T], default: object) -> Callable[..., T]:
     """Return what makes settings of its arguments, each with its docstring as one paragraph and at most one default.
 
-    Of the class itself, tyro would keep the source's line breaks, and add "(default: None)" where a text has told the
+    Given the class, tyro would keep the source's line breaks, and add "(default: None)" where a text has told the
     default.
     """
     documented: dict[str, str] = {}

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_decode.attention.compiled import run
+from sparse_decode.attention.kernel_threads import run
 from sparse_decode.select import NoCodes, Rows
 
 _WIDENED = 1 << 28  # bytes of keys converted to float32 per chunk

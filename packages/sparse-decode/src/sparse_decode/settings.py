@@ -35,7 +35,7 @@ class GenerateCommand:
     """Number of last tokens that are always read."""
     shortlist: int | None = None
     """Score only about this many times the tokens to select by all bits, the best by their first 32 bits: faster at
-    long context; 6 is usual."""
+    long context; 4 is usual."""
     values: float = 1.0
     """Share of the tokens read whose values are read, too: those with the highest attention. 0.33 allows a larger
     fraction at the same number of bytes."""

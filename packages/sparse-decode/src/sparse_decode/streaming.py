@@ -115,7 +115,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
 
 
 def _loaded(command: GenerateCommand) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model of a command; what its device lacks is said before."""
+    """Load the model of a command. Raises: before loading, if the device does not support the type."""
     device = device_for(command.device, 0)
     kind = command.dtype or ("bfloat16" if device.type == "cuda" else "auto")
     dtype = None if kind == "auto" else getattr(torch, kind)

@@ -1,26 +1,27 @@
 """numba's cache of machine code, which also notices changes of what a kernel is made of.
 
-numba compares the size and time of the kernel's own file. A kernel inlines functions and constants of other files, some
-of another package: after an upgrade of that one alone, numba would run the old code.
+numba compares the kernel's own file. A kernel inlines functions and constants of other files, some of another package:
+after an upgrade of that one alone, numba would run the old code.
 """
 
 # numba is untyped.
-# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false
 
+import functools
 import hashlib
-import types
+import importlib.util
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numba.core import types as kinds
 from numba.core.caching import FunctionCache
-from numba.core.dispatcher import Dispatcher
-from numba.extending import _Intrinsic as Intrinsic
 
-OTHERS = ("builtins", "llvmlite", "numba", "numpy")
-"""Packages whose functions are not followed: numba compares its own version."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), np.generic, np.dtype, kinds.Type)
+OURS = ("hashcore", "hashtrain", "sparse_decode", "sparse_serve", "evals")
+"""Packages whose imports are followed; numba compares its own version."""
+COMPILER = "hashcore.cpu.threads"
+"""The module that chooses the options of the compiler."""
+_IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+import\s+(\([^)]*\)|[^\n#]+)|import\s+([^\n#]+))", re.MULTILINE)
 
 
 class KernelCache(FunctionCache):
@@ -32,61 +33,62 @@ class KernelCache(FunctionCache):
 
 
 def made_of(kernel: Callable[..., Any]) -> str:
-    """Return a digest of the bytecode of a kernel and of all that it calls, and of the constants that they read."""
-    found = hashlib.sha256()
-    for piece in _pieces(kernel, set()):
-        found.update(piece.encode() + b"\0")
-    return found.hexdigest()
+    """Return a digest of the file of a kernel and of all files of ours that it imports, directly or through others.
+
+    That is more than what is compiled, so some changes compile a kernel again to the same code.
+    """
+    return hashlib.sha256(b"".join(sorted(map(_digest, files(kernel.__module__))))).hexdigest()
 
 
-def _pieces(value: Any, seen: set[int]) -> Iterator[str]:
-    """Describe a value that compiled code depends on; `seen`: addresses of functions that are described already."""
-    if isinstance(value, _PLAIN):
-        yield repr(value)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _pieces(each, seen)
-    elif isinstance(value, frozenset):
-        yield from sorted(map(repr, value))
-    elif isinstance(value, Dispatcher):
-        yield repr(sorted((name, repr(option)) for name, option in value.targetoptions.items()))
-        yield from _class(value._compiler.pipeline_class, seen)
-        yield from _pieces(value.py_func, seen)
-    elif isinstance(value, Intrinsic):
-        yield from _pieces(value._defn, seen)
-    elif isinstance(value, types.FunctionType):
-        yield from _function(value, seen)
+def files(module: str) -> set[Path]:
+    """Return the files that the kernels of a module are made of, and that of the compiler's options."""
+    found: set[Path] = set()
+    left = {file for name in (module, COMPILER) if (file := _file(name))}
+    while left:
+        found |= left
+        left = {file for known in left for file in _imported(known)} - found
+    return found
 
 
-def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
-    if id(function) in seen or function.__module__.partition(".")[0] in OTHERS:
-        return
-    seen.add(id(function))
-    yield function.__qualname__
-    yield from _pieces(function.__defaults__, seen)
-    yield from _code(function.__code__, function.__globals__, seen)
-    for cell in function.__closure__ or ():
-        yield from _pieces(cell.cell_contents, seen)
+@functools.cache
+def _digest(file: Path) -> bytes:
+    return hashlib.sha256(file.read_bytes()).digest()
 
 
-def _code(code: types.CodeType, names: dict[str, Any], seen: set[int]) -> Iterator[str]:
-    yield code.co_code.hex()
-    yield repr(code.co_names)
-    for constant in code.co_consts:
-        yield from _code(constant, names, seen) if isinstance(constant, types.CodeType) else _pieces(constant, seen)
-    for name in code.co_names:
-        value = names.get(name)
-        if isinstance(value, types.ModuleType):  # what is read of it is among the names, too
-            for attribute in code.co_names:
-                yield from _pieces(vars(value).get(attribute), seen)
-        else:
-            yield from _pieces(value, seen)
+@functools.cache
+def _imported(file: Path) -> frozenset[Path]:
+    """Return the files of our modules that a file imports, also those that only a type checker or a function imports.
+
+    A package's own file counts only if a name of it is imported that is no module.
+    """
+    return frozenset(_modules(file.read_text(encoding="utf-8")))
 
 
-def _class(owner: type, seen: set[int]) -> Iterator[str]:
-    """Describe a class that compiles functions, and those that it derives from."""
-    for kind in owner.__mro__:
-        if kind.__module__.partition(".")[0] not in OTHERS:
-            for name, value in sorted(vars(kind).items()):
-                yield name
-                yield from _class(value, seen) if isinstance(value, type) else _pieces(value, seen)
+def _modules(source: str) -> Iterator[Path]:
+    for module, names, plain in _IMPORT.findall(source):
+        listed = re.sub(r"#.*", "", names or plain).strip("()").split(",")
+        asked = [words.split()[0] for words in listed if words.strip()]
+        if plain:
+            yield from (file for name in asked if _is_ours(name) and (file := _file(name)))
+        elif _is_ours(module):
+            inside = [_file(f"{module}.{name}") for name in asked]
+            yield from filter(None, inside)
+            if None in inside and (file := _file(module)):
+                yield file
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] in OURS
+
+
+@functools.cache
+def _file(name: str) -> Path | None:
+    """Return the file of a module, without importing it; None if it has none, as in a zip file."""
+    root, *rest = name.split(".")
+    spec = importlib.util.find_spec(root)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder, *rest)
+        for file in (path / "__init__.py", path.with_suffix(".py")):
+            if file.is_file():
+                return file
+    return None

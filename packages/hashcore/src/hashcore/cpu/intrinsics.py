@@ -28,11 +28,13 @@ POSITION = types.int64
 def memory(address: Any, size: Any, like: Any) -> Any:
     """View `size` elements at an address as an array of like's dtype."""
     # numba is untyped: it adds the context argument
-    return numba.carray(_pointer(address), (size,), like.dtype)  # pyright: ignore[reportCallIssue, reportPrivateImportUsage]
+    return numba.carray(pointer(address), (size,), like.dtype)  # pyright: ignore[reportCallIssue, reportPrivateImportUsage]
 
 
 @intrinsic
-def _pointer(typing_context: Any, address: Any):
+def pointer(typing_context: Any, address: Any):
+    """Convert an address to the pointer that `numba.carray` needs."""
+
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], context.get_value_type(types.voidptr))
 
@@ -179,10 +181,10 @@ def _popcount(builder: Any, x: Any) -> Any:
 
 
 def _prefetch(builder: Any, address: Any, level: int = 3) -> None:
-    pointer = BYTE.as_pointer()
-    function = ir.FunctionType(ir.VoidType(), [pointer, HALF, HALF, HALF])
+    byte = BYTE.as_pointer()
+    function = ir.FunctionType(ir.VoidType(), [byte, HALF, HALF, HALF])
     read, levels, data = HALF(0), HALF(level), HALF(1)
-    arguments = [builder.inttoptr(address, pointer), read, levels, data]
+    arguments = [builder.inttoptr(address, byte), read, levels, data]
     builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0"), arguments)
 
 

@@ -93,11 +93,6 @@ class TokenContexts(Sequence[Tensor]):
         return [self._order[n] for n, count in enumerate(self._counts) if count]
 
     @property
-    def tokenised(self) -> int:
-        """Number of documents that have been tokenised."""
-        return len(self._counts)
-
-    @property
     def stored(self) -> bool:
         """Whether the contexts are kept in a file."""
         return self._file is not None

@@ -35,7 +35,7 @@ a layer with failing heads stays dense if that lowers the cost of the others, al
 FALLS = 1.5
 """A layer's cost falls as its budget to the power of this (1.4 to 1.6 on both models of docs/results.md)."""
 LEAST_COST = 5e-5
-"""What a cost cannot be told from zero below, in nats of KL: they are means of few steps, and rounded."""
+"""Costs below this, in nats of KL, cannot be told from zero: they are means of few steps, and rounded."""
 CONTEXTS, ROWS = 2, 16
 """Number of training contexts that costs are measured on, and of steps in each."""
 

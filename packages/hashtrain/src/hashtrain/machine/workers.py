@@ -134,7 +134,7 @@ def start_server() -> None:
 
 @contextlib.contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Let processes started in the block ignore Ctrl-C, of which only this one shall speak."""
+    """Let processes started in the block ignore Ctrl-C; only this process reports it."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return

@@ -12,7 +12,8 @@ from hashtrain.settings.recipes import ALL, RECIPES, Of, Recipe
 from hashtrain.usage import UsageError, meant, require_counts, require_device_name, require_seed
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
-"""The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.training.trainer`)."""
+"""The defaults of other models: the paper's schedule, where it differs from the demo's. The optimiser is the same
+(`hashtrain.training.trainer`). Source: section 4."""
 
 _SAME = ("loss", "estimator", "gamma", "alpha", "beta", "max_top", "max_rest", "target", "first_trained")
 """Fields of the same name in `Recipe`."""
@@ -37,7 +38,8 @@ class TrainCommand:
     """Train every layer's hashers, compare them on held-out text, and store them."""
 
     model: str = DEMO
-    """Folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
+    """Folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain. Other models have
+    the paper's defaults: --context, --contexts and --steps 8192, --learning-rate 0.001, --warmup 0.01."""
     text: tuple[Path, ...] = ()
     """Training text: text files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME (README). Default: the Python
     sources on this machine."""
@@ -46,7 +48,7 @@ class TrainCommand:
     out: Path = Path("runs/demo")
     """Folder for the hashers, the figures and the metrics. Needed with a --model other than `demo`."""
     only: tuple[str, ...] = tuple(c.name for c in RECIPES)
-    """Hashers to train. `default` stands for the three of a plain run: `--only default planes` adds one. `all` stands
+    """Hashers to train. `default` stands for lsh, paper and transform: `--only default planes` adds one. `all` stands
     for these and the ablations."""
     bits: int = 128
     """Code length in bits."""
@@ -139,14 +141,6 @@ class TrainCommand:
         known = ["default", "all", *(c.name for c in ALL)]
         if unknown := [name for name in self.only if name not in known]:
             raise UsageError(f"--only takes no {meant(unknown, known)}")
-
-    @classmethod
-    def for_model(cls, model: str, **settings: Any) -> "TrainCommand":
-        """Return a command with the defaults for this model: the demo's own, or `PAPER`.
-
-        Source: paper, section 4: 8,192 samples of 8,192 tokens, batch 1, learning rate 1e-3 to 0, 1 % warm-up.
-        """
-        return cls(model=model, **({} if model == DEMO else PAPER) | settings)
 
     @property
     def recipes(self) -> list[Recipe]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparse_decode.attention import attend_kernels, gather
 from sparse_decode.attention.attend_inputs import KINDS, LIKE, LeftOut, check, require_values
-from sparse_decode.attention.compiled import run
+from sparse_decode.attention.kernel_threads import run
 from sparse_decode.modes import readable
 from sparse_decode.positions import include
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import copy, hot, inner
 from numpy.typing import NDArray
 
-from sparse_decode.attention.intrinsics import pointer, prefetch
+from sparse_decode.attention.intrinsics import prefetch
 from sparse_decode.attention.lanes import TOKENS, WIDTH, dot, weigh
 from sparse_decode.attention.softmax import cap, exponentials, greatest
 

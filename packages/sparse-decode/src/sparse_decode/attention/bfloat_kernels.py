@@ -21,12 +21,12 @@ from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import copy, hot
 from numpy.typing import NDArray
 
 from sparse_decode.attention.bfloat_lanes import BLOCK, VECTORS, largest, pair, products, soften, turn, weigh
 from sparse_decode.attention.dense_kernels import _hide, _in_place, _look
-from sparse_decode.attention.intrinsics import pointer
 from sparse_decode.attention.lanes import LANES, MOST_ROWS, WIDTH
 from sparse_decode.attention.softmax import cap, greatest
 

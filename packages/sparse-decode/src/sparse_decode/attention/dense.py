@@ -24,7 +24,7 @@ from sparse_decode.attention import bfloat_kernels, dense_kernels
 from sparse_decode.attention.attend import place
 from sparse_decode.attention.attend_inputs import KINDS, LIKE
 from sparse_decode.attention.bfloat_lanes import BLOCK, supported
-from sparse_decode.attention.compiled import run
+from sparse_decode.attention.kernel_threads import run
 from sparse_decode.attention.lanes import LANES, WIDTH
 
 _NO_MASK = np.empty((0, 0, 0), np.uint8)

@@ -23,11 +23,11 @@ from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.attention.attend_kernels import _fetch, _widen
-from sparse_decode.attention.intrinsics import pointer
 from sparse_decode.attention.lanes import LANES, TOKENS, WIDTH, dot, weigh
 from sparse_decode.attention.softmax import cap, exponentials, greatest
 

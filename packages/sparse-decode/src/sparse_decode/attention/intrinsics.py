@@ -27,13 +27,3 @@ def prefetch(typing_context: Any, x: Any, at: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(x, types.intp), emit
-
-
-@intrinsic
-def pointer(typing_context: Any, address: Any) -> Any:
-    """Convert an address to the pointer that `numba.carray` needs."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), emit

@@ -54,7 +54,7 @@ class AttentionSwitch:
     """Sets the attention of an attached model: that of steps while anything holds it, else that of other calls.
 
     A manager holds it from when it is made until it is stopped or destroyed, or cannot make its cache; its thread holds
-    it by a `Hold` until it leaves its loop; and nothing holds it that is garbage.
+    it by a `Hold` until it leaves its loop. Holders are weak references: one that is garbage no longer counts.
 
     Args: config: of the text decoder; others, steps: the names of our attention in other calls, and in steps.
     """
@@ -66,13 +66,13 @@ class AttentionSwitch:
         self._ended = False
 
     def open(self, holder: Any) -> None:
-        """Let this hold the attention of steps."""
+        """Add a holder, and set the attention of steps."""
         with self._lock:
             self._holders.add(holder)
             self.settle()
 
     def close(self, holder: Any) -> None:
-        """Let this no longer hold it."""
+        """Remove a holder; without any, set the attention of other calls."""
         with self._lock:
             self._holders.discard(holder)
             self.settle()
@@ -84,7 +84,7 @@ class AttentionSwitch:
             self.settle()
 
     def settle(self) -> None:
-        """Set the attention that it shall be, unless another one than ours is set.
+        """Set the attention that the holders require, unless the caller has set another than ours.
 
         Not by transformers' method, which replaces flash attention that some models do not list.
         """
@@ -283,7 +283,7 @@ def _managed(plain: type[Any]) -> type[Any]:
 
 
 class _Wider:
-    """A model as the manager's cache shall see it: with more full-attention layers."""
+    """A model with more full-attention layers, for the manager to make its cache for."""
 
     def __init__(self, model: Any, config: Any, layers: int):
         self._model = model

@@ -27,8 +27,8 @@ from hashtrain.layers.transform import Transform
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from sparse_decode.attention.compiled import run
 from sparse_decode.attention.intrinsics import prefetch
+from sparse_decode.attention.kernel_threads import run
 
 MAX_TOKENS = 16
 """Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""

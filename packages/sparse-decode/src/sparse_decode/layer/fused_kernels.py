@@ -12,14 +12,13 @@ from typing import Any
 
 import numba
 import numpy as np
-from hashcore.cpu import calls, launch_plan, search_kernels
-from hashcore.cpu.intrinsics import observe, publish
+from hashcore.cpu import kernel_calls, launch_plan, search_kernels
+from hashcore.cpu.intrinsics import observe, pointer, publish
 from hashcore.cpu.parts import copy, inner
 from numba import types
 
 from sparse_decode.attention import attend_kernels
 from sparse_decode.attention.attend_kernels import _widen
-from sparse_decode.attention.intrinsics import pointer
 from sparse_decode.hashing import encode
 from sparse_decode.unselected import moment_kernels
 
@@ -70,18 +69,18 @@ _LEANED = (
     *(_I, _I, _of(types.float64, 1), _of(types.bool_, 2), _of(_F, 4), _of(_F, 4), _of(types.float64, 3)),
     *(_of(types.float64, 3), _of(types.int8, 4), _of(_F, 3), _of(_F, 3), _of(_F, 1), _of(_F, 3), _of(_F, 3)),
 )
-_search_tasks, _hash_tasks, _lean_tasks = map(calls.caller, (_SEARCHED, _HASHED, _LEANED))
-_attend_whole, _attend_halves = map(calls.caller, _ATTENDED)
+_search_tasks, _hash_tasks, _lean_tasks = map(kernel_calls.caller, (_SEARCHED, _HASHED, _LEANED))
+_attend_whole, _attend_halves = map(kernel_calls.caller, _ATTENDED)
 
 
 def addresses(kind: int, remainder: bool) -> dict[str, int]:
     """Return the addresses of the kernels that are called, by their names in FORM; compiles them at first use."""
     found = {
-        "SEARCH": calls.address(search_kernels.search_tasks, _SEARCHED),
-        "HASH": calls.address(encode._tasks, _HASHED),
-        "ATTEND": calls.address(attend_kernels.tasks, _ATTENDED[kind > 0]),
+        "SEARCH": kernel_calls.address(search_kernels.search_tasks, _SEARCHED),
+        "HASH": kernel_calls.address(encode._tasks, _HASHED),
+        "ATTEND": kernel_calls.address(attend_kernels.tasks, _ATTENDED[kind > 0]),
     }
-    return found | ({"LEAN": calls.address(moment_kernels.tasks, _LEANED)} if remainder else {})
+    return found | ({"LEAN": kernel_calls.address(moment_kernels.tasks, _LEANED)} if remainder else {})
 
 
 @inner

@@ -7,10 +7,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import copy
 from numpy.typing import NDArray
-
-from sparse_decode.attention.intrinsics import pointer
 
 
 def write(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_decode.attention import compiled
 from sparse_decode.attention.gather import macros
+from sparse_decode.attention.kernel_threads import run
 from sparse_decode.unselected import moment_kernels
 from sparse_decode.unselected.sums import FOLD, Moments, Rounded
 
@@ -116,5 +116,7 @@ def _lean(
     new_k, new_v, queries = (x.float().contiguous().numpy() for x in (k[:, :, first:n], v[:, :, first:n], q))
     arrays = *(x.numpy() for x in sums), queries, slopes.numpy(), *(x.numpy() for x in means)
     work = sums[2].numel() * q.shape[1] // hkv
-    compiled.run(moment_kernels.tasks, batch * hkv, work, counts.double().numpy(), joins.numpy(), new_k, new_v, *arrays)
+    run(
+        moment_kernels.tasks, batch * hkv, work, counts.double().numpy(), joins.numpy(), new_k, new_v, *arrays
+    )
     return means
