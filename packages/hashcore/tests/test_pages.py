@@ -3,7 +3,6 @@
 import hashcore
 import numpy as np
 import pytest
-import torch
 from hashcore import reference
 from hashcore.cpu import threads
 from hashcore_samples import assert_same, random_codes
@@ -102,6 +101,7 @@ def test_what_no_row_owns_is_not_read(rng):
 
 
 def test_tensors_and_out_are_taken(rng):
+    torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
     pool, blocks = torch.from_numpy(random_codes(rng, 6, 16, 4)), torch.tensor([[5, 0, 2], [1, 5, 3]])
     query, out = (
         torch.from_numpy(random_codes(rng, 2, 3, 4)),
@@ -143,6 +143,7 @@ def test_keys_that_would_have_to_be_copied_are_refused():
 
 @pytest.mark.slow
 def test_a_compiled_program_finds_the_same(rng):
+    torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
     pool, query = torch.from_numpy(random_codes(rng, 6, 16, 4)), torch.from_numpy(random_codes(rng, 2, 3, 4))
     blocks, lengths = torch.tensor([[5, 0, 2], [1, 5, 3]]), torch.tensor([48, 30])
 
