@@ -116,7 +116,5 @@ def _lean(
     new_k, new_v, queries = (x.float().contiguous().numpy() for x in (k[:, :, first:n], v[:, :, first:n], q))
     arrays = *(x.numpy() for x in sums), queries, slopes.numpy(), *(x.numpy() for x in means)
     work = sums[2].numel() * q.shape[1] // hkv
-    run(
-        moment_kernels.tasks, batch * hkv, work, counts.double().numpy(), joins.numpy(), new_k, new_v, *arrays
-    )
+    run(moment_kernels.tasks, batch * hkv, work, counts.double().numpy(), joins.numpy(), new_k, new_v, *arrays)
     return means
