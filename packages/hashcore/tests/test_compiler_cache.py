@@ -132,6 +132,13 @@ def test_a_module_without_files_has_a_digest(monkeypatch):
     assert compiler_cache.made_of(search_kernels.search_tasks) == compiler_cache.made_of(search_kernels.merge_tasks)
 
 
+def test_a_kernel_of_a_script_has_a_digest(kernel, monkeypatch):
+    found = kernel()
+    monkeypatch.setattr(found, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert compiler_cache.made_of(found) != compiler_cache.made_of(search_kernels.search_tasks)
+
+
 def test_another_process_uses_the_machine_code(kernel, tmp_path):
     """Its sets of strings have another order, if the digest depended on it."""
     kernel("helper", "@inner", '@__import__("numba").njit(fastmath={"reassoc", "contract", "nsz"})')

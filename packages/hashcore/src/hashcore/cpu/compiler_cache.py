@@ -83,9 +83,9 @@ def _is_ours(name: str) -> bool:
 
 @functools.cache
 def _file(name: str) -> Path | None:
-    """Return the file of a module, without importing it; None if it has none, as in a zip file."""
+    """Return the file of a module, without importing it; None if it has none, as a script or in a zip file."""
     root, *rest = name.split(".")
-    spec = importlib.util.find_spec(root)
+    spec = None if root == "__main__" else importlib.util.find_spec(root)  # a script may have no spec: an error
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder, *rest)
         for file in (path / "__init__.py", path.with_suffix(".py")):
