@@ -44,7 +44,7 @@ REGULAR = {count: tuple(1 << p for p in range(count)) for count in (1, 2, 3, 4, 
 """Weights of planes by their number."""
 OTHER = (1, 2, 1), (1, 2, 2), (1, 2, 4, 1), (5, 3)
 """Weights of groups, and without a pattern."""
-PAGES = {"HASHCORE_PAGES": 1}
+PAGES: dict[str, int] = {"HASHCORE_PAGES": 1}
 # Sizes of keys and values: of common models, with loads of every width, and the largest.
 GATHERS = [
     *((size, size, torch.bfloat16) for size in (64, 80, 96, 128, 192, 256)),
@@ -52,26 +52,27 @@ GATHERS = [
 ]
 
 
-def scoring(source: str, *codes: tuple[int, tuple[int, ...]], **macros: int) -> list[Program]:
-    """Return the programs of a source for codes: words, and weights of the planes."""
-    return [Program(source, dict(score_macros(words, weights)) | macros) for words, weights in codes]
+def scoring(*codes: tuple[int, tuple[int, ...]], tensor: bool = False, **macros: int) -> list[Program]:
+    """Return the programs of score.cu for codes: words, and weights of the planes."""
+    return [Program("score.cu", dict(score_macros(words, weights, tensor)) | macros) for words, weights in codes]
 
 
 def sparse(source: str, *macros: Mapping[str, str | int]) -> list[Program]:
     return [Program(source, dict(one), gather.KERNELS) for one in macros]
 
 
-# All that are compiled at run time; with a shortlist: the hashers' planes, and codes shared by two and four lanes.
+# All that are compiled at run time. Tensor cores count the bits of 3 to 7 planes of 128 bits where they are fast at it.
+COUNTED = (*((4, REGULAR[count]) for count in (3, 4, 5, 6)), (4, OTHER[0]), (4, OTHER[2]))
 PROGRAMS = [
     *map(Program, ("pack.cu", "planes.cu", "select.cu", "choose.cu")),
-    *(Program("choose.cu", macros) for macros in ({"HASHCORE_SHORTLIST": 1}, PAGES)),
+    Program("choose.cu", PAGES),
     *sparse("place.cu", {}),
-    *scoring("score.cu", *((4, REGULAR[count]) for count in (1, 3, 5, 6)), (2, REGULAR[3]), (8, REGULAR[3]), **PAGES),
+    *scoring(*((4, REGULAR[count]) for count in (1, 3, 5, 6)), (2, REGULAR[3]), (8, REGULAR[3]), **PAGES),
+    *scoring(*((4, REGULAR[count]) for count in (3, 6)), tensor=True, **PAGES),
     *sparse("gather.cu", *(dict(gather.macros(*sizes, paged=True)) for sizes in GATHERS)),
-    *scoring("score.cu", *((4, weights) for weights in (*REGULAR.values(), *OTHER))),
-    *scoring("score.cu", *((words, REGULAR[count]) for count in (3, 6) for words in (1, 2, 3, 8, 12, 16))),
-    *scoring("shortlist.cu", *((4, REGULAR[count]) for count in (1, 3, 5, 6, 8)), (4, (5, 3)), (1, REGULAR[3])),
-    *scoring("shortlist.cu", (8, REGULAR[6]), (16, REGULAR[6])),
+    *scoring(*((4, weights) for weights in (*REGULAR.values(), *OTHER))),
+    *scoring(*((words, REGULAR[count]) for count in (3, 6) for words in (1, 2, 3, 8, 12, 16))),
+    *scoring(*COUNTED, tensor=True),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
     *sparse("encode.cu", *({"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow} for bf16 in "01" for narrow in "01")),
     *sparse("moments.cu", *(dict(moments.defined(*sizes)) for sizes in GATHERS)),
@@ -89,7 +90,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = [
-    Budget(scoring("score.cu", (4, REGULAR[count]))[0], "score_all", popc, lop3)
+    Budget(scoring((4, REGULAR[count]))[0], "score_all", popc, lop3)
     for count, popc, lop3 in ((3, 8, 24), (1, 3, 8), (6, 14, 60))  # G = 7 in 3 planes: 7 and 22
 ]
 

@@ -2,8 +2,7 @@
 
     uv run --extra cuda python packages/hashcore/benchmarks/gpu.py --out docs/results/hashcore_gpu.json
 
-4 KV heads with 7 query heads each, as 3 planes of 128 bits; the best 2 % of n keys, also with shortlists of several
-times as many keys and contiguous first words (docs/algorithm.md, eq. 20). Times are microseconds in a CUDA graph,
+4 KV heads with 7 query heads each, as 3 planes of 128 bits; the best 2 % of n keys. Times are microseconds in a CUDA graph,
 medians over replays, measured by events; a graph uses several key sets, together four times the L2 cache.
 The bound is printed before measuring. The last line is JSON. Without a CUDA device: exit code 2.
 """
@@ -15,13 +14,11 @@ import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import hashcore
 import torch
 
 HEADS, WORDS, PLANES, FRACTION = 4, 4, 3, 0.02
-SHORTLISTS = (5, 6)  # sizes in units of k
 LAUNCH_US = 2.0  # of a CUDA graph, as assumed in docs/gpu.md
 SIZES = (1 << 19, 1 << 21)
 SELECTABLE = (torch.int32, torch.int16, torch.float32, torch.float16)  # all represent these scores exactly
@@ -64,19 +61,16 @@ def check(case: Case) -> None:
 def measure_search(case: Case) -> dict[str, float]:
     """Time scoring alone, scoring with selection, and both including the computation of planes."""
     from gpu_timing import graph_time
-    from hashcore.cuda import kept, launch, layout, operands, tensor_search
+    from hashcore.cuda import launch, operands, tensor_search
 
     planes, weights = hashcore.planes(case.w, PLANES)
 
     def first_only(launches, device) -> None:
         launch.run([next(iter(launches))], device)
 
-    own = torch.zeros(layout.MAX_WORKSPACE // 4, dtype=torch.int32, device="cuda")
-    alone = kept.Memory(own.data_ptr(), len(own), own)  # its histograms are never cleared
 
     def score(keys: torch.Tensor) -> None:
-        with mock.patch.object(kept, "scratch", return_value=alone):
-            tensor_search.search(planes, keys, case.k, weights, operands.Bounds(), *case.out, first_only)
+        tensor_search.search(planes, keys, case.k, weights, operands.Bounds(), *case.out, first_only)
 
     def search(keys: torch.Tensor, planes: torch.Tensor = planes) -> None:
         hashcore.search(planes, keys, case.k, weights, order="index", out=case.out)
@@ -87,34 +81,6 @@ def measure_search(case: Case) -> dict[str, float]:
     steps = (score, search, retrieve)
     times = [graph_time([lambda keys=keys, step=step: step(keys) for keys in case.keys], rounds=2) for step in steps]
     return {f"{step.__name__}_us": time.median for step, time in zip(steps, times, strict=True)}
-
-
-def measure_shortlist(case: Case, times: int) -> dict[str, float]:
-    """Time a search with a shortlist, and return its mean recall of the exact selection.
-
-    The first key set's result is first compared with the CPU's.
-    """
-    from gpu_timing import graph_time
-    from hashcore import torch_ops
-
-    planes, weights = hashcore.planes(case.w, PLANES)
-    whole = hashcore.search(planes, case.keys[0], case.k, weights, order="index")[1]
-    expected = hashcore.search(planes.cpu(), case.keys[0].cpu(), case.k, weights, order="index", shortlist=times)[1]
-    firsts = [keys[..., 0].contiguous() for keys in case.keys]
-
-    def search(keys: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        options: dict[str, Any] = {"order": "index", "out": case.out}
-        return torch_ops.search(planes, keys, case.k, weights, shortlist=times, first=first, **options)
-
-    found = search(case.keys[0], firsts[0])[1]
-    if not torch.equal(found.cpu(), expected.int()):
-        raise SystemExit(
-            f"the shortlist of {times} x of {case.n} keys differs from the CPU's; times would mean nothing"
-        )
-    listed = torch.zeros(HEADS, case.n, dtype=torch.bool, device=found.device).scatter_(-1, found.long(), True)
-    share = listed.gather(-1, whole.long()).float().mean()
-    steps = [lambda keys=keys, first=first: search(keys, first) for keys, first in zip(case.keys, firsts, strict=True)]
-    return {f"shortlist_{times}_us": graph_time(steps, rounds=2).median, f"shortlist_{times}_found": share.item()}
 
 
 def measure_topk(case: Case) -> dict[str, float]:
@@ -139,15 +105,15 @@ def bytes_of(case: Case) -> int:
     return HEADS * case.n * 4 * WORDS
 
 
-def predicted_us(case: Case, bandwidth: float, shortlist: int = 0) -> float:
-    """Predict the time of a search from its bytes (gpu_traffic.py) and its 2 launches (3 with a shortlist)."""
+def predicted_us(case: Case, bandwidth: float) -> float:
+    """Predict the time of a search from its bytes (gpu_traffic.py) and its 2 launches."""
     import gpu_traffic
     from hashcore.cuda import launch
 
     weights = tuple(1 << p for p in range(PLANES))
     sms = launch.sm_count(torch.device("cuda", 0))
-    found = gpu_traffic.search(HEADS, case.n, WORDS, weights, case.k, sms, 4, shortlist)
-    return found.total / bandwidth + (3 if shortlist else 2) * LAUNCH_US
+    found = gpu_traffic.search(HEADS, case.n, WORDS, weights, case.k, sms, 4)
+    return found.total / bandwidth + 2 * LAUNCH_US
 
 
 def measure(n: int, l2_bytes: int, bandwidth: float) -> dict[str, float]:
@@ -156,9 +122,6 @@ def measure(n: int, l2_bytes: int, bandwidth: float) -> dict[str, float]:
     print(f"n = {n:,}: {bytes_of(case) / 1e6:.1f} MB a search, at least {bound:.1f} us; {len(case.keys)} key sets")
     check(case)
     found = measure_search(case) | measure_topk(case)
-    for times in SHORTLISTS:
-        found |= measure_shortlist(case, times)
-        found[f"predicted_{times}_us"] = predicted_us(case, bandwidth, times)
     select = found["search_us"] - found["score_us"]
     return found | {
         "n": n,

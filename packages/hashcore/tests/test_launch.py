@@ -79,6 +79,7 @@ launch._starts_early.cache_clear()
 torch.cuda.get_device_capability = lambda index: (8, 0)
 launch.run([one._replace(programmatic=True)], device)
 torch.cuda.get_device_capability = lambda index: (9, 0)
+launch.run((kernels.pack("f32", 0x3000 + i, 0x4000 + i, i) for i in range(3)), device)  # none is kept by the caller
 for broken in (one._replace(grid=(1, 99)), one._replace(source="planes.cu")):
     capturing = broken.source == "planes.cu"
     try:
@@ -96,6 +97,12 @@ launch 0x33 49 1 1, 256 1 1, 0 0x5555 with 1: 6 = 1
 arguments 0x1000 0x2000 12345
 launch 0x33 49 1 1, 256 1 1, 0 0x5555 (nil)
 arguments 0x1000 0x2000 12345
+launch 0x33 0 1 1, 256 1 1, 0 0x5555 (nil)
+arguments 0x3000 0x4000 0
+launch 0x33 1 1 1, 256 1 1, 0 0x5555 (nil)
+arguments 0x3001 0x4001 1
+launch 0x33 1 1 1, 256 1 1, 0 0x5555 (nil)
+arguments 0x3002 0x4002 2
 launch 0x33 1 99 1, 256 1 1, 0 0x5555 (nil)
 arguments 0x1000 0x2000 12345
 the CUDA driver reports CUDA_ERROR_NAME: its words

@@ -66,11 +66,11 @@ class Layer(NamedTuple):
         """Return the bytes of keys and values of `batch` sequences."""
         return batch * tokens * self.kv_heads * 2 * self.dim * 2
 
-    def search_bytes(self, tokens: int, batch: int = 1, shortlist: int = 0) -> float:
-        """Return the bytes that a search moves; with a shortlist, first words are stored contiguously."""
+    def search_bytes(self, tokens: int, batch: int = 1) -> float:
+        """Return the bytes that a search moves."""
         weights = tuple(1 << plane for plane in range(self.planes))
         rows = batch * self.kv_heads, tokens, self.bits // 32, weights, int(self.fraction * tokens), SMS
-        return gpu_traffic.search(*rows, shortlist=shortlist).total
+        return gpu_traffic.search(*rows).total
 
     def selected_bytes(self, tokens: int, batch: int = 1) -> float:
         """Return the bytes of search and attention: what a step moves without hashing and without the remainder."""
@@ -80,12 +80,12 @@ class Layer(NamedTuple):
         """Return the bytes that selecting moves in a step with a mask: of a static cache, or with padding."""
         return batch * self.kv_heads * tokens * (self.bits // 8 + MASKED_BYTES)
 
-    def sparse_bytes(self, tokens: int, batch: int = 1, shortlist: int = 0, masked: bool = False) -> float:
+    def sparse_bytes(self, tokens: int, batch: int = 1, masked: bool = False) -> float:
         """Return the bytes that a whole step moves, with hash functions of 16 bits and the remainder's sums."""
         dim, bits, hidden = self.dim, self.bits, self.hidden
         functions = 2 * (self.kv_heads + self.query_heads) * (dim * bits + dim * hidden + hidden * bits)
         sums = batch * self.kv_heads * state_bytes(dim)
-        search = self.masked_bytes(tokens, batch) if masked else self.search_bytes(tokens, batch, shortlist)
+        search = self.masked_bytes(tokens, batch) if masked else self.search_bytes(tokens, batch)
         return search + functions + sums + self.fraction * self.dense_bytes(tokens, batch)
 
 

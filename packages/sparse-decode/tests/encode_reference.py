@@ -33,7 +33,7 @@ def exp(x):
 
 def add_product(x, matrix, sums):
     """sums + x @ matrix, for x [.., rows], matrix [rows, columns]: rows dealt out to `parts` sums, then added."""
-    parts = THREADS // matrix.shape[1]
+    parts = 4 * THREADS // matrix.shape[1]  # a thread has four columns
     for part in range(parts):
         partial = np.zeros_like(sums)
         for row in range(part, len(matrix), parts):

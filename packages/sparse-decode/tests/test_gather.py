@@ -1,5 +1,7 @@
 """The CUDA kernels of attention over a selection, run on the CPU under the host simulator, against `attend`."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -178,6 +180,16 @@ def test_the_split_changes_nothing_but_rounding(monkeypatch, sms):
     both(make(width=333), order=7)
 
 
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
+def test_many_splits_are_combined(monkeypatch, kind):
+    """More than a thread reads at once (8 of 8 threads), and more than there are threads."""
+    monkeypatch.setattr(gather, "LEAST_SLOTS", 16)
+    monkeypatch.setattr(gather, "SIMULATED_SMS", 200)
+    monkeypatch.setattr(gather, "_calls", Table())
+    assert gather.split(1, 16 * 270, 200) == (16, 270)
+    both(make(kind, group=2, sets=1, width=16 * 270), sinks=torch.ones(2), order=7)
+
+
 @given(st.integers(1, 500), st.integers(1, 100_000), st.integers(1, 200))
 def test_splits_cover_the_slots_once(tasks, width, sms):
     slots, splits = gather.split(tasks, width, sms)
@@ -218,7 +230,8 @@ def test_results_lie_within_their_memory(monkeypatch):
         return guarded_empty(like, *like.shape)
 
     def guarded_scratch(words, device):
-        memory = guarded_empty(torch.empty(0), words, dtype=torch.int32)
+        memory = torch.from_numpy(guarded(np.zeros(words, np.int32)))  # aligned to 16 bytes, as torch's memory is
+        kept.append(memory)
         return Memory(memory.data_ptr(), words, memory)
 
     inputs = make(width=150, group=3)
@@ -235,14 +248,24 @@ def test_results_lie_within_their_memory(monkeypatch):
     assert_close(ours, attend(*inputs, 0.1, lse=True))
 
 
-def test_a_missing_barrier_is_found():
-    """The barrier between the turns of the warps: without it their sums meet in no order."""
+BARRIERS = [
+    # Each with what is before it: the sums of all warps are in shared memory; so are the warps' largest logits; so are
+    # their sums and numbers of used slots; so are the threads' columns.
+    "      }\n    }\n    __syncthreads();\n",
+    "  if (lane == 0) tops[warp] = top;\n  __syncthreads();\n",
+    "numbers[warp] = used;\n  __syncthreads();\n",
+    "[4 * (thread % COLUMNS)], sum);\n  __syncthreads();\n",
+]
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_a_missing_barrier_is_found(barrier):
     text = read_source(gather.KERNELS, "gather.cu")
-    turns = "    __syncthreads();\n  }\n  let_dependents_start();"
-    assert turns in text
+    assert text.count(barrier) == 1
     inputs = make(width=150)
     macros = gather.macros(128, 128, torch.bfloat16)
-    broken = Simulator(text.replace(turns, "  }\n  let_dependents_start();"), ["gather", "combine"], dict(macros))
+    without = text.replace(barrier, barrier.replace("__syncthreads();", ""))
+    broken = Simulator(without, ["gather", "combine"], dict(macros))
     wrong = False
     for order in (0, 1, 5):
         try:
@@ -251,6 +274,18 @@ def test_a_missing_barrier_is_found():
         except (AssertionError, SimulationError):
             wrong = True
     assert wrong
+
+
+def test_both_kernels_start_early_and_wait_before_they_read():
+    """Else they would read what is not there yet: the host simulator runs one after the other."""
+    launches = []
+    gather.attend(*make(), 0.1, None, None, run=lambda given, *_: launches.extend(given))
+    assert [(one.kernel, one.programmatic) for one in launches] == [("gather", True), ("combine", True)]
+    text = read_source(gather.KERNELS, "gather.cu")
+    for one in launches:
+        before, after = re.search(rf" {one.kernel}\(const.*?\n}}", text, re.S)[0].split("wait_for_predecessor();")
+        assert not re.search(r"__ldg|\b(read|get|put|token_of|place_of)\(", before)
+        assert "let_dependents_start();" in after  # only then is the memory that both use free
 
 
 REFUSED = [

@@ -41,7 +41,10 @@ def steps(dim, value_dim, dtype, batch, group, tokens, new):
 
 @pytest.mark.parametrize(
     ("dim", "value_dim", "dtype"),
-    [(64, 64, torch.bfloat16), (128, 128, torch.float16), (80, 48, torch.bfloat16), (32, 256, torch.float16)],
+    [
+        *((64, 64, torch.bfloat16), (128, 128, torch.float16), (80, 48, torch.bfloat16), (32, 256, torch.float16)),
+        *((192, 128, torch.bfloat16), (256, 256, torch.float16), (16, 16, torch.bfloat16)),
+    ],
 )
 @pytest.mark.parametrize(
     ("batch", "group", "tokens", "new", "order"), [(1, 1, 1, 1, 0), (2, 3, 50, FOLD, 1), (1, 16, 7, 5, 5)]
@@ -53,6 +56,25 @@ def test_a_step_equals_the_cpus(dim, value_dim, dtype, batch, group, tokens, new
     theirs = moments.on_cpu(q[:, :, 0], slopes, k, v, *given, tokens, None, None, None)
     assert len(ours) == (LAST + 6 if new == FOLD else LAST)
     assert_alike(ours, theirs)
+
+
+def moved(x):
+    """The same numbers at an address that is no multiple of 16."""
+    room = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    return room.copy_(x)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "rows"])
+def test_numbers_may_lie_anywhere(which):
+    q, slopes, k, v, sums = steps(64, 48, torch.bfloat16, 2, 3, 50, FOLD)
+    given, at = (*sums[1:], *Rounded.of(sums.spread), 50), "qkv".find(which)
+    x = [q[:, :, 0].contiguous(), k, v]
+    if which == "rows":
+        x[1] = torch.cat([k, k[..., :1]], -1)[..., :-1]
+    else:
+        x[at] = moved(x[at])
+    ours = remainder.add_token(x[0], slopes, *x[1:], *given, run=device(5))
+    assert_alike(ours, moments.on_cpu(q[:, :, 0], slopes, k, v, *given, None, None, None))
 
 
 @pytest.mark.parametrize("new", [1, 7, FOLD])
@@ -110,15 +132,33 @@ def test_rows_with_padding_sum_what_they_see(order, new):
 
 @pytest.mark.parametrize("new", [3, FOLD])
 @pytest.mark.parametrize("place", [(0, 0), (1, 30), (2, 52)])
-def test_a_mask_that_changed_behind_the_sums_gives_no_number(place, new):
-    q, slopes, k, v, sums, visible, shown = padded(new)
+@pytest.mark.parametrize("room", [70, 96])  # rows of a mask that are no whole pieces of 16 bytes, and such that are
+def test_a_mask_that_changed_behind_the_sums_gives_no_number(place, new, room):
+    q, slopes, k, v, sums, visible, shown = padded(new, room=room)
     summed = shown.clone()
     summed[place] = ~summed[place]
-    given = *sums[1:], *Rounded.of(sums.spread), 70 - new, visible, shown, summed[:, : 70 - new]
-    means, rest, *later = remainder.add_token(q, slopes, k, v, *given, run=device(0))
+    given = *sums[1:], *Rounded.of(sums.spread), 70 - new, visible, shown[:, :70], summed[:, : 70 - new]
+    means, rest, *later = remainder.add_token(q, slopes, k[:, :, :70], v[:, :, :70], *given, run=device(0))
     assert means.isnan().any((1, 2)).tolist() == rest.isnan().any((1, 2)).tolist() == [i == place[0] for i in range(3)]
     if later:
         assert torch.equal(later[1].isnan(), means.isnan()), "the steps that follow do not know what was summed either"
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("place", [None, 0, 15, 16, 17_000, 39_999])
+def test_every_token_of_a_long_mask_is_compared(place, offset):
+    """Also without a mask on one side: nothing was hidden. Offset: of the mask in memory."""
+    q, k = torch.zeros(1, 2, 16).bfloat16(), torch.zeros(1, 1, 40_001, 16).bfloat16()
+    mask = torch.ones(40_001 + offset, dtype=torch.bool)[None, offset:]
+    if place is not None:
+        mask[0, place] = False
+    sums = torch.zeros(1, 1, 16).double(), torch.zeros(1, 1, 16).double(), torch.zeros(1, 1, 16, 16)
+    before, all_seen = mask[:, :-1], torch.ones_like(mask)
+    for now, then in ((mask, None), (None, before), (all_seen, before), (mask, before)):
+        given = *sums, *Rounded.of(sums[2]), 40_000, None, now, then
+        means, rest = remainder.add_token(q, torch.ones(2), k, k, *given, run=device(0))
+        changed = place is not None and (now is not mask or then is not before)
+        assert means.isnan().all() == rest.isnan().all() == changed
 
 
 @pytest.mark.parametrize("order", [0, 5])

@@ -1,6 +1,5 @@
 """Evaluate sparse attention: every method in one harness."""
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from hashtrain.lazy import export
@@ -18,7 +17,7 @@ export(
         "result": ("Result", "Row", "read_result"),
     },
 )
-__version__ = version("evals")
+__version__ = "1.0.0"
 __all__ = [
     "METHODS",
     "LoadedMethod",

@@ -194,10 +194,9 @@ def _topk_on_cuda(x: torch.Tensor, count: int, k: torch.Tensor | None, *more: An
 
 
 def _search_on_cuda(query: Any, keys: Any, count: int, k: Any, weights: Any, *more: Any) -> None:
-    best, shortlist, first, blocks, scores, indices = more[6:]
-    how = {"shortlist": shortlist, "first": first, "blocks": blocks}
+    best, _, _, blocks, scores, indices = more[6:]
     bounds = _bounds(*more[:6])
-    tensor_search.search(query, keys, count if k is None else k, weights, bounds, scores, indices, **how)
+    tensor_search.search(query, keys, count if k is None else k, weights, bounds, scores, indices, blocks=blocks)
     if best:  # stable: ties stay in index order, and empty slots, with the lowest score, at the end
         values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
         indices.copy_(indices.gather(-1, order))

@@ -1,6 +1,5 @@
 """Hashers, which turn queries and keys into bit codes, and their training."""
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from hashtrain.lazy import export
@@ -24,5 +23,5 @@ export(
         "training.trainer": ("train_layer",),
     },
 )
-__version__ = version("hashtrain")
+__version__ = "1.0.0"
 __all__ = ["Hasher", "HasherConfig", "ModelShape", "TrainConfig", "ranking_loss", "top_count", "train_layer"]

@@ -69,11 +69,7 @@ _lanes: Table[Memory] = Table(MOST_LANES)
 
 
 def scratch(words: int, device: torch.device) -> Memory:
-    """Return scratch memory that this thread reuses for all work on the current stream of a device.
-
-    Args:
-        words: size, including the first `layout.SAMPLES` words, which only searches use and leave zero.
-    """
+    """Return scratch memory that this thread reuses for all work on the current stream of a device."""
     lane = launch.lane(device)
     found = _lanes.found.get(lane)
     if found is not None and found.words >= words:
@@ -81,8 +77,7 @@ def scratch(words: int, device: torch.device) -> Memory:
     keeps = 4 * words <= MOST_BYTES
     if keeps and found is not None:
         words = max(words, min(2 * found.words, MOST_BYTES // 4))
-    # Zeros, so that the first samples are right. Not in a capture, where each replay would launch a memset.
-    made = _new(words, device, torch.empty if len(lane) > 2 else torch.zeros)
+    made = _new(words, device, torch.empty)
     return _lanes.keep(lane, made) if keeps else made
 
 

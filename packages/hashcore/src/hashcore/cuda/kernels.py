@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import Groups, Pages, RowMap, SearchSpace, Selection, Shortlist, Space, Window, Workspace
+from hashcore.cuda.layout import Groups, Pages, RowMap, SearchSpace, Selection, Space, Window, Workspace
 
 PACK_THREADS = 256
 PLANES_THREADS = 128
@@ -79,10 +79,15 @@ def by_row(kernel: str, rows: int, arguments: Sequence[Any]) -> Launch:
     return make_launch("planes.cu", kernel, (-(-rows // (PLANES_THREADS // 32)), 1), PLANES_THREADS, arguments)
 
 
-def score_macros(words: int, weights: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the macros of score.cu and shortlist.cu: words, planes, and the weights if they are regular."""
+def score_macros(words: int, weights: Sequence[int], tensor: bool = False) -> list[tuple[str, str]]:
+    """Return the macros of score.cu: words, planes, and how matches are counted.
+
+    tensor: whether tensor cores may count them. They do where that is faster; then the weights need not be known.
+    """
     macros = [("HASHCORE_WORDS", str(words)), ("HASHCORE_PLANES", str(len(weights)))]
-    if layout.are_planes(weights):
+    if tensor and words == 4 and 3 <= len(weights) <= 7:
+        macros.append(("HASHCORE_TENSOR", "1"))
+    elif layout.are_planes(weights):
         macros.append(("HASHCORE_WEIGHTS", ",".join(map(str, weights))))
     return macros
 
@@ -92,12 +97,12 @@ def _weights(weights: Sequence[int]) -> layout.Weights:
 
 
 def score_all(
-    query: int, keys: int, scores: int, rows: int, n: int, words: int, weights: Sequence[int], map: RowMap
+    query: int, keys: int, scores: int, rows: int, n: int, words: int, weights: Sequence[int], map: RowMap, tensor: bool
 ) -> Launch:
     """Score every key of every row against the row's planes."""
     grid = (rows, min(-(-n // layout.TILE), MAX_GRID_Y))
     arguments = (_address(query), _address(keys), _address(scores), map, _weights(weights), _int(n))
-    return make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, score_macros(words, weights))
+    return make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, score_macros(words, weights, tensor))
 
 
 def score_pairs(
@@ -130,7 +135,6 @@ class Search(NamedTuple):
     space: Space
     """The workspace, which all turns use one after the other."""
     launches: Kept
-    shortlist: Shortlist
     pages: Pages
 
 
@@ -142,62 +146,34 @@ def search(
     group: int,
     index_bits: int,
     plan: SearchSpace,
-    shortlist: Shortlist | None = None,
+    tensor: bool,
     pages: Pages | None = None,
 ) -> Search:
-    """Prepare a search: two launches per turn, three with a shortlist; one turn unless the workspace is too large.
+    """Prepare a search: two launches per turn; one turn unless the workspace is too large.
 
-    pages: for keys in pages, which cannot be searched by a shortlist.
+    tensor: see `score_macros`; pages: for keys in pages.
     """
     top = layout.top_score(words, weights)
     query, keys, values, indices = (_address() for _ in range(4))
     window, selection, levels = Window(), Selection(), layout.score_levels(top)
     space = Space(stride=plan.stride, shift=layout.sample_shift(top))
-    packed, paged, table = _weights(weights), [] if pages is None else [("HASHCORE_PAGES", "1")], _given(pages)
-    macros = [*score_macros(words, weights), *paged]
+    packed, paged = _weights(weights), [] if pages is None else [("HASHCORE_PAGES", "1")]
+    macros, table = [*score_macros(words, weights, tensor), *paged], () if pages is None else (pages,)
     line = map.size[3] if group > 1 else rows
     in_line = -(-line // group)
     launches: list[Launch] = []
     for first in range(0, rows // line * in_line, plan.slots // group):
         groups = Groups(first, line, group)
         count = min(plan.slots // group, rows // line * in_line - first)
-        shared = (query, keys, map, window, selection, packed)
-        grid = (count, plan.splits)
-        if shortlist is None:
-            name = "list_candidates_shared" if group > 1 else "list_candidates"
-            given = *shared, space, groups, *table
-            launches.append(make_launch("score.cu", name, grid, layout.THREADS, given, macros))
-        else:
-            launches += _shortlisted(shared, space, groups, grid, shortlist, macros)
+        name = "list_candidates_shared" if group > 1 else "list_candidates"
+        given = query, keys, map, window, selection, packed, space, groups, *table
+        launches.append(make_launch("score.cu", name, (count, plan.splits), layout.THREADS, given, macros, True))
         codes = layout.Codes(packed, len(weights), words)
-        places = (query, keys, values, indices, map, window, selection)
-        arguments = (*places, codes, levels, space, groups, _int(plan.splits), *_given(shortlist), *table)
-        name, grid = f"select_{index_bits}", (count * group, plan.parts)
-        of = paged if shortlist is None else [("HASHCORE_SHORTLIST", "1")]
-        launches.append(make_launch("choose.cu", name, grid, layout.THREADS, arguments, of, True))
-    more = shortlist or Shortlist(), pages or Pages()
-    return Search(query, keys, values, indices, window, selection, space, Kept(launches), *more)
-
-
-def _given(argument: Any) -> tuple[Any, ...]:
-    """Return an optional argument of a kernel, or nothing."""
-    return () if argument is None else (argument,)
-
-
-def _shortlisted(
-    shared: tuple[Any, ...],
-    space: Space,
-    groups: Groups,
-    grid: tuple[int, int],
-    shortlist: Shortlist,
-    macros: Sequence[tuple[str, str]],
-) -> tuple[Launch, Launch]:
-    """Return the two launches that list the candidates on a shortlist (eq. 20)."""
-    name = "list_shortlist_shared" if groups.size > 1 else "list_shortlist"
-    slots = (grid[0] * groups.size, 1)
-    floors = make_launch("shortlist.cu", "first_floor", slots, layout.THREADS, (*shared, groups, shortlist), macros)
-    arguments = (*shared, space, groups, shortlist)
-    return floors, make_launch("shortlist.cu", name, grid, layout.THREADS, arguments, macros, programmatic=True)
+        places = query, keys, values, indices, map, window, selection
+        given = *places, codes, levels, space, groups, _int(plan.splits), *table
+        name, grid = f"select_{index_bits}", (count * group, 1)
+        launches.append(make_launch("choose.cu", name, grid, layout.THREADS, given, paged, True))
+    return Search(query, keys, values, indices, window, selection, space, Kept(launches), pages or Pages())
 
 
 def topk(

@@ -98,6 +98,12 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def counts_bits(device: torch.device) -> bool:
+    """Whether a device's tensor cores multiply bits (kernels/tensor.cuh); from 10.0 on that is emulated, and slow."""
+    return (8, 0) <= torch.cuda.get_device_capability(device) < (10, 0)
+
+
 def architecture(index: int) -> str:
     """Return NVRTC's name of a device's architecture; from 9.0 on with `a`, for architecture-specific instructions."""
     major, minor = torch.cuda.get_device_capability(index)
@@ -121,7 +127,8 @@ def _plain_call(function: Any, launch: Launch) -> Callable[[int], None]:
     start, success = _driver().cuLaunchKernel, _driver().CUresult.CUDA_SUCCESS
     (x, y), threads, pointers = launch.grid, launch.threads, ctypes.addressof(launch.pointers)
 
-    def call(stream: int) -> None:
+    # `kept`: the driver reads the arguments at `pointers` in each call, and the caller may drop its launch before.
+    def call(stream: int, kept: Launch = launch) -> None:
         result = start(function, x, y, 1, threads, 1, 1, 0, stream, pointers, 0)
         if result[0] != success:
             _check(result)
@@ -141,7 +148,7 @@ def _early_call(function: Any, launch: Launch) -> Callable[[int], None]:
 
     last = -1
 
-    def call(stream: int) -> None:
+    def call(stream: int, kept: Launch = launch) -> None:  # kept: as above
         nonlocal last
         if stream != last:
             config.hStream = last = stream

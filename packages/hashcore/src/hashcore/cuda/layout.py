@@ -15,15 +15,12 @@ BLOCKS_PER_SM = 2  # occupy half of an SM's registers and warps; more blocks wou
 MAX_GROUP = 8  # maximal number of rows that share the keys loaded by a block
 MAX_SPLITS = 512  # blocks of a row in a search
 MAX_SLOTS = 1024  # rows per turn of a search
-MAX_PARTS = 4  # blocks that select from a row's candidates
 WARPS = THREADS // 32
 SAMPLE_BINS = 256
-SAMPLES = MAX_SLOTS * SAMPLE_BINS  # words at the start of every search's workspace
-MAX_LIST = 1 << 16  # keys of a warp: their offsets have 16 bits
+SAMPLES = 0
+MAX_LIST = (1 << 16) - 32  # keys of a warp: their offsets have 16 bits, and one word must not be a key
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
 MAX_SCORE = 0xFFFF
-EARLY_SAMPLE = 1024  # sampled keys of a row that determine its shortlist; rows with less than twice as many have none
-SHORT_ROW = 3  # words of a row's floors: ShortRow
 MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns
 
 
@@ -81,13 +78,7 @@ class Groups(ctypes.Structure):
 class Space(ctypes.Structure):
     """Addresses in the workspace of a turn (score.cu)."""
 
-    _fields_ = (*_fields(_address, "sample floors counts lists"), ("stride", _long), ("shift", _int))
-
-
-class Shortlist(ctypes.Structure):
-    """Address and layout of the keys' first words, address of the rows' floors, and shortlist size in units of k."""
-
-    _fields_ = (("first", _address), ("map", RowMap), ("rows", _address), ("times", _int))
+    _fields_ = (*_fields(_address, "counts lists"), ("stride", _long), ("shift", _int))
 
 
 class Pages(ctypes.Structure):
@@ -203,25 +194,17 @@ class Workspace(NamedTuple):
 
 
 class SearchSpace(NamedTuple):
-    """Scratch memory of one turn of a search: offsets in 4-byte words from a 16-byte boundary.
-
-    The samples come first, at the same offset for every shape, so that consecutive searches of any shape can share
-    memory: each leaves its samples zero. Results are correct even if they are not zero.
-    """
+    """Scratch memory of one turn of a search: offsets in 4-byte words. Its contents before a search do not matter."""
 
     slots: int  # rows per turn, in whole groups
     splits: int
-    parts: int
-    floors: int
-    counts: int
     lists: int
     stride: int  # of the rows' lists
-    short: int  # floors of the rows, for shortlists
     words: int
 
     @classmethod
-    def plan(cls, slots: int, group: int, n: int, width: int, sms: int) -> Self:
-        """Plan the workspace of a search of `slots` rows of n keys that select up to `width` each, or of one turn.
+    def plan(cls, slots: int, group: int, n: int, sms: int) -> Self:
+        """Plan the workspace of a search of `slots` rows of n keys each, or of one turn.
 
         Args:
             slots: number of rows, rounded up to whole groups; group: rows per group.
@@ -230,18 +213,12 @@ class SearchSpace(NamedTuple):
         """
         require_rows(slots)
         require_positions(n)
-        stride = -(-n // 4) * 4
+        stride = -(-n // 32) * 32 + 32  # a list is filled up to a multiple of 32
         slots = max(group, min(slots, MAX_SLOTS, MAX_WORKSPACE // (4 * stride)) // group * group)
         splits = max(1, min(sms // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
-        # One block reads a few thousand candidates as fast as several would.
-        parts = max(1, min(width // (VECTOR * THREADS), sms // slots, MAX_PARTS))
-        floors = SAMPLES
-        counts = floors + slots * splits
-        lists = -(-(counts + slots * splits * WARPS) // 4) * 4
-        short = lists + slots * stride
-        return cls(slots, splits, parts, floors, counts, lists, stride, short, short + SHORT_ROW * slots)
+        lists = slots * splits * WARPS
+        return cls(slots, splits, lists, stride, lists + slots * stride)
 
     def place(self, space: Space, address: int) -> None:
         """Set the addresses of the parts in the kernels' argument, for memory at an address."""
-        space.sample, space.floors = address, address + 4 * self.floors
-        space.counts, space.lists = address + 4 * self.counts, address + 4 * self.lists
+        space.counts, space.lists = address, address + 4 * self.lists

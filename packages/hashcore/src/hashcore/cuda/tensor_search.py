@@ -12,7 +12,7 @@ import torch
 from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.layout import SearchSpace
 from hashcore.cuda.operands import Bounds, Operands, Tables, page_tables, set_selection, supported
-from hashcore.cuda.tensors import Run, sm_count
+from hashcore.cuda.tensors import Run, counts_bits, sm_count
 
 _NUMBERS = int, type(None)
 
@@ -26,11 +26,9 @@ def search(
     scores: torch.Tensor,
     indices: torch.Tensor,
     run: Run | None = None,
-    shortlist: int = 0,
-    first: torch.Tensor | None = None,
     blocks: torch.Tensor | None = None,
 ) -> None:
-    """Score and select in two launches, or three with a shortlist, in ascending index order (eq. 4, eq. 6, eq. 20).
+    """Score and select in two launches, in ascending index order (eq. 4, eq. 6).
 
     Rows share each key that is read if the last leading dimension is broadcast in the keys.
 
@@ -39,11 +37,8 @@ def search(
         keys: [..., N, W]; with blocks pages [..., M, S, W], S a power of two and M above 0.
         k: one count, or an integer tensor on the device that broadcasts to the rows.
         scores, indices: contiguous int32, and int32 or int64, [rows..., K]; unused slots get 0 and -1.
-        shortlist: about this many times k keys of each row are scored in full; 0: all.
-        first: for a shortlist, a copy of the first word of each key, int32 [..., N]. If contiguous, fewer bytes are
-            read; without it, a shortlist saves work, but reads as many bytes.
-        blocks: page tables int32 or int64 [..., T], which broadcast to the rows; N = T S. Not with a shortlist. Page
-            numbers out of range count as M - 1.
+        blocks: page tables int32 or int64 [..., T], which broadcast to the rows; N = T S. Page numbers out of range
+            count as M - 1.
     Raises: ValueError if words of keys in pages are not contiguous and aligned.
     Tensors k, lengths and starts need no extra launch if they are int32 or int64 and contiguous, and their shape is a
     prefix of the rows' shape followed by ones; for blocks: operands.page_tables.
@@ -54,42 +49,31 @@ def search(
     weights = None if weights is None else tuple(weights)
     at, keys_at = query.data_ptr(), keys.data_ptr()  # alignment, and so copies, depend on the addresses
     tables = None if blocks is None else page_tables(blocks, scores.shape[:-1])
-    if tables is not None:
-        more = tables.blocks.shape[-1], *tables[1:]
-    elif not shortlist or _lists_all(keys.shape[-2], k, shortlist):
-        shortlist, first, more = 0, None, ()
-    else:
-        more = shortlist, None if first is None else first.stride()
-    how = indices.dtype, device, at % 16, keys_at % 16, weights
+    how = indices.dtype, device, at % 16, keys_at % 16, weights, counts_bits(device)
+    more = () if tables is None else (tables.blocks.shape[-1], *tables[1:])
     form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how, *more
-    given = query, keys, weights, scores, indices, shortlist, first, tables
+    given = query, keys, weights, scores, indices, tables
     prepared = _searches.found.get(form) or _renewed(form, *given)
     held = prepared.bound(bounds, k)
     prepared.place(kept.scratch(prepared.words, device).address)
-    words = keys if first is None else first
     if not prepared.direct:
-        found = _placed(query, keys, weights, first, scores.shape[:-1], tables is not None)
-        held, words = (held, found), found.first.keys
+        found = _placed(query, keys, weights, scores.shape[:-1], tables is not None)
+        held = held, found
         at, keys_at = found.at.query.data_ptr(), found.at.keys.data_ptr()
-    more_at = words.data_ptr() if shortlist else None, None if tables is None else tables.blocks.data_ptr()
-    prepared.point(at, keys_at, scores.data_ptr(), indices.data_ptr(), *more_at)
+    table = None if tables is None else tables.blocks.data_ptr()
+    prepared.point(at, keys_at, scores.data_ptr(), indices.data_ptr(), table)
     (launch.run if run is None else run)(prepared.call.launches, device)
     del held  # kept until the launches are in the stream; from here on the allocator may reuse them
-
-
-def _lists_all(n: int, k: int | torch.Tensor, shortlist: int) -> bool:
-    """Whether the host knows that every row's shortlist contains all keys (eq. 20)."""
-    return n < 2 * layout.EARLY_SAMPLE or (isinstance(k, int) and shortlist * k >= n)
 
 
 class _Prepared:
     """The prepared launches of a search of given shapes; `direct`: operands of these strides are not copied."""
 
     def __init__(
-        self, call: kernels.Search, plan: Callable[[int, int], SearchSpace], lead: Sequence[int], n: int, width: int,
+        self, call: kernels.Search, plan: Callable[[int], SearchSpace], lead: Sequence[int], n: int, width: int,
         direct: bool,
     ):  # fmt: skip
-        self.call, self.plan, self.space, self.direct = call, plan, plan(n, width), direct
+        self.call, self.plan, self.space, self.direct = call, plan, plan(n), direct
         self.lead, self.n, self.width, self.words = lead, n, width, self.space.words
         self.at = 0
         self.rows: object = None
@@ -97,8 +81,8 @@ class _Prepared:
 
     def resize(self, n: int, width: int) -> bool:
         """Adapt the launches to a new number of keys and width; False if their grids would have to change."""
-        space = self.plan(n, width)
-        if space[:3] != self.space[:3] or min(n, self.n) < 2:  # slots, splits, parts; a single row has no stride
+        space = self.plan(n)
+        if space[:2] != self.space[:2] or min(n, self.n) < 2:  # slots, splits; a single row has no stride
             return False
         self.space, self.n, self.width, self.words = space, n, width, space.words
         self.call.space.stride = space.stride
@@ -109,14 +93,13 @@ class _Prepared:
         """Set the address of the workspace, if it has changed."""
         if address != self.at:
             self.space.place(self.call.space, address)
-            self.call.shortlist.rows = address + 4 * self.space.short
             self.at = address
 
-    def point(self, query: int, keys: int, scores: int, indices: int, first: int | None, table: int | None) -> None:
-        """Set the addresses of the operands and results; first, table: of a shortlist and of pages."""
+    def point(self, query: int, keys: int, scores: int, indices: int, table: int | None) -> None:
+        """Set the addresses of the operands and results; table: of pages."""
         call = self.call
         call.query.value, call.keys.value, call.values.value, call.indices.value = query, keys, scores, indices
-        call.shortlist.first, call.pages.table = first, table
+        call.pages.table = table
 
     def bound(self, bounds: Bounds, k: int | torch.Tensor) -> object:
         """Set the eligible positions and the counts; return the tensors whose addresses were set."""
@@ -137,9 +120,9 @@ _searches: kept.Table[_Prepared] = kept.Table()
 
 def _renewed(form: tuple[Any, ...], *given: Any) -> _Prepared:
     """Return the search for a form: that with one key fewer, updated, or a new one; given: of `_prepare`."""
-    query, keys, weights, scores, indices, *_, tables = given
+    query, keys, _, scores, _, tables = given
     if tables is not None:
-        return _searches.keep(form, _prepare(query, keys, weights, scores, indices, 0, None, tables))
+        return _searches.keep(form, _prepare(*given))
     (*lead, n, words), (*rows, width) = keys.shape, scores.shape
     kind = query.shape, query.stride(), *lead, words, keys.stride(), *rows, *form[5:]
     return _searches.renew(form, kind, n, lambda found: found.resize(n, width), lambda: _prepare(*given))
@@ -151,8 +134,6 @@ def _prepare(
     weights: Sequence[int] | None,
     scores: torch.Tensor,
     indices: torch.Tensor,
-    shortlist: int,
-    first: torch.Tensor | None,
     tables: Tables | None,
 ) -> _Prepared:
     """Prepare the launches of a search."""
@@ -160,16 +141,16 @@ def _prepare(
     pages = None if tables is None else _pages(keys, tables)
     n = n if tables is None else tables.blocks.shape[-1] * n
     layout.require_positions(n)
-    at, own, direct = _placed(query, keys, weights, first, lead, tables is not None)
+    at, direct = _placed(query, keys, weights, lead, tables is not None)
     rows = math.prod(lead)
     slots, group = _slots(at.map, rows, rows if tables is None else tables.per)
     sms, index_bits = sm_count(scores.device), 8 * indices.element_size()
 
-    def plan(n: int, width: int) -> SearchSpace:
-        return SearchSpace.plan(slots, group, n, width, sms)
+    def plan(n: int) -> SearchSpace:
+        return SearchSpace.plan(slots, group, n, sms)
 
-    short = layout.Shortlist(map=own.map, times=shortlist) if shortlist else None
-    call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, plan(n, width), short, pages)
+    tensor = counts_bits(scores.device)
+    call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, plan(n), tensor, pages)
     return _Prepared(call, plan, lead, n, width, direct)
 
 
@@ -191,41 +172,29 @@ def _slots(map: layout.RowMap, rows: int, per: int) -> tuple[int, int]:
 
 
 class _Placed(NamedTuple):
-    """Operands for planes and for first words, and whether none of them is a copy."""
+    """Operands for planes, and whether none of them is a copy."""
 
     at: Operands
-    first: Operands
     direct: bool
 
 
 def _placed(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    weights: Sequence[int] | None,
-    first: torch.Tensor | None,
-    lead: Sequence[int],
-    paged: bool = False,
+    query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int], paged: bool = False
 ) -> _Placed:
     """Return the operands of a search: without weights each of the Q queries is one plane of weight 1.
 
     Args:
-        first: None to use the first words in the codes.
         paged: keys are in pages [..., M, S, W]; the operand is the first page.
     """
     if paged:
         _require_in_place(keys)
         keys = keys.select(-3, 0)
     if weights is None:
-        query, keys, first = query.unsqueeze(-2), keys.unsqueeze(-3), None if first is None else first.unsqueeze(-2)
+        query, keys = query.unsqueeze(-2), keys.unsqueeze(-3)
     at = supported(query, keys, lead)
     if paged and at.keys is not keys:
         raise ValueError(f"on CUDA the rows of a search in pages may have at most four strides, got rows {[*lead]}")
-    direct = at.query is query and at.keys is keys
-    if first is None:
-        return _Placed(at, at, direct)
-    words = first.unsqueeze(-1)  # codes of one word
-    own = supported(query, words, lead)
-    return _Placed(at, own, direct and own.keys is words)
+    return _Placed(at, at.query is query and at.keys is keys)
 
 
 def _require_in_place(pages: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ PACKED = QUANTISED | {
 }
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 SIMULATED_SMS = 3  # SMs of the simulated device; small, so that tests cover several chunks and turns
+SIMULATED_TENSOR = True  # a test sets it to False, for the counter that other devices use
 
 
 def pack(x: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
@@ -81,7 +82,8 @@ def score(
     lead = out.shape[:-1]
     at = supported(query, keys, lead)
     addresses = at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr()
-    return _run(run, [kernels.score_all(*addresses, math.prod(lead), n, words, weights, at.map)], out.device)
+    tensor = counts_bits(out.device)
+    return _run(run, [kernels.score_all(*addresses, math.prod(lead), n, words, weights, at.map, tensor)], out.device)
 
 
 def topk(
@@ -120,3 +122,8 @@ def _run(run: Run | None, launches: Iterable[Launch], device: torch.device) -> N
 def sm_count(device: torch.device) -> int:
     """Return the number of multiprocessors of a device, or of the simulated one."""
     return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS
+
+
+def counts_bits(device: torch.device) -> bool:
+    """Whether a device's tensor cores multiply bits; those of the simulated one do."""
+    return launch.counts_bits(device) if device.type == "cuda" else SIMULATED_TENSOR

@@ -8,6 +8,7 @@ using i32 = int;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
+using u64 = unsigned long long;
 
 static_assert(sizeof(i32) == 4 && sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(i64) == 8);
 
@@ -259,11 +260,10 @@ __device__ __forceinline__ uint4 load_totals(const u32* totals, int bins) {
   return __ldcg(reinterpret_cast<const uint4*>(totals) + group);
 }
 
-// The digit of the `wanted`-th best key, 1 <= wanted <= the sum of the totals. Every thread must call it.
-__device__ __forceinline__ Digit find_digit(const uint4& totals, int bins, u32 wanted) {
+// The digit of the `wanted`-th best key, 1 <= wanted, and the number of all; no digit if they are fewer. Every thread must call it.
+__device__ __forceinline__ Digit find_digit(const uint4& totals, int bins, u32 wanted, u32& all) {
   __shared__ Digit found;
-  u32 ignored;
-  u32 above = scan_block(totals.x + totals.y + totals.z + totals.w, ignored);
+  u32 above = scan_block(totals.x + totals.y + totals.z + totals.w, all);
   const u32 count[4] = {totals.w, totals.z, totals.y, totals.x};
 #pragma unroll
   for (int j = 0; j < 4; j++) {

@@ -2,6 +2,7 @@
 //
 // HASHCORE_WORDS: W. HASHCORE_PLANES: P. HASHCORE_WEIGHTS: the weights, if known at compile time; the carry-save
 // counter then runs over all planes together. Otherwise the weights are an argument, and it runs per plane.
+// HASHCORE_TENSOR: tensor cores count the matches (tensor.cuh), for codes of 128 bits and up to 7 planes.
 #pragma once
 #include "lists.cuh"
 #include "pages.cuh"
@@ -15,6 +16,13 @@ using Fixed = FixedWeights<HASHCORE_WEIGHTS>;
 static_assert(Fixed::PLANES == PLANES);
 #endif
 
+#ifdef HASHCORE_TENSOR
+constexpr bool TENSOR = true;
+#else
+constexpr bool TENSOR = false;
+#endif
+#include "tensor.cuh"
+
 // ---- A lane's share of a key ---------------------------------------------------------------------------------------
 
 // Long keys are shared by 2 or 4 lanes, so that the lanes of a warp read 16 consecutive bytes each: unit u of 4 words
@@ -24,10 +32,11 @@ constexpr int SLICE = 32 / LANES;                // keys that a warp reads at on
 constexpr int MINE = WORDS / LANES;              // words of a key per lane
 constexpr int BLOCK_WORDS = MINE <= 8 ? MINE : 4;  // of them in registers at once
 constexpr int REST = MINE % BLOCK_WORDS;
-constexpr bool IN_REGISTERS = MINE <= 8 && PLANES * MINE <= 32;
+constexpr int PLANE_WORDS = TENSOR ? 4 : PLANES * MINE;  // of a lane
+constexpr bool IN_REGISTERS = MINE <= 8 && PLANE_WORDS <= 32;
 // Keys that a thread holds, and as many that are being loaded: as many as its 128 registers allow besides the planes.
 // 4 keys of 16 bytes x 512 threads are 32 KB in flight per SM; an H200 needs 23 KB to reach 4.3 TB/s.
-constexpr int FITTING = (52 - (IN_REGISTERS ? PLANES * MINE : 0)) / (2 * BLOCK_WORDS);
+constexpr int FITTING = (52 - (IN_REGISTERS ? PLANE_WORDS : 0)) / (2 * BLOCK_WORDS);
 constexpr int KEYS = FITTING < 1 ? 1 : FITTING > 4 ? 4 : FITTING;
 static_assert(LANES == 1 || MINE % 4 == 0);
 
@@ -39,12 +48,12 @@ __device__ __forceinline__ int word_of(int i, int part) {
 
 // A lane's words of a row's planes, inverted, so that xor gives the matches: in registers if they are few; else read
 // through L1, where the lanes with the same part of a key read the same word.
-struct Query {
+struct PlainQuery {
   u32 word[IN_REGISTERS ? PLANES * MINE : 1];
   const u32* memory;
   int part;
 
-  __device__ __forceinline__ explicit Query(const u32* from, int lane) : memory(from), part(lane % LANES) {
+  __device__ __forceinline__ PlainQuery(const u32* from, int lane, const Weights&) : memory(from), part(lane % LANES) {
     if constexpr (IN_REGISTERS) {
 #pragma unroll
       for (int i = 0; i < PLANES * MINE; i++) word[i] = ~__ldg(from + i / MINE * WORDS + word_of(i % MINE, part));
@@ -59,6 +68,12 @@ struct Query {
     }
   }
 };
+
+#ifdef HASHCORE_TENSOR
+using Query = TensorQuery<PLANES>;
+#else
+using Query = PlainQuery;
+#endif
 
 // Reads COUNT of a lane's words of the key at `from`, from its i-th on.
 template <int COUNT>
@@ -76,7 +91,7 @@ __device__ __forceinline__ void load_share(const u32* from, int i, int part, u32
 
 // The weighted matches of COUNT of a lane's words of a key, from its word `first` on.
 template <int COUNT>
-__device__ __forceinline__ int matches(const u32 (&key)[COUNT], const Query& query, int first, const Weights& weights) {
+__device__ __forceinline__ int matches(const u32 (&key)[COUNT], const PlainQuery& query, int first, const Weights& weights) {
 #ifdef HASHCORE_WEIGHTS
   return weighted_popcount<Fixed, COUNT>([&](int p, int w) { return key[w] ^ query.inverted(p, first + w); });
 #else
@@ -91,7 +106,7 @@ __device__ __forceinline__ int matches(const u32 (&key)[COUNT], const Query& que
 
 // Sums the matches of the lane's words [first, first + COUNT) of the key at `from`, and of every COUNT after them.
 template <int COUNT>
-__device__ __forceinline__ int matches_from(const u32* from, const Query& query, int first, const Weights& weights) {
+__device__ __forceinline__ int matches_from(const u32* from, const PlainQuery& query, int first, const Weights& weights) {
   int sum = 0;
   if constexpr (COUNT > 0) {
 #pragma unroll 1
@@ -107,7 +122,7 @@ __device__ __forceinline__ int matches_from(const u32* from, const Query& query,
 // The score of a key whose first words are held by its lanes, returned to all of them; undefined if the key must not be
 // read. The whole warp calls it.
 __device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool readable, const u32* key,
-                                        const Query& query, const Weights& weights) {
+                                        const PlainQuery& query, const Weights& weights) {
   int score = matches(held, query, 0, weights);
   if constexpr (MINE > BLOCK_WORDS) {
     if (readable) {
@@ -119,6 +134,14 @@ __device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool rea
   for (int step = 1; step < LANES; step <<= 1) score += __shfl_xor_sync(FULL_WARP, score, step);
   return score;
 }
+
+#ifdef HASHCORE_TENSOR
+__device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool, const u32*, const TensorQuery<PLANES>& query,
+                                        const Weights&) {
+  static_assert(WORDS == 4 && LANES == 1);
+  return query.score(held);
+}
+#endif
 
 // The pages of a lane's keys first + u * SLICE, u < KEYS, below an end. Empty if keys are not in pages.
 struct PageNumbers {

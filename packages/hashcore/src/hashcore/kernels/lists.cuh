@@ -12,7 +12,8 @@ constexpr int WARPS = SELECT_THREADS / 32;
 constexpr int MAX_GROUP = 8;       // queries that share the keys a block loads
 constexpr int MAX_SPLITS = 512;    // blocks of a row
 constexpr int SAMPLE_BINS = 256;   // two bins of a histogram of the last digits would cost more than they save
-constexpr u32 SPARE = 32;          // extra candidates in the sample, because small samples are inaccurate
+constexpr u32 SPARE = 24;          // extra candidates in the sample, because small samples are inaccurate
+constexpr u32 EMPTY = 0xffffffffu; // behind the last candidate of a list; no key has it: offsets are below 0xffe0
 static_assert(SAMPLE_BINS <= SELECT_THREADS);
 
 // Groups of at most `size` rows out of `line` consecutive rows with the same keys; size 1: no groups.
@@ -51,7 +52,7 @@ __device__ __forceinline__ Range reach(const Window& window, const Group& group)
 // capacity, so that a large cache with few tokens still occupies every warp.
 struct Cut {
   int base;
-  int step;  // keys of a list, at most 2^16
+  int step;  // keys of a list, a multiple of 32, at most 2^16 - 32
   int high;
 
   __device__ __forceinline__ Cut(const Range& range, int splits) : base(range.low & ~(VECTOR - 1)), high(range.high) {
@@ -72,28 +73,8 @@ __device__ __forceinline__ Range overlap(const Range& a, const Range& b) {
 
 // Addresses in the workspace of a turn.
 struct Space {
-  u32* sample;  // [slots][SAMPLE_BINS]
-  u32* floors;  // [slots][splits]
   u32* counts;  // [slots][splits][WARPS]
   u32* lists;   // [slots][stride]
   i64 stride;
   i32 shift;    // a score's bin of the sample is score >> shift
-};
-
-// ---- Shortlists (eq. 20) -------------------------------------------------------------------------------------------
-
-constexpr int EARLY_SAMPLE = 1024;  // sampled keys whose first words determine the shortlist's floor
-constexpr int EARLY_PLANES = 4;     // of a row, the last ones
-
-struct ShortRow {
-  u32 first;   // minimal score by first words of a key on the shortlist
-  u32 floor;   // minimal full score of a candidate
-  u32 listed;  // number of keys on the shortlist
-};
-
-struct Shortlist {
-  const u32* first;  // first words, in the codes or contiguous
-  RowMap map;        // strides of first words
-  ShortRow* rows;    // [slots]
-  i32 times;         // size of a shortlist in units of k
 };

@@ -9,14 +9,13 @@
 // bytes read. A row's keys are divided into lists, one per warp.
 //
 // list_candidates, grid groups x splits, blocks of 512. A warp iterates over its keys, KEYS * SLICE at a time.
-//   (1) The first keys are a sample: the block counts their scores in SAMPLE_BINS bins, adds the counts to those of the
-//       row, and reads what other blocks of the row have added so far. The block's floor is the score that enough of
-//       the sample reaches: a quarter more than the row wants.
+//   (1) A sample of keys, spread over the whole row, gives the floor: the score that enough of the sample reaches, a
+//       quarter more than the row wants. Every block of a row reads the same sample, so that all have one floor without
+//       waiting for each other, and results depend on nothing that an earlier search left behind.
 //   (2) Each key whose score reaches the floor is a candidate: score and offset are packed in one word of the warp's
 //       list, which starts at the offset of the warp's keys, so that a list of all keys fits. Ballots give the slots,
-//       in order.
-// A floor only saves bytes. If it is too high, the next launch scores the missing keys again. So blocks need not wait
-// for each other, and stale numbers in a sample do no harm.
+//       in order. EMPTY fills the list up to a whole warp's read.
+// A floor only saves work. If fewer keys reach it than are wanted, the next launch scores all keys of the row again.
 //
 // Then select (choose.cu) finds the k best of each row among its candidates.
 //
@@ -30,27 +29,50 @@
 
 // ---- Candidates ----------------------------------------------------------------------------------------------------
 
-// Counts the scores of a block's first keys, adds them to the row's sample, and returns the score that enough of the
-// sample reaches. Every thread must call it.
-__device__ __forceinline__ u32 find_floor(const int (&score)[KEYS], u32 valid, u32* sample, int shift, int wanted,
-                                          int size) {
+constexpr int PICKED = TENSOR ? KEYS : (KEYS + 1) / 2;  // of a thread; planes in registers leave less room
+constexpr int SAMPLED = PICKED * SLICE * WARPS;
+
+// Keys that are spread over a range: one in each of SAMPLED parts of equal length, at a different place in each, so that
+// no period in the keys can meet them. All keys of a range that has fewer.
+struct Sample {
+  int at[PICKED];  // -1: none
+  u32 word[PICKED][BLOCK_WORDS];
+
+  __device__ __forceinline__ Sample(const Keys& keys, const Range& range, int part) {
+    const u32 size = range.size();
+#pragma unroll
+    for (int u = 0; u < PICKED; u++) {
+      const u32 i = (threadIdx.x / 32 * PICKED + u) * SLICE + threadIdx.x % 32 / LANES;
+      const u32 jitter = (i * 0x9e3779b1u) >> 16;  // the golden ratio's multiples, in 16 bits
+      const u32 place = u32(((u64(i) << 16 | jitter) * size / SAMPLED) >> 16);
+      at[u] = size <= SAMPLED ? (i < size ? range.low + int(i) : -1) : range.low + int(place);
+#pragma unroll
+      for (int w = 0; w < BLOCK_WORDS; w++) word[u][w] = 0;
+      if (at[u] >= 0) load_share(keys.at(at[u]), 0, part, word[u]);
+    }
+  }
+};
+
+// Returns the score that enough of a row's sample reaches. Every thread must call it.
+__device__ __forceinline__ u32 find_floor(const Sample& sample, const Keys& keys, const Query& query,
+                                          const Weights& weights, const Range& row, int wanted, int shift) {
   __shared__ u32 bins[SAMPLE_BINS];
   __shared__ u32 found;
   if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
   __syncthreads();  // and the floor of the previous call was read
   if (threadIdx.x == 0) found = 0;
 #pragma unroll
-  for (int u = 0; u < KEYS; u++)
-    if (valid >> u & 1) atomicAdd(&bins[score[u] >> shift], 1u);
+  for (int u = 0; u < PICKED; u++) {
+    const int at = sample.at[u];
+    const int score = score_of(sample.word[u], at >= 0, at >= 0 ? keys.at(at) : nullptr, query, weights);
+    if (at >= row.low && at < row.high && threadIdx.x % LANES == 0) atomicAdd(&bins[score >> shift], 1u);
+  }
   __syncthreads();
   const int bin = SAMPLE_BINS - 1 - int(threadIdx.x);  // the highest first
-  u32 count = 0, all;
-  if (bin >= 0) {
-    const u32 mine = bins[bin];
-    count = mine ? mine + atomicAdd(sample + bin, mine) : __ldcg(sample + bin);
-  }
+  const u32 count = bin >= 0 ? bins[bin] : 0;
+  u32 all;
   const u32 above = scan_block(count, all);
-  const i64 share = i64(wanted) * all / size, enough = share + share / 4 + SPARE;
+  const i64 share = i64(wanted) * all / row.size(), enough = share + share / 4 + SPARE;
   if (above < enough && i64(above) + count >= enough) found = u32(bin) << shift;
   __syncthreads();
   return found;
@@ -84,10 +106,16 @@ __device__ __forceinline__ u32 append(const int (&score)[KEYS], u32 valid, u32 f
   return found;
 }
 
+// Fills a list up to a whole warp's read. The whole warp must call it.
+__device__ __forceinline__ void fill_up(u32* list, u32 found) {
+  const u32 end = found + (threadIdx.x & 31);
+  if (found % 32 && end < (found + 31) / 32 * 32) list[end] = EMPTY;
+}
+
 // Processes one row of a group for the keys in registers.
 template <int GROUP>
 __device__ __forceinline__ void take_row(const Held& held, const Query& query, const Weights& weights, Rows& rows,
-                                         int q, bool first_turn, i64 slot, const Range& mine, const Space& space) {
+                                         int q, u32* list, int base) {
   const int lane = threadIdx.x & 31;
   const int low = of_row<GROUP>(rows.low, q), high = of_row<GROUP>(rows.high, q);
   int score[KEYS];
@@ -98,16 +126,9 @@ __device__ __forceinline__ void take_row(const Held& held, const Query& query, c
     const int i = held.first + u * SLICE;
     valid |= u32(i < held.end && i >= low && i < high && lane % LANES == 0) << u;
   }
-  const bool own = GROUP == 1 || lane == q;
-  if (first_turn) {
-    const int wanted = of_row<GROUP>(rows.wanted, q);
-    const u32 floor = find_floor(score, valid, space.sample + slot * SAMPLE_BINS, space.shift, wanted, high - low);
-    if (own) rows.floor = floor;
-  }
   const u32 floor = of_row<GROUP>(rows.floor, q), found = of_row<GROUP>(rows.found, q);
-  const u32 length = append(score, valid, floor, found, space.lists + slot * space.stride + mine.low,
-                            held.first - mine.low);
-  if (own) rows.found = length;
+  const u32 length = append(score, valid, floor, found, list, held.first - base);
+  if (GROUP == 1 || lane == q) rows.found = length;
 }
 
 template <int GROUP>
@@ -127,40 +148,58 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   const Range whole = reach(window, group);
   const Cut cut(whole, gridDim.y);
   if (cut.keys(blockIdx.y * WARPS).size() == 0) return;  // this block's lists are never read
-  const int lane = threadIdx.x & 31, list = blockIdx.y * WARPS + int(threadIdx.x >> 5);
+  const int lane = threadIdx.x & 31, list = blockIdx.y * WARPS + int(threadIdx.x >> 5), part = lane % LANES;
   const Range mine = cut.keys(list);
   const Operands at = operands(query, keys, map, group.row);
   const i64 slot = i64(blockIdx.x) * groups.size, step = GROUP == 1 ? 0 : map.query[3];
-  Rows rows = rows_of<GROUP>(group, window, selection);
-  const Query only(at.query, lane);
-  bool first_turn = true;  // the whole block takes part in it, with or without keys
   const Keys all(at.keys, map.key, pages, group.row);
-  Held held(all, mine.low + lane / LANES, mine.high, lane % LANES);
+  const Sample sample(all, whole, part);
+  // Loaded while the floor is found, if the planes leave registers for both.
+  Held held(all, mine.low + lane / LANES, TENSOR ? mine.high : mine.low, part);
+  Rows rows = rows_of<GROUP>(group, window, selection);
+  const Query only(at.query, lane, weights);
 #pragma unroll 1
-  for (int first = mine.low; first_turn || first < mine.high; first += KEYS * SLICE) {
-    const Held next = held.next(lane % LANES);
+  for (int q = 0; q < group.count; q++) {
+    const Range row = {of_row<GROUP>(rows.low, q), of_row<GROUP>(rows.high, q)};
+    const int wanted = of_row<GROUP>(rows.wanted, q);
+    if (wanted == 0) continue;
+    u32 floor;
     if constexpr (GROUP == 1) {
-      if (rows.wanted) take_row<1>(held, only, weights, rows, 0, first_turn, slot, mine, space);
+      floor = find_floor(sample, all, only, weights, row, wanted, space.shift);
+    } else {
+      floor = find_floor(sample, all, Query(at.query + q * step, lane, weights), weights, row, wanted, space.shift);
+    }
+    if (GROUP == 1 || lane == q) rows.floor = floor;
+  }
+  if constexpr (!TENSOR) held = Held(all, mine.low + lane / LANES, mine.high, part);
+  u32* const lists = space.lists + slot * space.stride + mine.low;
+#pragma unroll 1
+  for (int first = mine.low; first < mine.high; first += KEYS * SLICE) {
+    const Held next = held.next(part);
+    if constexpr (GROUP == 1) {
+      if (rows.wanted) take_row<1>(held, only, weights, rows, 0, lists, mine.low);
     } else {
 #pragma unroll 1
       for (int q = 0; q < group.count; q++)
         if (of_row<GROUP>(rows.wanted, q))
-          take_row<GROUP>(held, Query(at.query + q * step, lane), weights, rows, q, first_turn, slot + q, mine, space);
+          take_row<GROUP>(held, Query(at.query + q * step, lane, weights), weights, rows, q, lists + q * space.stride,
+                          mine.low);
     }
     held = next;
-    first_turn = false;
   }
+#pragma unroll 1
+  for (int q = 0; q < group.count; q++) fill_up(lists + q * space.stride, of_row<GROUP>(rows.found, q));
   let_dependents_start();
-  const i64 row = (slot + (GROUP == 1 ? 0 : lane)) * gridDim.y + blockIdx.y;
   if (lane >= group.count) return;
+  const i64 row = (slot + (GROUP == 1 ? 0 : lane)) * gridDim.y + blockIdx.y;
   space.counts[row * WARPS + (threadIdx.x >> 5)] = rows.found;
-  if (threadIdx.x < 32) space.floors[row] = rows.floor;
 }
 
 #define LIST_KERNEL(name, GROUP)                                                                                     \
   extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                                    \
       name(const u32* __restrict__ query, const u32* __restrict__ keys, RowMap map, Window window,                   \
            Selection selection, Weights weights, Space space, Groups groups PAGES_PARAMETER) {                       \
+    wait_for_predecessor();                                                                                          \
     list_group<GROUP>(query, keys, map, window, selection, weights, space, groups, PAGES);                           \
   }
 
@@ -175,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
               Weights weights, i32 n) {
   const Operands at = operands(query, keys, map, blockIdx.x);
   const int lane = threadIdx.x & 31;
-  const Query planes(at.query, lane);
+  const Query planes(at.query, lane, weights);
   i32* out = scores + i64(blockIdx.x) * n;
   const i64 tile = KEYS * SLICE * WARPS;
 #pragma unroll 1

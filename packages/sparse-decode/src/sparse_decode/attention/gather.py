@@ -20,10 +20,13 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries, keys, values and indices."""
 KERNELS = Path(__file__).parent.parent / "kernels"
 THREADS = 128
+COMBINE_THREADS = 256
 MAX_GROUP = 16
 SLOTS = 16
-LEAST_SLOTS = 128  # per split; with fewer, its partial sums would take as many bytes as its keys and values
+LEAST_SLOTS = THREADS // 32 * SLOTS  # per split: one step for each warp, because each step waits for memory
+MOST_SPLITS = 512  # of a task: their weights are in shared memory
 BLOCKS_PER_SM = 3
+LARGE_BLOCKS_PER_SM = 2  # with more than 8 heads, or 256 components of keys and values together, for their registers
 SIMULATED_SMS = 2
 _TYPES = {torch.bfloat16: 1, torch.float16: 0}
 
@@ -54,10 +57,13 @@ class LeftOut(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("coefficients", "mean_keys", "values", "visible"))
 
 
-def macros(dim: int, value_dim: int, dtype: torch.dtype, paged: bool = False) -> tuple[tuple[str, str], ...]:
-    """Return the macros that gather.cu is compiled with."""
+def macros(
+    dim: int, value_dim: int, dtype: torch.dtype, paged: bool = False, group: int = 1
+) -> tuple[tuple[str, str], ...]:
+    """Return the macros that gather.cu is compiled with; group: query heads per index set."""
     named = {"SPARSE_DIM": dim, "SPARSE_VALUE_DIM": value_dim, "SPARSE_BF16": _TYPES[dtype]}
     named |= {"HASHCORE_PAGES": 1} if paged else {}
+    named |= {"SPARSE_HEADS": MAX_GROUP} if group > 8 else {}  # 8 need half the registers
     return tuple((name, str(value)) for name, value in named.items())
 
 
@@ -162,7 +168,7 @@ class _Call(NamedTuple):
         if self.launches is None or not sink + width + recent:
             return False
         tasks, splits = self.launches[0].grid
-        slots, wanted = split(tasks, sink + width + recent, _sm_count(q.device))
+        slots, wanted = split(tasks, sink + width + recent, _sm_count(q.device), _per_sm(*given))
         if wanted != splits:
             return False
         shape.tokens, shape.width, shape.slots, shape.sink, shape.recent = n, width, slots, sink, recent
@@ -207,15 +213,15 @@ def _prepare(
     if not sink + width + recent or not q.shape.numel() or not n:
         return _Call(at, *results, 0, 0, 0, 0, True, None, shape, rows, pages)
     group, tasks = hq // sets, batch * sets * queries
-    slots, splits = split(tasks, sink + width + recent, _sm_count(q.device))
+    slots, splits = split(tasks, sink + width + recent, _sm_count(q.device), _per_sm(*given))
     shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
     first = (*at[:7], *rows, shape, at.always, *(() if tables is None else (pages,)))
     counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
     second = (*at[4:7], at.sinks, at.out, at.lse, *counts, shape, at.q, at.left_out)
-    defined = macros(dim, value_dim, q.dtype, paged=tables is not None)
+    defined = macros(dim, value_dim, q.dtype, tables is not None, group)
     launches = [
-        make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined),
-        make_launch("gather.cu", "combine", (tasks, group), THREADS, second, defined, programmatic=True),
+        make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined, programmatic=True),
+        make_launch("gather.cu", "combine", (tasks, group), COMBINE_THREADS, second, defined, programmatic=True),
     ]
     scratch = _scratch_at(tasks, splits, group, value_dim)
     return _Call(at, *results, *scratch, plain and always is None, Kept(launches), shape, rows, pages)
@@ -277,11 +283,16 @@ def _place_more(
     return [sinks, *found]
 
 
-def split(tasks: int, width: int, sms: int) -> tuple[int, int]:
-    """Return the slots per split and the number of splits: enough blocks to fill the device, none too small."""
-    wanted = max(1, min(BLOCKS_PER_SM * sms // tasks, -(-width // LEAST_SLOTS)))
+def split(tasks: int, width: int, sms: int, per_sm: int = BLOCKS_PER_SM) -> tuple[int, int]:
+    """Return the slots per split and the number of splits: one step per warp, or more if one wave needs them."""
+    wanted = max(1, min(per_sm * sms // tasks, -(-width // LEAST_SLOTS), MOST_SPLITS))
     slots = -(-width // (wanted * SLOTS)) * SLOTS
     return slots, -(-width // slots)
+
+
+def _per_sm(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> int:
+    small = k.shape[3] + v.shape[3] <= 256 and q.shape[1] // indices.shape[1] <= 8
+    return BLOCKS_PER_SM if small else LARGE_BLOCKS_PER_SM
 
 
 def _sm_count(device: torch.device) -> int:

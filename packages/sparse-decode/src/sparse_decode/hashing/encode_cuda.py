@@ -16,7 +16,7 @@ from hashtrain import Hasher
 from hashtrain.layers import LayerHasher
 from torch import Tensor
 
-from sparse_decode.attention.gather import KERNELS, OPERATORS, Run, operator
+from sparse_decode.attention.gather import KERNELS, OPERATORS, Rows, Run, _sm_count, operator
 from sparse_decode.hashing import encode_on_cpu
 from sparse_decode.hashing.encode import MAX_TOKENS
 from sparse_decode.hashing.encode_on_cpu import Tensors
@@ -37,7 +37,9 @@ from sparse_decode.hashing.encode_weights import (
     sides,
 )
 
-THREADS = 1024
+THREADS = 512
+MOST_TOKENS = 4
+"""Tokens that a block hashes: more would not fit its shared memory."""
 TICKETS = MAX_TOKENS * MOST_GROUPS
 """Words of zeros in front of the memory where the heads of a group meet."""
 _BF16 = {torch.bfloat16: "1", torch.float16: "0"}
@@ -163,9 +165,11 @@ class _Call(NamedTuple):
     """A prepared launch; each call sets these arguments."""
 
     k: ctypes.c_void_p
+    key_rows: Rows
     codes: Codes
     of_keys: bytearray
     q: ctypes.c_void_p
+    query_rows: Rows
     planes: Bits
     of_queries: bytearray
     digits: bytearray
@@ -185,10 +189,10 @@ def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
     """Launch one side, or both with the same number of tokens; return the planes of queries."""
     k, of_keys, q, of_queries = None, None, None, None
     if keys is not None:
-        k = keys[0].contiguous()
+        k = _readable(keys[0])
         of_keys = k.shape, keys[1].form, keys[2].shape, keys[2].stride()
     if queries is not None:
-        q = queries[0].contiguous()
+        q = _readable(queries[0])
         of_queries = q.shape, queries[1].form, queries[2]
     x = k if q is None else q
     assert x is not None
@@ -199,18 +203,25 @@ def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
     if keys is not None and k is not None:
         to, (codes, at, first) = call.codes, keys[2:]
         call.k.value, to.words, to.at = k.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
+        call.key_rows.batch, call.key_rows.head, call.key_rows.token, _ = k.stride()
         to.first = None if first is None else first.data_ptr()
         to.first_batch, to.first_head = (0, 0) if first is None else first.stride()[:2]
         call.of_keys[:], call.digits[:] = keys[1].functions, keys[1].described
     if queries is not None and q is not None:
         found, planes = torch.empty_like(call.like), call.planes
         call.q.value, planes.words = q.data_ptr(), found.data_ptr()
+        call.query_rows.batch, call.query_rows.head, call.query_rows.token, _ = q.stride()
         call.of_queries[:], call.digits[:] = queries[1].functions, queries[1].described
         if call.words:
             planes.tickets = address = zeroed(call.words, x.device).address
             planes.numbers = address + 4 * TICKETS
     (launch.run if run is None else run)(call.launches, x.device, KERNELS)
     return found
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return x [B, H, T, D] with contiguous components, which is all that the kernel needs."""
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
@@ -230,14 +241,18 @@ def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
         words = TICKETS + batch * heads[1] * tokens * side.form[3] if how.group > 1 else 0
     of_keys, of_queries = (bytearray(ctypes.sizeof(Functions)) for _ in range(2))
     digits = bytearray(ctypes.sizeof(Digits))
+    every, (key_rows, query_rows) = batch * tokens, (Rows(), Rows())
+    # Each block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
+    each = max(1, min(MOST_TOKENS, every, every * sum(blocks) // _sm_count(x.device)))
     arguments = (
-        *(k, ctypes.c_int32(heads[0]), codes, Functions.from_buffer(of_keys)),
-        *(q, ctypes.c_int32(heads[1]), planes, Functions.from_buffer(of_queries)),
-        *(Digits.from_buffer(digits), ctypes.c_int32(tokens)),
+        *(k, key_rows, ctypes.c_int32(heads[0]), codes, Functions.from_buffer(of_keys)),
+        *(q, query_rows, ctypes.c_int32(heads[1]), planes, Functions.from_buffer(of_queries)),
+        *(Digits.from_buffer(digits), ctypes.c_int32(tokens), ctypes.c_int32(every), ctypes.c_int32(each)),
     )
     macros = ("SPARSE_BF16", _BF16[x.dtype]), ("SPARSE_NARROW", side.form[5])
-    step = make_launch("encode.cu", "hash_tokens", (batch * tokens, sum(blocks)), THREADS, arguments, macros)
-    return _Call(k, codes, of_keys, q, planes, of_queries, digits, words, like, Kept([step]))
+    grid = -(-every // each), sum(blocks)
+    step = make_launch("encode.cu", "hash_tokens", grid, THREADS, arguments, macros, programmatic=True)
+    return _Call(k, key_rows, codes, of_keys, q, query_rows, planes, of_queries, digits, words, like, Kept([step]))
 
 
 def _blocks(x: Tensor, side: Side) -> int:

@@ -195,7 +195,9 @@ def are_supported(layer: LayerHasher) -> bool:
     if type(layer) not in _VARIANTS or layer.remainder.dtype != torch.float32:
         return False
     owner: Any = layer if isinstance(layer, Paper) else getattr(layer, "key", None)
-    hidden = 0 if isinstance(layer, Lsh) else owner.w1.shape[2]
+    hidden, out = (0, 0) if isinstance(layer, Lsh) else (owner.w1.shape[2], owner.w2.shape[2])
+    if hidden % 4 or out % 4:  # the kernel reads four columns at once
+        return False
     return max(layer.d, layer.bits, hidden) <= MOST and layer.hkv <= MOST_GROUPS
 
 

@@ -7,22 +7,27 @@
 //     query   w = sum of f over the group; with digits, w_j = w[coordinate[j]] power[j]; planes = digits of w's levels
 //             votes: planes = digits of how many f of the group are positive
 //
-// x [B][H][T][D] contiguous; R [F][D][C], W1 [F][D][M], b1 [F][M], W2 [F][M][C], b2 [F][C]; coordinate i64 and power
+// x [B][H][T][D] with strides and contiguous components; R [F][D][C], W1 [F][D][M], b1 [F][M], W2 [F][M][C], b2 [F][C]; coordinate i64 and power
 // f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][Hcode][T][words] with strides and contiguous words, written from token
 // *at on (on the device, because the host may not know it), and on request also their first words, [B][Hcode][T] with
 // contiguous tokens; planes [B][Hout][T][P][join W], W words of 32 bits.
 //
-// hash_tokens, grid B T x (blocks of keys + blocks of queries), 1024 threads. A block hashes one token with one head's
-// functions and reads each weight once: 64 bytes in flight for each thread. The last block of a group weighs its sum.
+// hash_tokens, grid token blocks x (heads of keys + heads of queries), 512 threads. A block hashes `each` tokens with one
+// head's functions. All weights of its first two matrices are on their way before the first number is needed, and those
+// of the third before the second is used: with 128 x 128 numbers a thread has 8 x 4 of each. The last block of a group
+// weighs its sum.
 //
 // Every operation is one that IEEE 754 defines, with fused multiply-adds and sums in the order written here, so that
 // the tests' reference gets the same bits.
 //
-// SPARSE_BF16: dtype of x. SPARSE_NARROW: 1 if R, W1 and W2 are float16, 0 if float32. D, C, M and bits: at most MOST.
+// SPARSE_BF16: dtype of x. SPARSE_NARROW: 1 if R, W1 and W2 are float16, 0 if float32. D, C, M and bits: at most MOST; C and
+// M are multiples of 4, and matrices aligned to 16 bytes.
 #include "mma.cuh"
 #include "planes.cuh"
 
-constexpr int ENCODE_THREADS = 1024, MOST = 512, UNROLL = 16;
+constexpr int ENCODE_THREADS = 512, MOST = 512, FOUR = 4;  // columns of a thread
+constexpr int AHEAD = 8;         // reads in flight for each matrix
+constexpr int MOST_TOKENS = 4;   // of a block
 
 #if SPARSE_NARROW
 using Weight = Float16;
@@ -41,6 +46,12 @@ struct Functions {
   i32 hidden;       // M
   i32 out;          // C
   i32 residual;     // add x to h if M is D, and h to f if C is M
+};
+
+struct Rows {
+  i64 batch;  // strides in elements
+  i64 head;
+  i64 token;
 };
 
 struct Digits {
@@ -74,16 +85,30 @@ struct Planes {
   i32 votes;
 };
 
-__device__ __forceinline__ float weight(float x) { return x; }
-__device__ __forceinline__ float weight(Float16 x) {
+// Four weights as they are read: converted only when they are used, so that no load is waited for before.
+#if SPARSE_NARROW
+struct Raw {
+  uint2 words;
+  __device__ __forceinline__ void read(const Weight* from) { words = *reinterpret_cast<const uint2*>(from); }
+  __device__ __forceinline__ void to(float (&out)[FOUR]) const {
 #ifdef HOSTSIM
-  return real(x);
-#else
-  float out;  // real() takes six instructions
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(x.bits));
-  return out;
+    for (int i = 0; i < FOUR; i++) out[i] = real(Float16{u16((i / 2 ? words.y : words.x) >> 16 * (i % 2))});
+#else  // real() takes six instructions
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(out[0]), "=f"(out[1]) : "r"(words.x));
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(out[2]), "=f"(out[3]) : "r"(words.y));
 #endif
-}
+  }
+};
+#else
+struct Raw {
+  uint4 words;
+  __device__ __forceinline__ void read(const Weight* from) { words = *reinterpret_cast<const uint4*>(from); }
+  __device__ __forceinline__ void to(float (&out)[FOUR]) const {
+    out[0] = __uint_as_float(words.x), out[1] = __uint_as_float(words.y);
+    out[2] = __uint_as_float(words.z), out[3] = __uint_as_float(words.w);
+  }
+};
+#endif
 
 // exp to about one unit in the last place (the polynomial is that of Cephes' expf); infinite above 88.
 __device__ __forceinline__ float exp_of(float x) {
@@ -99,47 +124,103 @@ __device__ __forceinline__ float exp_of(float x) {
   return x > 88.0f ? __uint_as_float(0x7f800000u) : found;
 }
 
-// Add x[0..rows) times a matrix [rows][columns] to `sums`; all but the matrix are in shared memory. If there are more
-// threads than columns, the rows are split among threads, and the partial sums are added in a fixed order.
-__device__ __forceinline__ void add_product(const float* x, const Weight* matrix, int rows, int columns, float* sums,
-                                            float* partial) {
-  const int parts = ENCODE_THREADS / columns;  // at least 2
-  const int part = threadIdx.x / columns, column = threadIdx.x % columns;
-  if (part < parts) {
-    float sum = 0.0f;
-#pragma unroll UNROLL
-    for (int row = part; row < rows; row += parts) sum = fmaf(x[row], weight(matrix[row * columns + column]), sum);
-    partial[threadIdx.x] = sum;
-  }
-  __syncthreads();
-  if (threadIdx.x < columns) {
-    float sum = sums[column];
-    for (int p = 0; p < parts; p++) sum += partial[p * columns + column];
-    sums[column] = sum;
-  }
-  __syncthreads();
-}
-static_assert(ENCODE_THREADS >= 2 * MOST);  // a thread has at most one column
+// A matrix [rows][columns]: a thread has four columns of every parts-th row.
+struct Matrix {
+  const Weight* from;  // of this thread
+  int left;            // its rows
+  int columns, parts, part;
 
-// Compute f of one token and head into shared memory `sums`.
-__device__ __forceinline__ void functions_of(const Half* x, const Functions& f, int head, float* sums) {
-  __shared__ float given[MOST], hidden[MOST], partial[ENCODE_THREADS];
+  __device__ __forceinline__ Matrix(const Weight* all, int head, int rows, int columns)
+      : columns(columns), parts(ENCODE_THREADS * FOUR / columns), part(threadIdx.x / (columns / FOUR)) {
+    left = all && part < parts ? (rows - part + parts - 1) / parts : 0;
+    from = all + (i64(head) * rows + part) * columns + threadIdx.x % (columns / FOUR) * FOUR;
+  }
+
+  // Read this thread's next rows, from its `first` on. No load waits for another.
+  __device__ __forceinline__ void read(int first, Raw (&to)[AHEAD]) const {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      to[i] = {};
+      if (first + i < left) to[i].read(from + (first + i) * parts * columns);
+    }
+  }
+
+  // Add the products of what was read and x[0..rows).
+  __device__ __forceinline__ void add(int first, const Raw (&numbers)[AHEAD], const float* x, float (&sums)[FOUR]) const {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      if (first + i >= left) continue;
+      float of[FOUR];
+      numbers[i].to(of);
+      const float factor = x[part + (first + i) * parts];
+#pragma unroll
+      for (int c = 0; c < FOUR; c++) sums[c] = fmaf(factor, of[c], sums[c]);
+    }
+  }
+};
+static_assert(ENCODE_THREADS * FOUR >= MOST);  // a thread has at most four columns
+
+// Add x[t][0..rows) times a matrix, whose first rows have been read, to sums[t]. The threads' sums are added in a fixed
+// order.
+__device__ __forceinline__ void add_product(const float (*x)[MOST], const Matrix& of, const Raw (&ahead)[AHEAD],
+                                            int tokens, float (*sums)[MOST]) {
+  __shared__ __align__(16) float partial[ENCODE_THREADS * FOUR];
+#pragma unroll 1
+  for (int t = 0; t < tokens; t++) {
+    float mine[FOUR] = {0.0f, 0.0f, 0.0f, 0.0f};
+    of.add(0, ahead, x[t], mine);
+#pragma unroll 1
+    for (int first = AHEAD; first < of.left; first += AHEAD) {
+      Raw more[AHEAD];
+      of.read(first, more);
+      of.add(first, more, x[t], mine);
+    }
+    *reinterpret_cast<float4*>(partial + FOUR * threadIdx.x) = {mine[0], mine[1], mine[2], mine[3]};
+    __syncthreads();
+    if (int(threadIdx.x) < of.columns) {
+      float sum = sums[t][threadIdx.x];
+#pragma unroll 4
+      for (int p = 0; p < of.parts; p++) sum += partial[p * of.columns + threadIdx.x];
+      sums[t][threadIdx.x] = sum;
+    }
+    __syncthreads();
+  }
+}
+
+// Compute f of a head for `tokens` tokens into shared memory `sums`; x(t): the address of token t.
+template <class At>
+__device__ __forceinline__ void functions_of(const At& x, int tokens, const Functions& f, int head,
+                                             float (*sums)[MOST]) {
+  __shared__ float given[MOST_TOKENS][MOST], hidden[MOST_TOKENS][MOST];
   const int i = threadIdx.x;
-  if (i < f.dim) given[i] = real(x[i]);
-  if (i < f.out) sums[i] = f.b2 ? f.b2[i64(head) * f.out + i] : 0.0f;
-  if (i < f.hidden) hidden[i] = f.b1[i64(head) * f.hidden + i];
-  __syncthreads();
-  if (f.r) add_product(given, f.r + i64(head) * f.dim * f.out, f.dim, f.out, sums, partial);
-  if (!f.w1) return;
-  add_product(given, f.w1 + i64(head) * f.dim * f.hidden, f.dim, f.hidden, hidden, partial);
-  if (i < f.hidden) {
-    const float h = hidden[i] / (1.0f + exp_of(-hidden[i]));
-    hidden[i] = f.residual && f.hidden == f.dim ? h + given[i] : h;
+  const Matrix linear(f.r, head, f.dim, f.out), in(f.w1, head, f.dim, f.w1 ? f.hidden : f.out);
+  const Matrix out(f.w2, head, f.hidden, f.out);
+  Raw first[AHEAD], second[AHEAD];
+  linear.read(0, first);
+  in.read(0, second);
+#pragma unroll 1
+  for (int t = 0; t < tokens; t++) {
+    if (i < f.dim) given[t][i] = real(x(t)[i]);
+    if (i < f.out) sums[t][i] = f.b2 ? f.b2[i64(head) * f.out + i] : 0.0f;
+    if (i < f.hidden) hidden[t][i] = f.b1[i64(head) * f.hidden + i];
   }
   __syncthreads();
-  add_product(hidden, f.w2 + i64(head) * f.hidden * f.out, f.hidden, f.out, sums, partial);
+  if (f.r) add_product(given, linear, first, tokens, sums);
+  if (!f.w1) return;
+  out.read(0, first);
+  add_product(given, in, second, tokens, hidden);
+#pragma unroll 1
+  for (int t = 0; t < tokens; t++) {
+    if (i >= f.hidden) continue;
+    const float h = hidden[t][i] / (1.0f + exp_of(-hidden[t][i]));
+    hidden[t][i] = f.residual && f.hidden == f.dim ? h + given[t][i] : h;
+  }
+  __syncthreads();
+  add_product(hidden, out, first, tokens, sums);
   if (f.residual && f.out == f.hidden) {
-    if (i < f.out) sums[i] += hidden[i];
+#pragma unroll 1
+    for (int t = 0; t < tokens; t++)
+      if (i < f.out) sums[t][i] += hidden[t][i];
     __syncthreads();
   }
 }
@@ -234,21 +315,36 @@ __device__ __forceinline__ Functions choose(bool first, const Functions& a, cons
 
 // Blocks of keys come first in the grid; a side without heads has none. Block n of a side of N, the larger number of
 // heads of x and of functions, has heads n H / N and n F / N of them.
-extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 64 registers
-    hash_tokens(const Half* __restrict__ k, i32 key_heads, Codes codes, Functions of_keys, const Half* __restrict__ q,
-                i32 query_heads, Planes planes, Functions of_queries, Digits digits, i32 tokens) {
-  __shared__ float sums[MOST];
-  const int batch = blockIdx.x / tokens, token = blockIdx.x % tokens;
+extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 128 registers
+    hash_tokens(const Half* __restrict__ k, Rows key_rows, i32 key_heads, Codes codes, Functions of_keys,
+                const Half* __restrict__ q, Rows query_rows, i32 query_heads, Planes planes, Functions of_queries,
+                Digits digits, i32 tokens, i32 all, i32 each) {
+  __shared__ float sums[MOST_TOKENS][MOST];
+  wait_for_predecessor();
   const int key_blocks = key_heads > of_keys.heads ? key_heads : of_keys.heads;
   const bool is_key = int(blockIdx.y) < key_blocks;
   const Functions f = choose(is_key, of_keys, of_queries);
   const int block = is_key ? blockIdx.y : blockIdx.y - key_blocks, heads = is_key ? key_heads : query_heads;
   const int blocks = heads > f.heads ? heads : f.heads;
-  const i64 row = (i64(batch) * heads + block * heads / blocks) * tokens + token;
-  functions_of((is_key ? k : q) + row * f.dim, f, block * f.heads / blocks, sums);
-  if (is_key) return write_code(sums, codes, digits, f.out, batch, block, token);
-  if (planes.group > 1 && !sum_group(sums, planes, f.out, tokens, batch, block, heads, token)) return;
-  const int groups = heads / planes.group, group = block / planes.group;
-  const i64 to = (i64(batch) * (groups / planes.join) + group / planes.join) * tokens + token;
-  write_planes(sums, planes, digits, to, group % planes.join, group * digits.heads / groups);
+  const int first = blockIdx.x * each, count = all - first < each ? all - first : each;
+  const Half* const from = (is_key ? k + block * heads / blocks * key_rows.head
+                                   : q + block * heads / blocks * query_rows.head);
+  const i64 of_batch = is_key ? key_rows.batch : query_rows.batch;
+  const i64 of_token = is_key ? key_rows.token : query_rows.token;
+  const auto at = [&](int t) { return from + (first + t) / tokens * of_batch + (first + t) % tokens * of_token; };
+  functions_of(at, count, f, block * f.heads / blocks, sums);
+  let_dependents_start();
+#pragma unroll 1
+  for (int t = 0; t < count; t++) {
+    const int batch = (first + t) / tokens, token = (first + t) % tokens;
+    if (is_key) {
+      write_code(sums[t], codes, digits, f.out, batch, block, token);
+      continue;
+    }
+    if (planes.group > 1 && !sum_group(sums[t], planes, f.out, tokens, batch, block, heads, token)) continue;
+    const int groups = heads / planes.group, group = block / planes.group;
+    const i64 to = (i64(batch) * (groups / planes.join) + group / planes.join) * tokens + token;
+    write_planes(sums[t], planes, digits, to, group % planes.join, group * digits.heads / groups);
+    __syncthreads();  // its memory was read
+  }
 }

@@ -8,43 +8,86 @@
 // of `always` i64 [B][sink] if it is not null; the `width` slots of indices; `recent` slots with the last tokens.
 //
 // gather, grid tasks x splits, 4 warps. A block processes one split of a task's slots, each warp 16 slots at a time:
-//   (1) S = Q K^T by mma, with heads as rows and slots as columns. The sum over D may run in any order, so a lane reads
+//   (1) A lane reads the index of a slot, and shuffles tell the others. The loads of the slots' keys and values are
+//       issued together, because a decode step has too few slots to hide a second latency.
+//   (2) S = Q K^T by mma, with heads as rows and slots as columns. The sum over D may run in any order, so a lane reads
 //       16 consecutive bytes of a key instead of 4 x 4 bytes, and Q is permuted accordingly in shared memory.
-//   (2) Online softmax: largest logit and sum per head; sums are rescaled when the largest logit grows.
-//   (3) O += P V: the fragment of S is used as that of P. A lane reads 16 bytes of each of its four values' rows, whose
-//       columns are assigned to mma fragments so that no data moves between lanes.
-//   (4) The warps' sums are added in shared memory, and written as float32 with largest logit, sum and sum of logits.
-// combine (combine.cuh) makes the result of these.
+//   (3) Online softmax: largest logit and sum per head; sums are rescaled when the largest logit grows.
+//   (4) O^T += V^T P^T: with heads as columns, up to 8 heads need half the registers. The fragment of S is used as that
+//       of P^T. A lane reads 16 bytes of each of its four values' rows, whose columns are assigned to mma fragments so
+//       that no data moves between lanes.
+//   (5) The warps put their sums into shared memory. All threads add them, in the order of the warps, and write them as
+//       float32 with largest logit, sum and sum of logits.
+// combine (combine.cuh) makes the result of these. Both may start before their predecessors end, and wait for these.
 //
 // Keys and values are read once, from memory to registers, 16 bytes per lane, and only selected rows. Bytes per slot:
 // 2 (D + Dv) + 8. An H200 at 85 % of 4.3 TB/s gathers 512K x 2 % x 4 heads, 21.8 MB, in 6.0 us.
 //
 // SPARSE_DIM: D. SPARSE_VALUE_DIM: Dv. Multiples of 16, up to 256. SPARSE_BF16: dtype of q, k, v and the result.
+// SPARSE_HEADS: 8 (default) or 16, at least `group`.
 // HASHCORE_PAGES: keys and values are in pages [M][Hkv][2^shift][D] and [M][Hkv][2^shift][Dv] with strides; Rows.batch is
 // that of pages, and the table of a batch row gives its pages (hashcore's pages.cuh). N is the tokens of a table.
 #include "mma.cuh"
 #include "slots.cuh"
 
-constexpr int GATHER_THREADS = 128, WARPS = GATHER_THREADS / 32, MAX_GROUP = 16, SLOTS = 16;
+#ifndef SPARSE_HEADS
+#define SPARSE_HEADS 8
+#endif
+
+constexpr int GATHER_THREADS = 128, WARPS = GATHER_THREADS / 32, SLOTS = 16;
+constexpr int HEADS = SPARSE_HEADS, SIDES = HEADS / 8;  // heads g and g + 8 of a lane 4 g + t
+static_assert(HEADS == 8 || HEADS == 16);
 
 // Words (of two numbers) per read of a lane: 16 bytes if the row length allows it.
 constexpr int KEY_WORDS = DIM % 32 == 0 ? 4 : 2;
 constexpr int VALUE_WORDS = VALUE_DIM % 64 == 0 ? 4 : VALUE_DIM % 32 == 0 ? 2 : 1;
-constexpr int KEY_READS = DIM / (8 * KEY_WORDS), STEPS = DIM / 16;                 // four lanes share a key
-constexpr int VALUE_READS = VALUE_DIM / (16 * VALUE_WORDS), TILES = VALUE_DIM / 8;  // eight lanes share a value
-constexpr int MIN_BLOCKS = DIM + VALUE_DIM <= 256 ? 3 : 1;  // limited by registers: TILES * 4 sums, and loads in flight
+constexpr int KEY_READS = DIM / (8 * KEY_WORDS), STEPS = DIM / 16;  // four lanes share a key
+constexpr int VALUE_READS = VALUE_DIM / (16 * VALUE_WORDS), TILES = VALUE_DIM / 16;  // eight lanes share a value
+constexpr int SUMS = TILES * SIDES * 4;                                   // registers of a lane
+constexpr int MIN_BLOCKS = DIM + VALUE_DIM <= 256 && SIDES == 1 ? 3 : 2;  // limited by these, and by loads in flight
 
+// The reads of values that are issued with those of keys, as registers allow; other values are read when the keys have
+// been multiplied. Addresses, logits and the like take about 45, and 30 more with two sides.
+constexpr int FREE = (MIN_BLOCKS == 3 ? 112 : 176) - 32 * (SIDES - 1) - SUMS - 2 * KEY_READS * KEY_WORDS;
+constexpr int FIT = FREE > 0 ? FREE / (4 * VALUE_WORDS) : 0, EARLY_READS = FIT < VALUE_READS ? FIT : VALUE_READS;
+
+// Sums in shared memory: a lane has CHUNK neighbouring columns of two heads per side. Lanes of equal t write next to
+// each other, and the padding of rows puts those of other t into other banks.
+constexpr int CHUNK = VALUE_WORDS > 1 ? 4 : 2, CHUNKS = VALUE_DIM / CHUNK, SUMS_ROW = VALUE_DIM + 4;
+
+// Read words if `used`, without a branch: else a lane's next loads would not be issued until the branch is decided.
 template <int WORDS>
-__device__ __forceinline__ void read(const Half* from, u32 (&to)[WORDS]) {
+__device__ __forceinline__ void read(const Half* from, bool used, u32 (&to)[WORDS]) {
+  static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4);
+#pragma unroll
+  for (int w = 0; w < WORDS; w++) to[w] = 0;  // of unused slots: 0 * NaN is NaN
+#ifdef HOSTSIM
+  if (!used) return;
   if constexpr (WORDS == 4) {
-    const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
     to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
   } else if constexpr (WORDS == 2) {
-    const uint2 x = __ldg(reinterpret_cast<const uint2*>(from));
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
     to[0] = x.x, to[1] = x.y;
   } else {
-    to[0] = __ldg(reinterpret_cast<const u32*>(from));
+    to[0] = *reinterpret_cast<const u32*>(from);
   }
+#else
+  // volatile: in the order of the program, so before the products
+  if constexpr (WORDS == 4) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+                 : "l"(from), "r"(u32(used)));
+  } else if constexpr (WORDS == 2) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.u32 {%0, %1}, [%2];}"
+                 : "+r"(to[0]), "+r"(to[1])
+                 : "l"(from), "r"(u32(used)));
+  } else {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u32 %0, [%1];}"
+                 : "+r"(to[0])
+                 : "l"(from), "r"(u32(used)));
+  }
+#endif
 }
 
 // The column of q that lane 4 g + t holds in word `part` (0 or 1) of step `step`, matching the key's words.
@@ -53,10 +96,11 @@ __device__ __forceinline__ int key_column(int step, int t, int part) {
   return 8 * KEY_WORDS * (step / IN_READ) + 2 * KEY_WORDS * t + 4 * (step % IN_READ) + 2 * part;
 }
 
-// The running sums of one warp. Index [0] is head g, [1] head g + 8.
+// The running sums of one warp: index [side] is head g + 8 side, but out[tile][side] has the heads 2t and 2t + 1, of
+// which [0] and [1] are column g of the tile's first half, [2] and [3] that of its second half.
 struct Sums {
-  float out[TILES][4];
-  float top[2], total[2], logits[2];
+  float out[TILES][SIDES][4];
+  float top[SIDES], total[SIDES], logits[SIDES];
 };
 
 __device__ __forceinline__ float over_quad_max(float x) {
@@ -68,61 +112,94 @@ __device__ __forceinline__ float over_quad_sum(float x) {
   return x + __shfl_xor_sync(FULL_WARP, x, 2);
 }
 
-// The component of a value for column `reg` % 2 of lane t in a tile's fragment.
-__device__ __forceinline__ int value_column(int tile, int t, int reg) {
-  constexpr int IN_READ = 2 * VALUE_WORDS;  // tiles that one read feeds
-  return 16 * VALUE_WORDS * (tile / IN_READ) + IN_READ * (2 * t + reg % 2) + tile % IN_READ;
+// The component of a value in row g of half a tile.
+__device__ __forceinline__ int value_column(int half, int g) {
+  constexpr int IN_READ = 2 * VALUE_WORDS;  // halves that one read feeds
+  return IN_READ * (8 * (half / IN_READ) + g) + half % IN_READ;
 }
 
-// Step (1): the logits of 16 slots, in two tiles of 8.
-__device__ __forceinline__ void multiply_keys(const Half* keys, const Rows& at, const i64 (&key)[2], int tokens,
-                                              const u32 (*query)[32][4], const Pages& pages, float (&s)[2][4]) {
-  const int lane = threadIdx.x % 32, t = lane % 4;
+// The slots of one step of a warp.
+struct Slots {
+  i32 key[2];       // the places of those whose keys this lane reads, or -1
+  i32 value[2][2];  // of those whose values it reads, whose logits it holds: [tile][column]
+};
+
+// Step (1): what a lane reads of its slots.
+struct Words {
+  u32 keys[2][KEY_READS][KEY_WORDS];
+  u32 values[VALUE_READS][2][2][VALUE_WORDS];
+};
+
+__device__ __forceinline__ void read_keys(const Half* keys, const Rows& at, const Slots& slots, const Pages& pages,
+                                          Words& words) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int tile = 0; tile < 2; tile++) {
+    const i32 place = slots.key[tile];
+    const Half* row = row_at(keys, at, place < 0 ? 0 : place, pages) + 2 * KEY_WORDS * t;
+#pragma unroll
+    for (int r = 0; r < KEY_READS; r++) read(row + 8 * KEY_WORDS * r, place >= 0, words.keys[tile][r]);
+  }
+}
+
+template <int FROM, int TO>
+__device__ __forceinline__ void read_values(const Half* values, const Rows& at, const Slots& slots, const Pages& pages,
+                                            Words& words) {
+  const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int i = 0; i < (FROM < TO ? 4 : 0); i++) {
+    const i32 place = slots.value[i / 2][i % 2];
+    const Half* row = row_at(values, at, place < 0 ? 0 : place, pages) + 2 * VALUE_WORDS * g;
+#pragma unroll
+    for (int r = FROM; r < TO; r++) read(row + 16 * VALUE_WORDS * r, place >= 0, words.values[r][i / 2][i % 2]);
+  }
+}
+
+// Step (2): the logits of 16 slots, in two tiles of 8.
+__device__ __forceinline__ void multiply_keys(const Words& words, const u32 (*query)[32][2 * SIDES], float (&s)[2][4]) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int tile = 0; tile < 2; tile++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) s[tile][i] = 0.0f;
   }
-  u32 words[2][KEY_READS][KEY_WORDS];
-#pragma unroll
-  for (int tile = 0; tile < 2; tile++) {
-    const bool used = is_used(key[tile], tokens);
-    const Half* row = row_at(keys, at, used ? key[tile] : 0, pages) + 2 * KEY_WORDS * t;
-#pragma unroll
-    for (int r = 0; r < KEY_READS; r++) {
-#pragma unroll
-      for (int w = 0; w < KEY_WORDS; w++) words[tile][r][w] = 0;
-      if (used) read(row + 8 * KEY_WORDS * r, words[tile][r]);
-    }
-  }
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
     constexpr int IN_READ = KEY_WORDS / 2;
-    const uint4 q = *reinterpret_cast<const uint4*>(query[step][lane]);
-    const u32 a[4] = {q.x, q.y, q.z, q.w};
+    u32 a[4] = {};
+    if constexpr (SIDES == 2) {
+      const uint4 q = *reinterpret_cast<const uint4*>(query[step][lane]);
+      a[0] = q.x, a[1] = q.y, a[2] = q.z, a[3] = q.w;
+    } else {
+      const uint2 q = *reinterpret_cast<const uint2*>(query[step][lane]);
+      a[0] = q.x, a[2] = q.y;
+    }
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
-      const u32 b[2] = {words[tile][step / IN_READ][2 * (step % IN_READ)],
-                        words[tile][step / IN_READ][2 * (step % IN_READ) + 1]};
+      const u32 b[2] = {words.keys[tile][step / IN_READ][2 * (step % IN_READ)],
+                        words.keys[tile][step / IN_READ][2 * (step % IN_READ) + 1]};
       mma(s[tile], a, b);
     }
   }
 }
 
-// Step (2): replace logits by weights; unused slots get weight 0.
-__device__ __forceinline__ void weigh(const Shape& shape, const bool (&used)[2][2], float (&s)[2][4], Sums& sums) {
+// Step (3): replace logits by weights; unused slots get weight 0.
+__device__ __forceinline__ void weigh(const Shape& shape, const Slots& slots, float (&s)[2][4], Sums& sums) {
+  const int t = threadIdx.x % 4;
+  const float per_cap = shape.softcap > 0.0f ? 1.0f / shape.softcap : 0.0f;
 #pragma unroll
-  for (int side = 0; side < 2; side++) {
+  for (int side = 0; side < SIDES; side++) {
     float top = sums.top[side];
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
 #pragma unroll
       for (int column = 0; column < 2; column++) {
         float& x = s[tile][2 * side + column];
+        const bool used = slots.value[tile][column] >= 0;
         x *= shape.scaling;
-        if (shape.softcap > 0.0f) x = shape.softcap * tanhf(x / shape.softcap);
-        if (used[tile][column]) sums.logits[side] += x;
-        if (!used[tile][column]) x = -INFINITE;
+        if (shape.softcap > 0.0f) x = shape.softcap * tanhf(x * per_cap);
+        if (used) sums.logits[side] += x;
+        if (!used) x = -INFINITE;
         top = fmaxf(top, x);
       }
     }
@@ -132,9 +209,11 @@ __device__ __forceinline__ void weigh(const Shape& shape, const bool (&used)[2][
     sums.top[side] = top;
     sums.total[side] *= shrink;
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-      sums.out[tile][2 * side] *= shrink;
-      sums.out[tile][2 * side + 1] *= shrink;
+    for (int i = 0; i < 2; i++) {
+      const float of_head = __shfl_sync(FULL_WARP, shrink, 4 * (2 * t + i));
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+        sums.out[tile][side][i] *= of_head, sums.out[tile][side][2 + i] *= of_head;
     }
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
@@ -148,33 +227,21 @@ __device__ __forceinline__ void weigh(const Shape& shape, const bool (&used)[2][
   }
 }
 
-// Step (3): add weighted values.
-__device__ __forceinline__ void add_values(const Half* values, const Rows& at, const i64 (&slot)[2][2], int tokens,
-                                           const float (&s)[2][4], const Pages& pages, Sums& sums) {
-  const int g = threadIdx.x % 32 / 4;
-  const u32 a[4] = {narrow2(s[0][0], s[0][1]), narrow2(s[0][2], s[0][3]), narrow2(s[1][0], s[1][1]),
-                    narrow2(s[1][2], s[1][3])};
+// Step (4): add weighted values.
+__device__ __forceinline__ void add_values(const Words& words, const float (&s)[2][4], Sums& sums) {
 #pragma unroll
-  for (int r = 0; r < VALUE_READS; r++) {
-    u32 words[2][2][VALUE_WORDS];
+  for (int tile = 0; tile < TILES; tile++) {
+    u32 a[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const i64 index = slot[i / 2][i % 2];
-      const bool used = is_used(index, tokens);
-#pragma unroll
-      for (int w = 0; w < VALUE_WORDS; w++) words[i / 2][i % 2][w] = 0;  // unused rows are not read: 0 * NaN is NaN
-      const Half* row = row_at(values, at, used ? index : 0, pages) + 2 * VALUE_WORDS * (g + 8 * r);
-      if (used) read(row, words[i / 2][i % 2]);
+      const int half = 2 * tile + i % 2, far = i / 2, r = half / (2 * VALUE_WORDS), j = half % (2 * VALUE_WORDS);
+      const u32 first = words.values[r][far][0][j / 2], second = words.values[r][far][1][j / 2];
+      a[i] = j % 2 ? (first >> 16) | (second & 0xffff0000u) : (first & 0xffffu) | (second << 16);
     }
 #pragma unroll
-    for (int j = 0; j < 2 * VALUE_WORDS; j++) {
-      u32 b[2];
-#pragma unroll
-      for (int far = 0; far < 2; far++) {
-        const u32 first = words[far][0][j / 2], second = words[far][1][j / 2];
-        b[far] = j % 2 ? (first >> 16) | (second & 0xffff0000u) : (first & 0xffffu) | (second << 16);
-      }
-      mma(sums.out[2 * VALUE_WORDS * r + j], a, b);
+    for (int side = 0; side < SIDES; side++) {
+      const u32 b[2] = {narrow2(s[0][2 * side], s[0][2 * side + 1]), narrow2(s[1][2 * side], s[1][2 * side + 1])};
+      mma(sums.out[tile][side], a, b);
     }
   }
 }
@@ -184,23 +251,13 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
            const i64* __restrict__ indices, float* __restrict__ outs, float* __restrict__ stats,
            i32* __restrict__ counts, Rows key_rows, Rows value_rows, Shape shape,
            const i64* __restrict__ always PAGES_PARAMETER) {
-  __shared__ __align__(16) u32 query[STEPS][32][4];
-  __shared__ float merged[MAX_GROUP][VALUE_DIM];
-  __shared__ float tops[WARPS][MAX_GROUP], totals[WARPS][MAX_GROUP], logits[WARPS][MAX_GROUP];
-  __shared__ i32 used_slots;
+  __shared__ __align__(16) u32 query[STEPS][32][2 * SIDES];
+  __shared__ __align__(16) float merged[WARPS][8][SUMS_ROW];  // of 8 heads at a time
+  __shared__ float tops[WARPS][HEADS], totals[WARPS][HEADS], logits[WARPS][HEADS];
+  __shared__ i32 used_slots[WARPS];
   const Task task(shape, blockIdx.x);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const int first_head = task.set * shape.group, heads = shape.sets * shape.group;
-  const i64 of_task = (i64(task.batch) * heads + first_head) * shape.queries + task.query;
-  for (int i = thread; i < STEPS * 128; i += GATHER_THREADS) {
-    const int step = i / 128, holder = i / 4 % 32, reg = i % 4, head = holder / 4 + 8 * (reg % 2);
-    const i64 at = (of_task + i64(head) * shape.queries) * DIM + key_column(step, holder % 4, reg / 2);
-    query[step][holder][reg] = head < shape.group ? __ldg(reinterpret_cast<const u32*>(q + at)) : 0;
-  }
-  for (int i = thread; i < MAX_GROUP * VALUE_DIM; i += GATHER_THREADS) merged[i / VALUE_DIM][i % VALUE_DIM] = 0.0f;
-  if (thread == 0) used_slots = 0;
-  __syncthreads();
-
   const int kv = first_head / shape.heads_per_kv;
   Pages table = PAGES;
   if constexpr (PAGED) {
@@ -210,47 +267,75 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
     k += task.batch * key_rows.batch + kv * key_rows.head;
     v += task.batch * value_rows.batch + kv * value_rows.head;
   }
-  const int places = PAGED ? 0x7fffffff : shape.tokens;  // a place is used if it is in [0, places)
   indices += ((i64(task.batch) * shape.sets + task.set) * shape.queries + task.query) * shape.width;
   if (always) always += i64(task.batch) * shape.sink;
-  const int begin = blockIdx.y * shape.slots;
-  const int all = shape.sink + shape.width + shape.recent;
+  const int begin = blockIdx.y * shape.slots, all = shape.sink + shape.width + shape.recent;
   const int end = begin + shape.slots < all ? begin + shape.slots : all;
+  int from = begin + SLOTS * warp;
+  q += (i64(task.batch) * heads + first_head) * shape.queries * DIM + task.query * DIM;
+
+  wait_for_predecessor();  // nothing above reads memory
+  let_dependents_start();  // they wait, too: for the end of this kernel
+  const auto token_at = [&](int first) {
+    const int slot = first + lane % SLOTS;
+    return slot < end ? token_of(indices, always, slot, shape) : i64(-1);
+  };
+  i64 token = token_at(from);  // before q is waited for
+  constexpr int Q_WORDS = STEPS * 64 * SIDES, Q_READS = (Q_WORDS + GATHER_THREADS - 1) / GATHER_THREADS;
+  u32 own[Q_READS][1];
+#pragma unroll
+  for (int i = 0; i < Q_READS; i++) {
+    const int at = thread + GATHER_THREADS * i, step = at / (64 * SIDES), holder = at / (2 * SIDES) % 32;
+    const int head = holder / 4 + 8 * (at % SIDES), column = key_column(step, holder % 4, at / SIDES % 2);
+    const bool is_one = head < shape.group && at < Q_WORDS;
+    read(q + i64(head) * shape.queries * DIM + column, is_one, own[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < Q_READS; i++) {
+    const int at = thread + GATHER_THREADS * i;
+    if (at < Q_WORDS) query[at / (64 * SIDES)][at / (2 * SIDES) % 32][at % (2 * SIDES)] = own[i][0];
+  }
+  __syncthreads();
+
   Sums sums;
 #pragma unroll
-  for (int tile = 0; tile < TILES; tile++) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) sums.out[tile][i] = 0.0f;
-  }
-#pragma unroll
-  for (int side = 0; side < 2; side++)
+  for (int side = 0; side < SIDES; side++) {
     sums.top[side] = -INFINITE, sums.total[side] = 0.0f, sums.logits[side] = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums.out[tile][side][i] = 0.0f;
+    }
+  }
   int seen = 0;
 #pragma unroll 1
-  for (int from = begin + SLOTS * warp; from < end; from += SLOTS * WARPS) {
-    i64 key[2], slot[2][2];
-    bool used[2][2];
+  for (; from < end; from += SLOTS * WARPS) {
+    const i32 place = place_of(token, shape.tokens, table);
+    seen += __popc(__ballot_sync(FULL_WARP, place >= 0) & ((1u << SLOTS) - 1));  // lanes 16 further have the same
+    Slots slots;
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
-      const int mine = from + 8 * tile + g;
-      key[tile] = mine < end ? place_of(token_of(indices, always, mine, shape), shape.tokens, table) : -1;
+      slots.key[tile] = __shfl_sync(FULL_WARP, place, 8 * tile + g);
 #pragma unroll
-      for (int column = 0; column < 2; column++) {
-        const int at = from + 8 * tile + 2 * t + column;
-        slot[tile][column] = at < end ? place_of(token_of(indices, always, at, shape), shape.tokens, table) : -1;
-        used[tile][column] = is_used(slot[tile][column], places);
-        seen += used[tile][column];
-      }
+      for (int column = 0; column < 2; column++)
+        slots.value[tile][column] = __shfl_sync(FULL_WARP, place, 8 * tile + 2 * t + column);
     }
+    Words words;
+    read_keys(k, key_rows, slots, table, words);
+    read_values<0, EARLY_READS>(v, value_rows, slots, table, words);
+    // The next iteration's, whose branches also keep the loads above before the products. Two sides lack registers.
+    if constexpr (SIDES == 1) token = token_at(from + SLOTS * WARPS);
     float s[2][4];
-    multiply_keys(k, key_rows, key, places, query, table, s);
-    weigh(shape, used, s, sums);
-    add_values(v, value_rows, slot, places, s, table, sums);
+    multiply_keys(words, query, s);
+    if constexpr (SIDES == 2) token = token_at(from + SLOTS * WARPS);
+    read_values<EARLY_READS, VALUE_READS>(v, value_rows, slots, table, words);
+    weigh(shape, slots, s, sums);
+    add_values(words, s, sums);
   }
 
-  // Step (4): the largest logit is known to the whole quad; sums are still per lane.
+  // Step (5): the largest logit is known to the whole quad; sums are still per lane.
 #pragma unroll
-  for (int side = 0; side < 2; side++) {
+  for (int side = 0; side < SIDES; side++) {
     const float total = over_quad_sum(sums.total[side]), logit = over_quad_sum(sums.logits[side]);
     if (t == 0) {
       tops[warp][g + 8 * side] = sums.top[side];
@@ -258,36 +343,45 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
       logits[warp][g + 8 * side] = logit;
     }
   }
-  if (g == 0 && seen) atomicAdd(&used_slots, seen);  // the lanes of a column hold the same slots
-  __syncthreads();
-  float base[2];
+  if (lane == 0) used_slots[warp] = seen;
+  const i64 part = i64(blockIdx.x) * gridDim.y + blockIdx.y;
+  outs += part * shape.group * VALUE_DIM;
 #pragma unroll
-  for (int side = 0; side < 2; side++) {
-    float top = tops[0][g + 8 * side];
+  for (int side = 0; side < SIDES; side++) {
+    const int rows = shape.group - 8 * side < 8 ? shape.group - 8 * side : 8;
+    if (rows <= 0) break;
+    if (side) __syncthreads();  // the sums of the first heads have been read
 #pragma unroll
-    for (int w = 1; w < WARPS; w++) top = fmaxf(top, tops[w][g + 8 * side]);
-    base[side] = top == -INFINITE ? 0.0f : top;
-  }
-#pragma unroll 1
-  for (int turn = 0; turn < WARPS; turn++) {  // in turn, for a fixed order of sums
-    if (turn == warp) {
+    for (int i = 0; i < 2; i++) {
+      if (2 * t + i >= rows) continue;
 #pragma unroll
-      for (int side = 0; side < 2; side++) {
-        const float shrink = __expf(sums.top[side] - base[side]);
+      for (int j = 0; j < 2 * TILES / CHUNK; j++) {
+        float x[CHUNK];
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-#pragma unroll
-          for (int column = 0; column < 2; column++)
-            merged[g + 8 * side][value_column(tile, t, column)] += shrink * sums.out[tile][2 * side + column];
-        }
+        for (int c = 0; c < CHUNK; c++)
+          x[c] = sums.out[(CHUNK * j + c) / 2][side][2 * (c % 2) + i];
+        put(&merged[warp][2 * t + i][CHUNK * (8 * j + g)], x);
       }
     }
     __syncthreads();
+#pragma unroll 1
+    for (int i = thread; i < rows * CHUNKS; i += GATHER_THREADS) {
+      const int row = i / CHUNKS, chunk = i % CHUNKS, of = row + 8 * side;
+      float top = tops[0][of], sum[CHUNK] = {};
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) top = fmaxf(top, tops[w][of]);
+      const float base = top == -INFINITE ? 0.0f : top;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const float shrink = __expf(tops[w][of] - base);
+        float x[CHUNK];
+        get(&merged[w][row][CHUNK * chunk], x);
+#pragma unroll
+        for (int c = 0; c < CHUNK; c++) sum[c] += shrink * x[c];
+      }
+      put(outs + of * VALUE_DIM + value_column(CHUNK * (chunk / 8), chunk % 8), sum);
+    }
   }
-  let_dependents_start();
-  const i64 part = i64(blockIdx.x) * gridDim.y + blockIdx.y;
-  for (int i = thread; i < shape.group * VALUE_DIM; i += GATHER_THREADS)
-    outs[part * shape.group * VALUE_DIM + i] = merged[i / VALUE_DIM][i % VALUE_DIM];
   if (thread < shape.group) {
     float top = tops[0][thread], total = 0.0f, logit = 0.0f;
     for (int w = 1; w < WARPS; w++) top = fmaxf(top, tops[w][thread]);
@@ -298,7 +392,11 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
     float* to = stats + 3 * (part * shape.group + thread);
     to[0] = top, to[1] = total, to[2] = logit;
   }
-  if (thread == 0) counts[part] = used_slots;
+  if (thread == 0) {
+    int used = 0;
+    for (int w = 0; w < WARPS; w++) used += used_slots[w];
+    counts[part] = used;
+  }
 }
 
 #include "combine.cuh"

@@ -8,27 +8,45 @@
 //     S' = S + sum of (k - m_k)(v - m_v)^T - n d_k d_v^T
 //
 // Sums f64 [B][Hkv][D] and [B][Hkv][Dv], spread f32 [B][Hkv][D][Dv], levels i8 of the same shape, scales f32
-// [B][Hkv][D]; q [B][Hq][D] contiguous; k and v with strides; mean_keys f32 [B][Hkv][D], rest f32 [B][Hq][Dv]. New sums
-// may be written in place or to other memory: a block reads and writes those of its head alone.
+// [B][Hkv][D]; q [B][Hq][D] contiguous; k and v with strides; mean_keys f32 [B][Hkv][D], rest f32 [B][Hq][Dv]. Spread
+// and levels start at multiples of 16 bytes, as torch allocates them; q, k and v may lie anywhere, but are read faster
+// if their rows start at such. New sums may be written in place or to other memory: a block reads and writes those of
+// its head alone.
 //
 // With padding, n differs by row (`visible`), and only tokens that the row sees (`shown`) count. The sums must cover
 // exactly the earlier tokens that are visible now. If not, results are NaN, and so are sums written then: the host
 // could only recompute them after waiting for the device. The blocks of a row share this check.
 //
-// add_token, grid B x Hkv, 256 threads: a thread has a column of the spread, or every PARTS-th row of one. Bytes: the
-// levels, up to FOLD keys and values, and two per token of a row with padding; 25 KB per head of 128 x 128, and every
-// FOLD steps the spread twice.
+// add_token, grid B x Hkv, 256 threads. There are few blocks, so latency is what a step costs: all loads are issued
+// before the first result is used, and what follows reads shared memory and registers.
+//   (1) A thread loads 4 columns of the levels of some rows, 8 numbers of fresh keys or values and of q, and one sum.
+//   (2) A thread per component: means, drift and new sums.
+//   (3) Four query heads at a time: the query along the levels, and along the fresh keys and the drift.
+//   (4) The sum of both for a column.
+//   (5) Every FOLD steps: a warp reads rows of the spread, adds the tokens, and rounds each row in its registers.
+// Bytes: the levels, up to FOLD keys and values, and two per token of a row with padding; 25 KB per head of 128 x 128,
+// and every FOLD steps the spread twice.
 //
-// SPARSE_DIM: D. SPARSE_VALUE_DIM: Dv, at most 256. SPARSE_BF16: dtype of q, k and v. SPARSE_FOLD: FOLD.
+// SPARSE_DIM: D. SPARSE_VALUE_DIM: Dv. Multiples of 16, up to 256. SPARSE_BF16: dtype of q, k and v. SPARSE_FOLD: FOLD.
 #include "mma.cuh"
 
 using u8 = unsigned char;
 using i8 = signed char;
 
-constexpr int DIM = SPARSE_DIM, VALUE_DIM = SPARSE_VALUE_DIM, FOLD = SPARSE_FOLD;
-constexpr int THREADS = 256, WARPS = THREADS / 32, PARTS = THREADS / VALUE_DIM, MAX_GROUP = 16, BLOCKS_PER_SM = 3;
-static_assert(PARTS >= 1);
-static_assert(FOLD <= 32);
+constexpr int DIM = SPARSE_DIM, VALUE_DIM = SPARSE_VALUE_DIM, SIZE = DIM + VALUE_DIM, FOLD = SPARSE_FOLD;
+constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_GROUP = 16, HEADS = 4;
+__device__ constexpr int up(int a, int b) { return (a + b - 1) / b; }
+constexpr int COMPONENTS = up(SIZE, THREADS);                        // of keys and values, to a thread
+constexpr int PIECES = up(FOLD * SIZE / 8, THREADS);                 // 8 numbers of fresh keys or values, to a thread
+constexpr int QUERIES = up(MAX_GROUP * DIM / 8, THREADS);            // 8 numbers of q, to a thread
+constexpr int LANES = VALUE_DIM / 4, PARTS = THREADS / LANES;        // threads of a row of levels; rows at once
+constexpr int TURNS = up(DIM / 4, PARTS);                            // 4 rows of levels, to a thread
+constexpr bool EVEN = THREADS % LANES == 0 && DIM / 4 % PARTS == 0;  // every turn of every thread has rows
+constexpr int DOT_LANES = 8;                                         // threads that share a token's products
+constexpr int BLOCKS_PER_SM = SIZE > 256 ? 1 : 2;                    // at most 255 and 128 registers
+static_assert(DIM % 16 == 0 && VALUE_DIM % 16 == 0 && DIM <= THREADS && VALUE_DIM <= THREADS);
+static_assert(FOLD < THREADS / DOT_LANES && FOLD % 4 == 0);
+static_assert(MAX_GROUP % HEADS == 0);
 
 struct Sums {
   const double* keys;
@@ -75,52 +93,157 @@ struct Padding {
   u8* before;  // which tokens the sums cover
   i64 before_batch;
   const i64* length;  // replaces `tokens` for a static cache, whose length the host does not know
-  i64* summed;        // replaces Token's, [B][Hkv]: each block reads and writes its own
+  i64* summed;        // replaces Token's, [B][Hkv], with `length`: each block reads and writes its own
 };
 
-// Whether the sums of a row do not cover exactly the visible tokens before `at`; each block checks its share of them.
-__device__ __forceinline__ bool is_changed(const Padding& row, int batch, int head, int heads, i64 at) {
-  bool changed = false;
-  if (row.shown || row.before) {
-    const int share = (int(at) + heads - 1) / heads, end = share * (head + 1) < int(at) ? share * (head + 1) : int(at);
-    for (int i = share * head + threadIdx.x; i < end; i += THREADS) {
-      const bool now = !row.shown || row.shown[batch * row.shown_batch + i];
-      const bool then = !row.before || row.before[batch * row.before_batch + i];
-      changed |= now != then;
-    }
-  }
-  return __syncthreads_or(changed);
+// One 16-byte access.
+struct __align__(16) Four {
+  float at[4];
+};
+
+__device__ __forceinline__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
+
+__device__ __forceinline__ Four four(const Half* from) {
+  const uint2 x = *reinterpret_cast<const uint2*>(from);
+  return {real(Half{u16(x.x)}), real(Half{u16(x.x >> 16)}), real(Half{u16(x.y)}), real(Half{u16(x.y >> 16)})};
 }
 
-// The tokens that are not in the sums, and what the means of keys or values are.
-template <int SIZE>
-struct Centred {
-  Half fresh[FOLD][SIZE];
+// The tokens that are not in the sums, and what the means are. A row has a key, then a value.
+struct Fresh {
+  Half token[FOLD][SIZE];
   float base[SIZE];   // mean of the tokens in the sums
   float drift[SIZE];  // how far the others move it
 
-  __device__ __forceinline__ float far(int t, int i) const { return real(fresh[t][i]) - base[i]; }
+  __device__ __forceinline__ float far(int t, int i) const { return real(token[t][i]) - base[i]; }
+  __device__ __forceinline__ Four fars(int t, int i) const {
+    Four x = four(token[t] + i);
+    const Four mean = four(base + i);
+#pragma unroll
+    for (int c = 0; c < 4; c++) x.at[c] -= mean.at[c];
+    return x;
+  }
 };
 
-// Fill `x`, and write means and new sums where wanted. Tokens with shown[t] = 0 are not read.
-template <int SIZE>
-__device__ __forceinline__ void centre(Centred<SIZE>& x, const Half* from, i64 step, int count, const u8* shown,
-                                       const double* sums, double share, double old_share, float spoilt, float* means,
-                                       double* to) {
-  for (int i = threadIdx.x; i < SIZE; i += THREADS) {
-    const double sum = sums[i];
-    double whole = sum;
-    for (int t = 0; t < count; t++) {
-      if (!shown[t]) continue;
-      const Half one = from[t * step + i];
-      x.fresh[t][i] = one;
-      whole += real(one);
-    }
-    x.base[i] = float(sum * old_share);
-    x.drift[i] = float(whole * share - sum * old_share);
-    means[i] = float(whole * share) + spoilt;
-    if (to) to[i] = spoilt == spoilt ? whole : double(spoilt);
+__device__ __forceinline__ bool is_aligned(const void* at) { return reinterpret_cast<i64>(at) % 16 == 0; }
+
+// Eight numbers.
+template <bool ALIGNED>
+__device__ __forceinline__ uint4 eight(const Half* from) {
+  if constexpr (ALIGNED) {
+    return *reinterpret_cast<const uint4*>(from);
+  } else {
+    u32 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = u32(from[2 * i].bits) | u32(from[2 * i + 1].bits) << 16;
+    return {x[0], x[1], x[2], x[3]};
   }
+}
+
+// The pieces of a thread that it has; the others are zeros.
+template <int COUNT>
+__device__ __forceinline__ void load(const Half* const (&from)[COUNT], const bool (&has)[COUNT], bool aligned,
+                                     uint4 (&to)[COUNT]) {
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) to[j] = {0, 0, 0, 0};
+  if (aligned) {
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+      if (has[j]) to[j] = eight<true>(from[j]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+      if (has[j]) to[j] = eight<false>(from[j]);
+    }
+  }
+}
+
+// A thread's pieces of `count` keys and values from token `first` on; zeros after these.
+template <class Position>
+__device__ __forceinline__ void load_fresh(const Token& token, int batch, int head, Position first, int count,
+                                           uint4 (&to)[PIECES]) {
+  const Half* from[PIECES];
+  bool has[PIECES];
+#pragma unroll
+  for (int j = 0; j < PIECES; j++) {
+    const u32 i = threadIdx.x + j * THREADS, t = i / (SIZE / 8), c = i % (SIZE / 8) * 8;
+    const bool is_key = c < DIM;
+    const i64 row = batch * (is_key ? token.key_batch : token.value_batch) +
+                    head * (is_key ? token.key_head : token.value_head) +
+                    (i64(first) + t) * (is_key ? token.key_token : token.value_token);
+    from[j] = (is_key ? token.k : token.v) + (row + c - (is_key ? 0 : DIM));
+    has[j] = int(t) < count;
+  }
+  const i64 keys = token.key_batch | token.key_head | token.key_token;
+  const i64 values = token.value_batch | token.value_head | token.value_token;
+  load(from, has, is_aligned(token.k) && is_aligned(token.v) && (keys | values) % 8 == 0, to);
+}
+
+// A thread's 4 columns of levels of its rows; zeros after the last row.
+__device__ __forceinline__ void load_levels(const i8* levels, u32 (&to)[TURNS][4]) {
+  const int part = threadIdx.x / LANES, column = threadIdx.x % LANES * 4;
+  const i8* const from = levels + (4 * part * VALUE_DIM + column);
+#pragma unroll
+  for (int turn = 0; turn < TURNS; turn++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      to[turn][i] = 0;
+      if (EVEN || (part < PARTS && 4 * (part + PARTS * turn) < DIM)) {
+        to[turn][i] = *reinterpret_cast<const u32*>(from + (4 * PARTS * turn + i) * VALUE_DIM);
+      }
+    }
+  }
+}
+
+// The compiler computes nothing from x before this place.
+__device__ __forceinline__ void hold(u32& x) {
+#ifndef HOSTSIM
+  asm volatile("" : "+r"(x));
+#endif
+}
+
+// Whether the sums of a row do not cover exactly the visible tokens before `at`, in this thread's part of the block's
+// share of them. Torch's bools are 0 or 1, and a missing mask is all ones.
+__device__ __forceinline__ bool is_changed(const Padding& row, int batch, int head, int heads, int at) {
+  if (!row.shown && !row.before) return false;
+  const bool is_masked = row.shown, was_masked = row.before;
+  const u8* now = is_masked ? row.shown + batch * row.shown_batch : nullptr;
+  const u8* then = was_masked ? row.before + batch * row.before_batch : nullptr;
+  const int share = int((u32(at) + u32(heads) - 1) / u32(heads) + 15) / 16 * 16, thread = threadIdx.x;
+  const int begin = share * head < at ? share * head : at, end = begin + share < at ? begin + share : at;
+  const int wide = is_aligned(now) && is_aligned(then) ? begin + (end - begin) / 16 * 16 : begin;
+  constexpr int AT_ONCE = 4;  // loads in flight
+  const uint4 all = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+  u32 other = 0;
+#pragma unroll 1
+  for (int i = begin + 16 * thread; i < wide; i += 16 * THREADS * AT_ONCE) {
+    uint4 a[AT_ONCE], b[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      const int at = i + 16 * THREADS * j;
+      a[j] = b[j] = all;
+      if (is_masked && at < wide) a[j] = *reinterpret_cast<const uint4*>(now + at);
+      if (was_masked && at < wide) b[j] = *reinterpret_cast<const uint4*>(then + at);
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      other |= (a[j].x ^ b[j].x) | (a[j].y ^ b[j].y) | (a[j].z ^ b[j].z) | (a[j].w ^ b[j].w);
+    }
+  }
+#pragma unroll 1
+  for (int i = wide + thread; i < end; i += THREADS * AT_ONCE) {
+    u32 a[AT_ONCE], b[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      const int at = i + THREADS * j;
+      a[j] = b[j] = 1;
+      if (is_masked && at < end) a[j] = now[at];
+      if (was_masked && at < end) b[j] = then[at];
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) other |= a[j] ^ b[j];
+  }
+  return other;
 }
 
 // a / b as IEEE 754 rounds it, for b and quotients far from the ends of float32's range. The operator is a call for
@@ -148,136 +271,297 @@ __device__ __forceinline__ double reciprocal(double b) {
 #endif
 }
 
-// Round each row of a spread [DIM][VALUE_DIM] to levels; a warp has a row.
-__device__ __forceinline__ void round_rows(const float* spread, i8* levels, float* scales, float spoilt) {
+// Add the tokens to the spread, and round each row to levels; a warp has ROWS rows at a time.
+__device__ __forceinline__ void fold(const float* spread, const Fresh& fresh, u32 joined, float n, float spoilt,
+                                     float* to, i8* levels, float* scales) {
+  constexpr int FOURS = up(VALUE_DIM, 128), ROWS = FOURS == 1 ? 8 : 4;
   const int lane = threadIdx.x % 32;
-  for (int d = threadIdx.x / 32; d < DIM; d += WARPS) {
-    float top = 0.0f;
-    for (int i = lane; i < VALUE_DIM; i += 32) top = fmaxf(top, fabsf(spread[d * VALUE_DIM + i]));
+#pragma unroll 1
+  for (int d = threadIdx.x / 32 * ROWS; d < DIM; d += WARPS * ROWS) {
+    Four x[ROWS][FOURS] = {};
 #pragma unroll
-    for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, step));
-    const float scale = divide(top, 127.0f);
-    for (int i = lane; i < VALUE_DIM; i += 32) {
-      levels[d * VALUE_DIM + i] = scale > 1e-30f ? i8(rintf(divide(spread[d * VALUE_DIM + i], scale))) : i8(0);
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int j = 0; j < FOURS; j++) {
+        const int column = 4 * (lane + 32 * j);
+        if (column < VALUE_DIM) x[r][j] = four(spread + (d + r) * VALUE_DIM + column);
+      }
     }
-    if (lane == 0) scales[d] = scale + spoilt;
+#pragma unroll
+    for (int j = 0; j < FOURS; j++) {
+      const int column = 4 * (lane + 32 * j);
+      if (column >= VALUE_DIM) continue;
+      const Four drift = four(fresh.drift + DIM + column);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        const float along = n * fresh.drift[d + r];
+#pragma unroll
+        for (int c = 0; c < 4; c++) x[r][j].at[c] -= along * drift.at[c];
+      }
+#pragma unroll 2
+      for (int t = 0; t < FOLD; t++) {
+        if (!(joined >> t & 1)) continue;
+        const Four value = fresh.fars(t, DIM + column);
+#pragma unroll
+        for (int r = 0; r < ROWS; r += 4) {
+          const Four key = fresh.fars(t, d + r);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int c = 0; c < 4; c++) x[r + i][j].at[c] += key.at[i] * value.at[c];
+          }
+        }
+      }
+    }
+    float top[ROWS] = {};
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int j = 0; j < FOURS; j++) {
+        const int column = 4 * (lane + 32 * j);
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+          x[r][j].at[c] += spoilt;
+          top[r] = fmaxf(top[r], fabsf(x[r][j].at[c]));
+        }
+        if (column < VALUE_DIM) *reinterpret_cast<Four*>(to + (d + r) * VALUE_DIM + column) = x[r][j];
+      }
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) {  // of all rows at once: a shuffle waits for the one before
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], step));
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      const float scale = divide(top[r], 127.0f);
+#pragma unroll
+      for (int j = 0; j < FOURS; j++) {
+        const int column = 4 * (lane + 32 * j);
+        u32 word = 0;
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+          const float level = scale > 1e-30f ? divide(x[r][j].at[c], scale) : 0.0f;
+          word |= u32(u8(i8(rintf(level)))) << 8 * c;
+        }
+        if (column < VALUE_DIM) *reinterpret_cast<u32*>(levels + (d + r) * VALUE_DIM + column) = word;
+      }
+      if (lane == 0) scales[d + r] = scale + spoilt;
+    }
   }
 }
 
-// An A100's shared memory holds three blocks of 256 components. Without this number the compiler aims at as many blocks
-// as registers allow, and spills some.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     add_token(Token token, Padding row, Sums sums, Results to) {
-  __shared__ Centred<DIM> keys;
-  __shared__ Centred<VALUE_DIM> values;
-  __shared__ float mean_v[VALUE_DIM], scales[DIM], steep[MAX_GROUP][DIM], dots[MAX_GROUP][FOLD + 1];
-  __shared__ float partial[PARTS][VALUE_DIM];
-  __shared__ u8 shown[FOLD];
+  __shared__ __align__(16) Fresh fresh;
+  __shared__ __align__(16) float scales[DIM], steep[HEADS][DIM], dots[FOLD + 1][HEADS];
+  __shared__ __align__(16) float partial[PARTS][HEADS][VALUE_DIM];
+  __shared__ float mean_v[VALUE_DIM];
   __shared__ double shares[2];
   const int thread = threadIdx.x, batch = blockIdx.x / token.kv_heads, head = blockIdx.x % token.kv_heads;
-  const i64 end = row.length ? *row.length : i64(token.tokens);
-  const i64 first = row.summed ? row.summed[blockIdx.x] : i64(token.summed);
-  const bool lost = end <= first || end > first + FOLD;
-  const int count = lost ? 0 : int(end - first);
-  if (thread < FOLD) {
-    shown[thread] = thread < count && (!row.shown || row.shown[batch * row.shown_batch + first + thread]);
-  }
-  const bool changed = is_changed(row, batch, head, token.kv_heads, lost ? 0 : first);
-  const float spoilt = lost || changed ? __uint_as_float(0x7fc00000u) : 0.0f;
-  const double n = row.visible ? double(row.visible[batch]) : double(end);
-  if (thread < 2) {
-    int joined = 0;
-    for (int t = 0; t < count; t++) joined += shown[t];
-    const double tokens = thread ? n - joined : n;
-    shares[thread] = reciprocal(tokens > 1.0 ? tokens : 1.0);
-  }
-  __syncthreads();
-  const double share = shares[0], old_share = shares[1];
   const i64 of_keys = i64(blockIdx.x) * DIM, of_values = i64(blockIdx.x) * VALUE_DIM;
-  const i64 query = (i64(batch) * token.kv_heads + head) * token.group;  // first query head
+  const i64 query = i64(blockIdx.x) * token.group;  // first query head
+
+  // Step (1).
+  wait_for_predecessor();
+  u32 levels[TURNS][4];
+  load_levels(sums.levels + of_keys * VALUE_DIM, levels);
+  double sum[COMPONENTS];
+#pragma unroll
+  for (int j = 0; j < COMPONENTS; j++) {
+    const int c = thread + j * THREADS;
+    if (c < SIZE) sum[j] = *(c < DIM ? sums.keys + of_keys + c : sums.values + of_values + (c - DIM));
+  }
+  float scale = 0.0f, slope[QUERIES];
+  if (thread < DIM) scale = sums.scales[of_keys + thread];
+  const Half* from_q[QUERIES];
+  bool has_q[QUERIES];
+#pragma unroll
+  for (int j = 0; j < QUERIES; j++) {
+    const u32 i = threadIdx.x + j * THREADS, g = i / (DIM / 8);
+    from_q[j] = token.q + query * DIM + 8 * i;
+    has_q[j] = g < token.group;
+    slope[j] = 0.0f;
+    if (has_q[j]) slope[j] = token.slopes[head * token.group + g];
+  }
+  uint4 queries[QUERIES], pieces[PIECES];
+  load(from_q, has_q, is_aligned(token.q), queries);
+  i64 first, end;
+  int count = 0;
+  // The branches are for waits: values in one register cannot be told apart, and a step without a static cache or
+  // without a mask would wait for all loads so far, too.
+  if (row.summed) {
+    first = row.summed[blockIdx.x], end = *row.length;
+    if (first < end && end <= first + FOLD) count = int(end - first);
+    load_fresh(token, batch, head, first, count, pieces);
+  } else {
+    first = token.summed, end = token.tokens;
+    if (token.summed < token.tokens && token.tokens <= token.summed + FOLD) count = token.tokens - token.summed;
+    load_fresh(token, batch, head, token.summed, count, pieces);
+  }
+  i64 tokens = end;
+  u32 joined = (1u << count) - 1;  // bit t: the row sees fresh token t
+  bool changed = !count;
+  if (row.visible || row.shown || row.before) {
+    const int lane = thread % 32;
+    u32 joins = lane < count;
+    if (row.visible) tokens = row.visible[batch];
+    if (joins && row.shown) joins = row.shown[batch * row.shown_batch + first + lane];
+    changed |= is_changed(row, batch, head, token.kv_heads, count ? int(first) : 0);
+    hold(joins);
+    joined = __ballot_sync(FULL_WARP, joins);
+  }
+  if (thread < 2) {
+    const double n = double(tokens), divisor = thread ? n - __popc(joined) : n;
+    shares[thread] = reciprocal(divisor > 1.0 ? divisor : 1.0);
+  }
+#pragma unroll
+  for (int j = 0; j < PIECES; j++) {
+    const int i = thread + j * THREADS;
+    if (i < FOLD * SIZE / 8) *reinterpret_cast<uint4*>(&fresh.token[0][0] + 8 * i) = pieces[j];
+  }
+  if (thread < DIM) scales[thread] = scale;
+  const float spoilt = __syncthreads_or(changed) ? __uint_as_float(0x7fc00000u) : 0.0f;
+  let_dependents_start();  // what follows reads the spread only, every FOLD steps
+
+  // Step (2).
+  const double share = shares[0], old_share = shares[1];
+  const float n = float(tokens);
   const bool folds = to.spread && count == FOLD;
-  const Half* k = token.k + batch * token.key_batch + head * token.key_head + first * token.key_token;
-  const Half* v = token.v + batch * token.value_batch + head * token.value_head + first * token.value_token;
-  centre(keys, k, token.key_token, count, shown, sums.keys + of_keys, share, old_share, spoilt, to.mean_keys + of_keys,
-         folds ? to.keys + of_keys : nullptr);
-  centre(values, v, token.value_token, count, shown, sums.values + of_values, share, old_share, spoilt, mean_v,
-         folds ? to.values + of_values : nullptr);
-  for (int d = thread; d < DIM; d += THREADS) scales[d] = sums.scales[of_keys + d];
-  for (int i = thread; i < token.group * DIM; i += THREADS) {
-    const int g = i / DIM, d = i % DIM;
-    steep[g][d] = real(token.q[(query + g) * DIM + d]) * token.slopes[head * token.group + g] * float(share);
+#pragma unroll
+  for (int j = 0; j < COMPONENTS; j++) {
+    const int c = thread + j * THREADS;
+    if (c >= SIZE) continue;
+    double whole = sum[j];
+#pragma unroll 1
+    for (int from = 0; from < count; from += 4) {
+#pragma unroll
+      for (int t = from; t < from + 4; t++) {
+        if (joined >> t & 1) whole += real(fresh.token[t][c]);
+      }
+    }
+    fresh.base[c] = float(sum[j] * old_share);
+    fresh.drift[c] = float(whole * share - sum[j] * old_share);
+    const float mean = float(whole * share) + spoilt;
+    if (c < DIM) {
+      to.mean_keys[of_keys + c] = mean;
+    } else {
+      mean_v[c - DIM] = mean;
+    }
+    double* const later = c < DIM ? to.keys + of_keys + c : to.values + of_values + (c - DIM);
+    if (folds) *later = spoilt == spoilt ? whole : double(spoilt);
   }
-  __syncthreads();
 
-  // The query along each new token, and along the drift.
-  for (int p = thread / 32; p < token.group * (count + 1); p += WARPS) {
-    const int g = p / (count + 1), t = p % (count + 1);
-    float dot = 0.0f;
-    if (t == count || shown[t]) {
-      for (int d = thread % 32; d < DIM; d += 32) {
-        dot += steep[g][d] * (t == count ? -float(n) * keys.drift[d] : keys.far(t, d));
-      }
+#pragma unroll 1
+  for (int heads = 0; heads < token.group; heads += HEADS) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {  // else all levels become float32 before the loop, and are spilled
+#pragma unroll
+      for (int i = 0; i < 4; i++) hold(levels[turn][i]);
     }
 #pragma unroll
-    for (int step = 16; step > 0; step >>= 1) dot += __shfl_xor_sync(FULL_WARP, dot, step);
-    if (thread % 32 == 0) dots[g][t] = dot;
-  }
-  __syncthreads();
+    for (int j = 0; j < QUERIES; j++) {
+      const int i = thread + j * THREADS, g = i / (DIM / 8) - heads, d = i % (DIM / 8) * 8;
+      if (g < 0 || g >= HEADS) continue;
+      const u32 words[4] = {queries[j].x, queries[j].y, queries[j].z, queries[j].w};
+#pragma unroll
+      for (int w = 0; w < 4; w++) {
+        steep[g][d + 2 * w] = real(Half{u16(words[w])}) * slope[j] * float(share);
+        steep[g][d + 2 * w + 1] = real(Half{u16(words[w] >> 16)}) * slope[j] * float(share);
+      }
+    }
+    __syncthreads();
 
-  const int part = thread / VALUE_DIM, column = thread % VALUE_DIM;
-  float along[MAX_GROUP];
+    // Step (3). Token FOLD is the drift.
+    if (thread / 32 * (32 / DOT_LANES) <= FOLD) {
+      const int t = thread / DOT_LANES;
+      const bool seen = t < FOLD && joined >> t & 1;
+      const Half* const one = fresh.token[seen ? t : 0];
+      const float *const mean = t < FOLD ? fresh.base : fresh.drift, factor = t < FOLD ? 0.0f : -n;
+      Four dot = {};
 #pragma unroll
-  for (int g = 0; g < MAX_GROUP; g++) along[g] = 0.0f;
-  if (part < PARTS) {
-#pragma unroll 4
-    for (int d = part; d < DIM; d += PARTS) {
-      const float x = float(sums.levels[(of_keys + d) * VALUE_DIM + column]) * scales[d];
+      for (int d = thread % DOT_LANES * 4; d < DIM; d += 4 * DOT_LANES) {
+        Four x = four(one + d);
+        const Four y = four(mean + d);
 #pragma unroll
-      for (int g = 0; g < MAX_GROUP; g++) {
-        if (g < token.group) along[g] += steep[g][d] * x;
+        for (int c = 0; c < 4; c++) x.at[c] = seen ? x.at[c] - y.at[c] : factor * y.at[c];
+#pragma unroll
+        for (int g = 0; g < HEADS; g++) {
+          const Four query = four(steep[g] + d);
+#pragma unroll
+          for (int c = 0; c < 4; c++) dot.at[g] += query.at[c] * x.at[c];
+        }
       }
+#pragma unroll
+      for (int step = DOT_LANES / 2; step > 0; step >>= 1) {
+#pragma unroll
+        for (int g = 0; g < HEADS; g++) dot.at[g] += __shfl_xor_sync(FULL_WARP, dot.at[g], step);
+      }
+      if (t <= FOLD && thread % DOT_LANES == 0) *reinterpret_cast<Four*>(dots[t]) = dot;
     }
-    for (int t = part; t <= count; t += PARTS) {
-      if (t < count && !shown[t]) continue;
-      const float x = t < count ? values.far(t, column) : values.drift[column];
+    const int part = thread / LANES, columns = thread % LANES * 4;
+    if (EVEN || part < PARTS) {
+      Four along[HEADS] = {};
 #pragma unroll
-      for (int g = 0; g < MAX_GROUP; g++) {
-        if (g < token.group) along[g] += dots[g][t] * x;
+      for (int turn = 0; turn < TURNS; turn++) {
+        const int d = 4 * (part + PARTS * turn);
+        if (!EVEN && d >= DIM) break;
+        const Four factor = four(scales + d);
+        Four y[HEADS];
+#pragma unroll
+        for (int g = 0; g < HEADS; g++) y[g] = four(steep[g] + d);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+          for (int c = 0; c < 4; c++) {
+            const float x = float(i8(levels[turn][i] >> 8 * c)) * factor.at[i];
+#pragma unroll
+            for (int g = 0; g < HEADS; g++) along[g].at[c] += y[g].at[i] * x;
+          }
+        }
       }
+#pragma unroll
+      for (int g = 0; g < HEADS; g++) *reinterpret_cast<Four*>(partial[part][g] + columns) = along[g];
     }
-  }
-#pragma unroll
-  for (int g = 0; g < MAX_GROUP; g++) {
-    if (g < token.group) {
-      if (part < PARTS) partial[part][column] = along[g];
-      __syncthreads();
-      if (part == 0) {
-        float sum = mean_v[column];
-        for (int p = 0; p < PARTS; p++) sum += partial[p][column];
-        to.rest[(query + g) * VALUE_DIM + column] = sum;
+    __syncthreads();
+
+    // Step (4). A thread has two heads.
+    for (int i = thread; i < HEADS / 2 * VALUE_DIM; i += THREADS) {
+      const int g = i / VALUE_DIM * 2, column = i % VALUE_DIM;
+      float rest[2] = {mean_v[column], mean_v[column]};
+#pragma unroll 8
+      for (int p = 0; p < PARTS; p++) {
+        rest[0] += partial[p][g][column];
+        rest[1] += partial[p][g + 1][column];
       }
-      __syncthreads();
+      const float drift = fresh.drift[DIM + column];
+      rest[0] += dots[FOLD][g] * drift;
+      rest[1] += dots[FOLD][g + 1] * drift;
+#pragma unroll 1
+      for (int from = 0; from < count; from += 4) {
+#pragma unroll
+        for (int t = from; t < from + 4; t++) {
+          const float x = joined >> t & 1 ? fresh.far(t, DIM + column) : 0.0f;
+          rest[0] += dots[t][g] * x;
+          rest[1] += dots[t][g + 1] * x;
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (heads + g + h < token.group) to.rest[(query + heads + g + h) * VALUE_DIM + column] = rest[h];
+      }
     }
   }
   if (!folds) return;
 
-  if (part < PARTS) {
-    for (int d = part; d < DIM; d += PARTS) {
-      const i64 at = (of_keys + d) * VALUE_DIM + column;
-      float x = sums.spread[at] - float(n) * keys.drift[d] * values.drift[column];
-      for (int t = 0; t < FOLD; t++) {
-        if (shown[t]) x += keys.far(t, d) * values.far(t, column);
-      }
-      to.spread[at] = x + spoilt;
-    }
-  }
-  __syncthreads();
-  round_rows(to.spread + of_keys * VALUE_DIM, to.levels + of_keys * VALUE_DIM, to.scales + of_keys, spoilt);
+  // Step (5).
+  const i64 at = of_keys * VALUE_DIM;
+  fold(sums.spread + at, fresh, joined, n, spoilt, to.spread + at, to.levels + at, to.scales + of_keys);
   if (head == 0 && row.summed && thread < FOLD) {
-    row.before[batch * row.before_batch + first + thread] = shown[thread];
+    row.before[batch * row.before_batch + end - FOLD + thread] = joined >> thread & 1;
   }
   if (thread == 0) {
-    if (head == 0) to.tokens[batch] = n;
+    if (head == 0) to.tokens[batch] = double(tokens);
     if (row.summed) row.summed[blockIdx.x] = end;
   }
 }

@@ -43,18 +43,42 @@ __device__ __forceinline__ i64 token_of(const i64* indices, const i64* always, i
   return behind < 0 ? __ldg(indices + slot - shape.sink) : i64(shape.tokens - shape.recent + behind);
 }
 
-// Where a token is: with pages, its slot in the pool, page * 2^shift + place; -1 for tokens outside [0, N).
-__device__ __forceinline__ i64 place_of(i64 token, int tokens, const Pages& pages) {
-  if constexpr (!PAGED) return token;
+// Where a token is: its number, or, with pages, its slot in the pool, page * 2^shift + place (the host checks that a
+// pool has less than 2^31 slots); -1 for tokens outside [0, N).
+__device__ __forceinline__ i32 place_of(i64 token, int tokens, const Pages& pages) {
   if (token < 0 || token >= tokens) return -1;
+  if constexpr (!PAGED) return i32(token);
   const u32 page = __ldg(pages.table + (token >> pages.shift));
-  return i64(page < pages.last ? page : pages.last) << pages.shift | (token & ((1 << pages.shift) - 1));
+  return i32((page < pages.last ? page : pages.last) << pages.shift | (u32(token) & ((1u << pages.shift) - 1)));
 }
 
-// The row of keys or values at a place.
-__device__ __forceinline__ const Half* row_at(const Half* from, const Rows& at, i64 place, const Pages& pages) {
+// The row of keys or values at a place, which is not -1.
+__device__ __forceinline__ const Half* row_at(const Half* from, const Rows& at, i32 place, const Pages& pages) {
   if constexpr (!PAGED) return from + place * at.token;
   return from + (place >> pages.shift) * at.batch + (place & ((1 << pages.shift) - 1)) * at.token;
 }
 
-__device__ __forceinline__ bool is_used(i64 index, int tokens) { return index >= 0 && index < tokens; }
+// Partial sums are written and read in one access of COUNT floats, 2 or 4.
+template <int COUNT>
+__device__ __forceinline__ void put(float* to, const float (&x)[COUNT]) {
+  static_assert(COUNT == 2 || COUNT == 4);
+  if constexpr (COUNT == 4) {
+    const uint4 y = {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
+    *reinterpret_cast<uint4*>(to) = y;
+  } else {
+    const uint2 y = {__float_as_uint(x[0]), __float_as_uint(x[1])};
+    *reinterpret_cast<uint2*>(to) = y;
+  }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void get(const float* from, float (&x)[COUNT]) {
+  static_assert(COUNT == 2 || COUNT == 4);
+  if constexpr (COUNT == 4) {
+    const uint4 y = *reinterpret_cast<const uint4*>(from);
+    x[0] = __uint_as_float(y.x), x[1] = __uint_as_float(y.y), x[2] = __uint_as_float(y.z), x[3] = __uint_as_float(y.w);
+  } else {
+    const uint2 y = *reinterpret_cast<const uint2*>(from);
+    x[0] = __uint_as_float(y.x), x[1] = __uint_as_float(y.y);
+  }
+}

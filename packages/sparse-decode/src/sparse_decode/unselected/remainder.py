@@ -297,7 +297,8 @@ def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> _Call:
             (Token(kv_heads=heads, group=group), Padding(), Sums(), Results()),
             defined(dim, value_dim, q.dtype),
         )
-        launch = make_launch("moments.cu", "add_token", (batch * heads, 1), THREADS, arguments, named)
+        grid = batch * heads, 1
+        launch = make_launch("moments.cu", "add_token", grid, THREADS, arguments, named, programmatic=True)
         call = _Call(*arguments, Kept([launch]))
         call.resize(n, *strides)
         return call
