@@ -511,6 +511,7 @@ T __shfl_up_sync(unsigned mask, T x, unsigned step, int width = 32, HOSTSIM_HERE
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 template <class T>
 T __ldg(const T* p) {
   return *p;

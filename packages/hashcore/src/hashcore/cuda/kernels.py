@@ -155,8 +155,8 @@ def search(
     """
     top = layout.top_score(words, weights)
     query, keys, values, indices = (_address() for _ in range(4))
-    window, selection, levels = Window(), Selection(), layout.score_levels(top)
-    space = Space(stride=plan.stride, shift=layout.sample_shift(top))
+    window, selection = Window(), Selection()
+    space = Space(stride=plan.stride, shift=layout.sample_shift(top), top=top)
     packed, paged = _weights(weights), [] if pages is None else [("HASHCORE_PAGES", "1")]
     macros, table = [*score_macros(words, weights, tensor), *paged], () if pages is None else (pages,)
     line = map.size[3] if group > 1 else rows
@@ -170,8 +170,8 @@ def search(
         launches.append(make_launch("score.cu", name, (count, plan.splits), layout.THREADS, given, macros, True))
         codes = layout.Codes(packed, len(weights), words)
         places = query, keys, values, indices, map, window, selection
-        given = *places, codes, levels, space, groups, _int(plan.splits), *table
-        name, grid = f"select_{index_bits}", (count * group, 1)
+        given = *places, codes, space, groups, *table
+        name, grid = f"select_{index_bits}", (count * group, plan.splits)
         launches.append(make_launch("choose.cu", name, grid, layout.THREADS, given, paged, True))
     return Search(query, keys, values, indices, window, selection, space, Kept(launches), pages or Pages())
 

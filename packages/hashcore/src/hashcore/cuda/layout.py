@@ -18,7 +18,8 @@ MAX_SLOTS = 1024  # rows per turn of a search
 WARPS = THREADS // 32
 SAMPLE_BINS = 256
 SAMPLES = 0
-MAX_LIST = (1 << 16) - 32  # keys of a warp: their offsets have 16 bits, and one word must not be a key
+MAX_LIST = (1 << 16) - 32  # keys of a warp: their offsets and their number have 16 bits
+BINS = 256  # high digits of a block's candidates
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
 MAX_SCORE = 0xFFFF
 MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns
@@ -78,7 +79,7 @@ class Groups(ctypes.Structure):
 class Space(ctypes.Structure):
     """Addresses in the workspace of a turn (score.cu)."""
 
-    _fields_ = (*_fields(_address, "counts lists"), ("stride", _long), ("shift", _int))
+    _fields_ = (*_fields(_address, "floors bins counts lists"), ("stride", _long), *_fields(_int, "shift top"))
 
 
 class Pages(ctypes.Structure):
@@ -132,12 +133,6 @@ def top_score(words: int, weights: Sequence[int]) -> int:
 def sample_shift(top: int) -> int:
     """Return the right shift from scores in [0, top] to bins of the sample."""
     return max(0, top.bit_length() - (SAMPLE_BINS - 1).bit_length())
-
-
-def score_levels(top: int) -> Levels:
-    """Return the levels of scores in [0, top]."""
-    shift = max(0, top.bit_length() - MAX_BINS.bit_length() + 1)
-    return Levels.of((0,), (top + 1,)) if shift == 0 else Levels.of((shift, 0), ((top >> shift) + 1, 1 << shift))
 
 
 def are_planes(weights: Sequence[int]) -> bool:
@@ -198,6 +193,8 @@ class SearchSpace(NamedTuple):
 
     slots: int  # rows per turn, in whole groups
     splits: int
+    bins: int
+    counts: int
     lists: int
     stride: int  # of the rows' lists
     words: int
@@ -213,12 +210,13 @@ class SearchSpace(NamedTuple):
         """
         require_rows(slots)
         require_positions(n)
-        stride = -(-n // 32) * 32 + 32  # a list is filled up to a multiple of 32
-        slots = max(group, min(slots, MAX_SLOTS, MAX_WORKSPACE // (4 * stride)) // group * group)
+        slots = max(group, min(slots, MAX_SLOTS, MAX_WORKSPACE // (4 * n)) // group * group)
         splits = max(1, min(sms // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
-        lists = slots * splits * WARPS
-        return cls(slots, splits, lists, stride, lists + slots * stride)
+        counts = slots + slots * splits * BINS
+        lists = counts + slots * splits * WARPS
+        return cls(slots, splits, slots, counts, lists, n, lists + slots * n)
 
     def place(self, space: Space, address: int) -> None:
         """Set the addresses of the parts in the kernels' argument, for memory at an address."""
-        space.counts, space.lists = address, address + 4 * self.lists
+        space.floors, space.bins = address, address + 4 * self.bins
+        space.counts, space.lists = address + 4 * self.counts, address + 4 * self.lists

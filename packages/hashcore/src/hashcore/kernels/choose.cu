@@ -1,22 +1,21 @@
 // Selects the k best keys of each row of a search among the candidates listed by score.cu (algorithm.md, eq. 6): ties
 // to the lowest index, indices ascending. One source for all codes: only missing keys are scored here.
 //
-// select, a block of 512 threads for each row. A warp's read of up to 32 entries of one list is a chunk; chunks are
-// numbered through, list after list, so that a warp finds the list of a chunk by bisection, and all loads of a turn are
-// issued together. A block
-//   (1) adds up the chunks of the row's lists;
-//   (2) counts the digits of all candidates' scores, and finds the k-th best. As every key at or above the lists' floor
-//       is a candidate, none is missing if there are k. If there are fewer, all keys of the row are scored now;
-//   (3) assigns the output slots in order: 24 chunks of each warp per turn. If one turn suffices, candidates are read
-//       only once.
+// select, grid rows x splits, blocks of 512. Every block of a row finds the same threshold, and writes what is selected of
+// its own lists, so that no block waits for another:
+//   (1) it adds up the high digits that the row's blocks have counted, and finds that of the k-th best. As every key at
+//       or above the lists' floor is a candidate, none is missing if there are k. If there are fewer, all keys of the row
+//       are scored now;
+//   (2) it counts the low digits of the candidates with that high digit, and finds the k-th best;
+//   (3) both counts tell how many of the earlier blocks' candidates are selected: the first slot of its own.
 //
 // HASHCORE_PAGES: keys are in pages that a table names (pages.cuh).
 #include "lists.cuh"
 #include "pages.cuh"
 
-constexpr int CHUNKS = 24;  // of a warp per turn: its lanes hold one entry of each in registers
-constexpr int TURN = CHUNKS * WARPS;
 constexpr int MAX_LISTS = MAX_SPLITS * WARPS;
+constexpr int FEW = 8;   // lists of which a warp reads at once
+constexpr int HELD = 4;  // entries of its own list that a lane keeps
 
 // The format of codes, needed only to score missing keys.
 struct Codes {
@@ -27,7 +26,7 @@ struct Codes {
 
 // The score of one key by one thread, with few registers.
 // weights: in shared memory, because an indexed kernel argument would be copied to local memory.
-__device__ __forceinline__ int score_alone(const u32* key, const u32* query, int planes, int words,
+__device__ __forceinline__ u32 score_alone(const u32* key, const u32* query, int planes, int words,
                                            const i32* weights) {
   int score = 0;
 #pragma unroll 1
@@ -37,232 +36,251 @@ __device__ __forceinline__ int score_alone(const u32* key, const u32* query, int
     for (int w = 0; w < words; w++) same += __popc(~(__ldg(query + p * words + w) ^ __ldg(key + w)));
     score += weights[p] * same;
   }
-  return score;
+  return u32(score);
 }
 
 // ---- Candidates ----------------------------------------------------------------------------------------------------
 
 // The candidates of a row: those listed, or all its keys.
-struct Candidates {
+struct Row {
   const u32* query;
   Keys keys;
-  const u32* lists;   // of the row
-  const u32* counts;  // [splits][WARPS]
-  u32* begins;        // shared: chunks before each list, and in all
+  const u32* lists;
+  const u16* lengths;  // shared
   int planes, words;
   const i32* weights;  // shared: [planes]
   Range range;
   Cut cut;
-  int lists_count;
   bool all;
+
+  // The number of a list's candidates.
+  __device__ __forceinline__ int length(int list) const {
+    return all ? overlap(cut.keys(list), range).size() : int(lengths[list]);
+  }
+
+  // Candidate i of a list: score << 16 | offset from the list's first key.
+  __device__ __forceinline__ u32 entry(int list, int i) const {
+    const int base = cut.keys(list).low;
+    if (!all) return __ldcg(lists + base + i);
+    const int at = overlap(cut.keys(list), range).low + i;
+    return score_alone(keys.at(at), query, planes, words, weights) << 16 | u32(at - base);
+  }
 };
 
-// A warp's candidates of one turn, a chunk to an entry: score << 16 | offset, or EMPTY.
-struct Batch {
-  u32 entry[CHUNKS];
-  int base;  // in lane j: the position of offset 0 of chunk j
-
-  __device__ __forceinline__ bool has(int j) const { return entry[j] != EMPTY; }
-  __device__ __forceinline__ u32 score(int j) const { return entry[j] >> 16; }
-};
-
-// Writes the number of chunks before each list, and returns their total. Every thread must call it.
-__device__ __forceinline__ int number(const Candidates& of) {
-  u32 before = 0;
-  __syncthreads();  // the numbers may still be read
-#pragma unroll 1
-  for (int first = 0; first < of.lists_count; first += SELECT_THREADS) {
-    const int list = first + threadIdx.x;
-    u32 length = 0, sum;
-    if (list < of.lists_count && of.cut.keys(list).size())  // a block without keys has written nothing
-      length = of.all ? u32(overlap(of.cut.keys(list), of.range).size()) : __ldcg(of.counts + list);
-    const u32 mine = scan_block((length + 31) / 32, sum);
-    if (list < of.lists_count) of.begins[list] = before + mine;
-    before += sum;
-  }
-  if (threadIdx.x == 0) of.begins[of.lists_count] = before;
-  __syncthreads();
-  return int(before);
-}
-
-// Reads a warp's chunks first, ..., first + CHUNKS - 1. The whole warp must call it.
-__device__ __forceinline__ void load_batch(const Candidates& of, int first, int chunks, Batch& batch) {
-  const int lane = threadIdx.x & 31, mine = first + lane;
-  int low = 0, from = 0, end = 0;  // the lane's chunk: positions [from, end), offsets of the list if keys are listed
-  batch.base = 0;
-  if (lane < CHUNKS && mine < chunks) {
-    int high = of.lists_count;  // the last list that begins at or before the chunk: lists without chunks come before it
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (int(of.begins[middle]) <= mine) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    const Range keys = of.cut.keys(low), seen = overlap(keys, of.range);
-    const int within = 32 * (mine - int(of.begins[low]));
-    batch.base = keys.low;
-    from = of.all ? seen.low + within : keys.low + within;
-    end = of.all ? seen.high : from + 32;
-  }
-#pragma unroll
-  for (int j = 0; j < CHUNKS; j++) {
-    const int at = __shfl_sync(FULL_WARP, from, j) + lane;
-    batch.entry[j] = EMPTY;
-    if (at < __shfl_sync(FULL_WARP, end, j) && !of.all) batch.entry[j] = __ldcg(of.lists + at);
-  }
-  if (!of.all) return;
-#pragma unroll 1
-  for (int j = 0; j < CHUNKS; j++) {
-    const int at = __shfl_sync(FULL_WARP, from, j) + lane, base = __shfl_sync(FULL_WARP, batch.base, j);
-    if (at >= __shfl_sync(FULL_WARP, end, j)) continue;
-    const int score = score_alone(of.keys.at(at), of.query, of.planes, of.words, of.weights);
-#pragma unroll
-    for (int i = 0; i < CHUNKS; i++)  // registers have no index
-      if (i == j) batch.entry[i] = u32(score) << 16 | u32(at - base);
-  }
-}
-
-// Iterates over all chunks of a row, in turns of the whole block; if one turn suffices, `batch` holds them already.
+// Calls take(list, score) for the candidates of lists [0, count); FEW lists of a warp are read at once.
 template <class Take>
-__device__ __forceinline__ void each_batch(const Candidates& of, int chunks, Batch& batch, Take take) {
+__device__ __forceinline__ void each_score(const Row& row, int count, Take take) {
+  const int lane = threadIdx.x & 31;
 #pragma unroll 1
-  for (int first = 0; first < chunks; first += TURN) {
-    if (chunks > TURN) load_batch(of, first + CHUNKS * int(threadIdx.x / 32), chunks, batch);
-    take();
+  for (int first = threadIdx.x / 32 * FEW; first < count; first += WARPS * FEW) {
+    int longest = 0;
+#pragma unroll
+    for (int l = 0; l < FEW; l++)
+      if (first + l < count && row.length(first + l) > longest) longest = row.length(first + l);
+#pragma unroll 1
+    for (int i = lane; i < longest; i += 32) {
+      if (row.all) {
+#pragma unroll 1
+        for (int list = first; list < first + FEW && list < count; list++)
+          if (i < row.length(list)) take(list, row.entry(list, i) >> 16);
+        continue;
+      }
+      u32 entry[FEW];
+#pragma unroll
+      for (int l = 0; l < FEW; l++) {
+        entry[l] = 0;
+        if (first + l < count && i < row.length(first + l)) entry[l] = __ldcg(row.lists + row.cut.keys(first + l).low + i);
+      }
+#pragma unroll
+      for (int l = 0; l < FEW; l++)
+        if (first + l < count && i < row.length(first + l)) take(first + l, entry[l] >> 16);
+    }
   }
+}
+
+// ---- Threshold -----------------------------------------------------------------------------------------------------
+
+// A digit of the k-th best: how many candidates have a higher one, in the row and in its earlier blocks, and how many of
+// the latter have the same.
+struct Found {
+  u32 digit;
+  u32 above;
+  u32 above_before;
+  u32 same_before;
+};
+
+// Finds the digit of the `wanted`-th best; false if there are fewer. Thread t gives the counts of digit BINS - 1 - t: of the
+// row, and of its earlier blocks. Every thread must call it.
+__device__ __forceinline__ bool find(u32 all, u32 before, u32 wanted, Found& found) {
+  __shared__ Found shared;
+  u32 total, ignored;
+  const u32 above = scan_block(all, total), above_before = scan_block(before, ignored);
+  if (above < wanted && wanted <= above + all) shared = {BINS - 1 - threadIdx.x, above, above_before, before};
+  __syncthreads();
+  found = shared;
+  __syncthreads();
+  return total >= wanted;
+}
+
+// Adds up one bin of the blocks [0, live) of a row, and of those before `split`.
+__device__ __forceinline__ void add_bins(const u32* bins, int live, int split, u32& all, u32& before) {
+  const u32* from = bins + (BINS - 1 - threadIdx.x);
+#pragma unroll 8
+  for (int s = 0; s < live; s++) {
+    const u32 count = __ldcg(from + s * BINS);
+    all += count;
+    before += s < split ? count : 0;
+  }
+}
+
+struct Threshold {
+  u32 score;
+  u32 quota;    // number of keys of that score to select
+  Place place;  // those of the row's earlier blocks above it, and equal to it
+};
+
+// Finds the k-th best score among the candidates of lists [0, count); false if there are fewer. Every thread must call it.
+__device__ __forceinline__ bool find_threshold(const Row& row, const Space& space, i64 slot, int splits, int live,
+                                               u32 wanted, Threshold& to) {
+  __shared__ u32 all[BINS], before[BINS];
+  const int split = blockIdx.y, mine = split * WARPS, thread = threadIdx.x;
+  const Digits digits(row.all ? 0 : __ldcg(space.floors + slot), space.top);
+  u32 of_row = 0, of_earlier = 0;
+  if (row.all) {
+    if (thread < BINS) all[thread] = before[thread] = 0;
+    __syncthreads();
+    each_score(row, live * WARPS, [&](int list, u32 score) {
+      atomicAdd(&all[digits.high_of(score)], 1u);
+      if (list < mine) atomicAdd(&before[digits.high_of(score)], 1u);
+    });
+    __syncthreads();
+    if (thread < BINS) of_row = all[BINS - 1 - thread], of_earlier = before[BINS - 1 - thread];
+  } else if (thread < BINS) {
+    add_bins(space.bins + slot * splits * BINS, live, split, of_row, of_earlier);
+  }
+  Found high, low = {0, 0, 0, 0};
+  if (!find(of_row, of_earlier, wanted, high)) return false;
+  if (thread < BINS) all[thread] = before[thread] = 0;
+  __syncthreads();
+  each_score(row, live * WARPS, [&](int list, u32 score) {
+    if (digits.high_of(score) != high.digit) return;
+    atomicAdd(&all[digits.low_of(score)], 1u);
+    if (list < mine) atomicAdd(&before[digits.low_of(score)], 1u);
+  });
+  __syncthreads();
+  of_row = thread < BINS ? all[BINS - 1 - thread] : 0, of_earlier = thread < BINS ? before[BINS - 1 - thread] : 0;
+  wanted -= high.above;
+  find(of_row, of_earlier, wanted, low);
+  to.score = digits.floor + (high.digit << digits.low | low.digit);
+  to.quota = wanted - low.above;
+  to.place = {high.above_before + low.above_before, low.same_before};
+  return true;
 }
 
 // ---- Selection -----------------------------------------------------------------------------------------------------
 
-struct Threshold {
-  u32 score;
-  u32 quota;  // number of keys of that score to select
+// A warp's list in steps of HELD entries a lane, or what was read of it if one step suffices.
+struct Own {
+  u32 entry[HELD];
+  u32 used;  // bit j: entry j is one
+
+  __device__ __forceinline__ void read(const Row& row, int list, int from, int length) {
+    used = 0;
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+      const int i = from + 32 * j + int(threadIdx.x & 31);
+      entry[j] = 0;
+      if (i < length) entry[j] = row.entry(list, i), used |= 1u << j;
+    }
+  }
+  __device__ __forceinline__ bool above(int j, u32 score) const { return used >> j & 1 && entry[j] >> 16 > score; }
+  __device__ __forceinline__ bool equal(int j, u32 score) const { return used >> j & 1 && entry[j] >> 16 == score; }
 };
 
-// Finds the score of the `wanted`-th best candidate; false if there are fewer. Every thread must call it.
-__device__ __forceinline__ bool find_threshold(const Candidates& of, int chunks, Batch& batch, u32* counts,
-                                               const Levels& levels, u32 wanted, Threshold& threshold) {
-  u32 known = 0;  // the digits found so far
-#pragma unroll 1
-  for (int l = 0; l < levels.count; l++) {
-    const int shift = l ? 0 : levels.shift[0], above = l ? levels.shift[0] : 16;  // no index into an argument: that
-    const int bins = l ? levels.bins[1] : levels.bins[0];                         // would need a copy in local memory
-    clear_counts(counts, bins);
-    each_batch(of, chunks, batch, [&] {
-#pragma unroll
-      for (int j = 0; j < CHUNKS; j++)
-        if (batch.has(j) && (l == 0 || batch.score(j) >> above == known))
-          atomicAdd(&counts[(batch.score(j) & ((1u << above) - 1)) >> shift], 1u);
-    });
-    __syncthreads();
-    const int four = bins / 4 - 1 - int(threadIdx.x);
-    uint4 totals = {0, 0, 0, 0};
-    if (four >= 0) totals = reinterpret_cast<const uint4*>(counts)[four];
-    u32 all;
-    const Digit digit = find_digit(totals, bins, wanted, all);
-    if (all < wanted) return false;
-    known = l ? known << (above - shift) | digit.value : digit.value;
-    wanted -= digit.above;
-  }
-  threshold = {known, wanted};
-  return true;
-}
-
-// Two counts of at most TURN * 32 in one word: above the threshold, and equal to it.
-__device__ __forceinline__ u32 pair_of(u32 above, u32 equal) { return above << 16 | equal; }
-static_assert(TURN * 32 < 1 << 16);
-
-// Writes the selected among a turn's candidates, in order, and advances `place`. Every thread must call it.
+// Writes the selected among a block's own candidates, in order. Every thread must call it.
 template <class Index>
-__device__ __forceinline__ void emit(const Batch& batch, const Threshold& threshold, Place& place, i32* values,
-                                     Index* indices) {
-  __shared__ u32 of_warps[WARPS];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+__device__ __forceinline__ void emit(const Row& row, const Threshold& threshold, i32* values, Index* indices) {
+  __shared__ Place of_warps[WARPS];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, list = blockIdx.y * WARPS + warp;
+  const int length = row.length(list), base = row.cut.keys(list).low;
   const u32 below = (1u << lane) - 1;
-  u32 own = 0;
+  Own own;
+  Place mine = {0, 0};
+#pragma unroll 1
+  for (int from = 0; from < length; from += 32 * HELD) {
+    own.read(row, list, from, length);
 #pragma unroll
-  for (int j = 0; j < CHUNKS; j++) {
-    const u32 above = __ballot_sync(FULL_WARP, batch.has(j) && batch.score(j) > threshold.score);
-    const u32 equal = __ballot_sync(FULL_WARP, batch.has(j) && batch.score(j) == threshold.score);
-    own += pair_of(__popc(above), __popc(equal));
+    for (int j = 0; j < HELD; j++) {
+      mine.above += __popc(__ballot_sync(FULL_WARP, own.above(j, threshold.score)));
+      mine.equal += __popc(__ballot_sync(FULL_WARP, own.equal(j, threshold.score)));
+    }
   }
-  __syncthreads();  // the pairs of the previous turn were read
-  if (lane == 0) of_warps[warp] = own;
+  if (lane == 0) of_warps[warp] = mine;
   __syncthreads();
-  u32 before = 0, all = 0;
+  Place place = threshold.place;
 #pragma unroll
   for (int w = 0; w < WARPS; w++) {
-    const u32 pair = of_warps[w];
-    if (w < warp) before += pair;
-    all += pair;
+    const Place one = of_warps[w];
+    if (w < warp) place.above += one.above, place.equal += one.equal;
   }
-  u32 above = place.above + (before >> 16), equal = place.equal + (before & 0xffffu);
+#pragma unroll 1
+  for (int from = 0; from < length; from += 32 * HELD) {
+    if (length > 32 * HELD) own.read(row, list, from, length);
 #pragma unroll
-  for (int j = 0; j < CHUNKS; j++) {
-    const bool better = batch.has(j) && batch.score(j) > threshold.score;
-    const bool same = batch.has(j) && batch.score(j) == threshold.score;
-    const u32 first = __ballot_sync(FULL_WARP, better), second = __ballot_sync(FULL_WARP, same);
-    const int base = __shfl_sync(FULL_WARP, batch.base, j);
-    const u32 earlier = equal + __popc(second & below);
-    if (better || (same && earlier < threshold.quota)) {
-      const u32 slot = above + __popc(first & below) + (earlier < threshold.quota ? earlier : threshold.quota);
-      values[slot] = i32(batch.score(j));
-      indices[slot] = base + int(batch.entry[j] & 0xffffu);
+    for (int j = 0; j < HELD; j++) {
+      const bool above = own.above(j, threshold.score), equal = own.equal(j, threshold.score);
+      const u32 first = __ballot_sync(FULL_WARP, above), second = __ballot_sync(FULL_WARP, equal);
+      const u32 earlier = place.equal + __popc(second & below);
+      if (above || (equal && earlier < threshold.quota)) {
+        const u32 slot = place.above + __popc(first & below) + (earlier < threshold.quota ? earlier : threshold.quota);
+        values[slot] = i32(own.entry[j] >> 16);
+        indices[slot] = base + int(own.entry[j] & 0xffffu);
+      }
+      place.above += __popc(first), place.equal += __popc(second);
     }
-    above += __popc(first), equal += __popc(second);
   }
-  place.above += all >> 16, place.equal += all & 0xffffu;
 }
 
 template <class Index>
 __device__ __forceinline__ void select_row(const u32* query, const u32* keys, const RowMap& map, const Window& window,
-                                           const Selection& selection, const Codes& codes, const Levels& levels,
-                                           const Space& space, const Groups& groups, i32 splits, const Pages& pages,
-                                           i32* values, Index* indices) {
-  __shared__ u32 begins[MAX_LISTS + 1];
-  __shared__ __align__(16) u32 counts[MAX_BINS];
-  __shared__ i32 weights[8];  // read after the barriers of `number`
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int p = 0; p < 8; p++) weights[p] = codes.weights.of[p];
-  }
+                                           const Selection& selection, const Codes& codes, const Space& space,
+                                           const Groups& groups, const Pages& pages, i32* values, Index* indices) {
+  __shared__ u16 lengths[MAX_LISTS];
+  __shared__ i32 weights[8];
   const Group group = group_of(groups, blockIdx.x / groups.size);
-  const int slot = blockIdx.x, row = group.row + slot % groups.size;
+  const int slot = blockIdx.x, splits = gridDim.y, row = group.row + slot % groups.size;
   if (slot % groups.size >= group.count) return;
   const Range range = eligible(window, row);
-  const int wanted = selected(selection, range, row);
+  const Cut cut(reach(window, group), splits);
+  const int wanted = selected(selection, range, row), live = cut.blocks();
   values += i64(row) * selection.width;
   indices += i64(row) * selection.width;
-  if (wanted > 0) {
-    const Operands at = operands(query, keys, map, row);
-    Candidates of = {at.query, Keys(at.keys, map.key, pages, row), space.lists + slot * space.stride,
-                     space.counts + i64(slot) * splits * WARPS, begins, codes.planes, codes.words, weights, range,
-                     Cut(reach(window, group), splits), splits * WARPS, false};
-    Batch batch;
-    Threshold threshold;
-    int chunks;
-#pragma unroll 1
-    for (;; of.all = true) {
-      chunks = number(of);
-      if (chunks <= TURN) load_batch(of, CHUNKS * int(threadIdx.x / 32), chunks, batch);
-      if (find_threshold(of, chunks, batch, counts, levels, u32(wanted), threshold)) break;
+  if (wanted > 0 && int(blockIdx.y) < live) {
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int p = 0; p < 8; p++) weights[p] = codes.weights.of[p];
     }
-    Place place = {0, 0};
-    each_batch(of, chunks, batch, [&] { emit(batch, threshold, place, values, indices); });
+    const u32* counts = space.counts + i64(slot) * splits * WARPS;
+    for (int list = threadIdx.x; list < live * WARPS; list += SELECT_THREADS) lengths[list] = u16(__ldcg(counts + list));
+    const Operands at = operands(query, keys, map, row);
+    Row of = {at.query, Keys(at.keys, map.key, pages, row), space.lists + slot * space.stride,
+              lengths, codes.planes, codes.words, weights, range, cut, false};
+    Threshold threshold;
+#pragma unroll 1
+    while (!find_threshold(of, space, slot, splits, live, u32(wanted), threshold)) of.all = true;
+    emit(of, threshold, values, indices);
   }
   fill(values, indices, wanted, selection.width);
 }
 
-#define SELECT_KERNEL(name, Index)                                                                                  \
-  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                                    \
-      name(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,                   \
-           Index* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes,                \
-           Levels levels, Space space, Groups groups, i32 splits PAGES_PARAMETER) {                                 \
-    wait_for_predecessor();                                                                                         \
-    select_row(query, keys, map, window, selection, codes, levels, space, groups, splits, PAGES, values, indices);  \
-    let_dependents_start();                                                                                         \
+#define SELECT_KERNEL(name, Index)                                                                               \
+  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                                 \
+      name(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,                \
+           Index* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes, Space space, \
+           Groups groups PAGES_PARAMETER) {                                                                      \
+    wait_for_predecessor();                                                                                      \
+    let_dependents_start();                                                                                      \
+    select_row(query, keys, map, window, selection, codes, space, groups, PAGES, values, indices);               \
   }
 
 SELECT_KERNEL(select_32, i32)

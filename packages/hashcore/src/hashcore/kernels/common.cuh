@@ -260,10 +260,11 @@ __device__ __forceinline__ uint4 load_totals(const u32* totals, int bins) {
   return __ldcg(reinterpret_cast<const uint4*>(totals) + group);
 }
 
-// The digit of the `wanted`-th best key, 1 <= wanted, and the number of all; no digit if they are fewer. Every thread must call it.
-__device__ __forceinline__ Digit find_digit(const uint4& totals, int bins, u32 wanted, u32& all) {
+// The digit of the `wanted`-th best key, 1 <= wanted <= the sum of the totals. Every thread must call it.
+__device__ __forceinline__ Digit find_digit(const uint4& totals, int bins, u32 wanted) {
   __shared__ Digit found;
-  u32 above = scan_block(totals.x + totals.y + totals.z + totals.w, all);
+  u32 ignored;
+  u32 above = scan_block(totals.x + totals.y + totals.z + totals.w, ignored);
   const u32 count[4] = {totals.w, totals.z, totals.y, totals.x};
 #pragma unroll
   for (int j = 0; j < 4; j++) {

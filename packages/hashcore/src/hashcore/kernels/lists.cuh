@@ -12,8 +12,8 @@ constexpr int WARPS = SELECT_THREADS / 32;
 constexpr int MAX_GROUP = 8;       // queries that share the keys a block loads
 constexpr int MAX_SPLITS = 512;    // blocks of a row
 constexpr int SAMPLE_BINS = 256;   // two bins of a histogram of the last digits would cost more than they save
+constexpr int BINS = 256;          // high digits of candidates; scores have 16 bits, so there are as many low digits
 constexpr u32 SPARE = 24;          // extra candidates in the sample, because small samples are inaccurate
-constexpr u32 EMPTY = 0xffffffffu; // behind the last candidate of a list; no key has it: offsets are below 0xffe0
 static_assert(SAMPLE_BINS <= SELECT_THREADS);
 
 // Groups of at most `size` rows out of `line` consecutive rows with the same keys; size 1: no groups.
@@ -52,7 +52,7 @@ __device__ __forceinline__ Range reach(const Window& window, const Group& group)
 // capacity, so that a large cache with few tokens still occupies every warp.
 struct Cut {
   int base;
-  int step;  // keys of a list, a multiple of 32, at most 2^16 - 32
+  int step;  // keys of a list, at most 2^16
   int high;
 
   __device__ __forceinline__ Cut(const Range& range, int splits) : base(range.low & ~(VECTOR - 1)), high(range.high) {
@@ -64,6 +64,9 @@ struct Cut {
     const i64 begin = base + i64(step) * list, end = begin + step;
     return {int(begin < high ? begin : high), int(end < high ? end : high)};
   }
+
+  // How many blocks have keys: the others have written nothing.
+  __device__ __forceinline__ int blocks() const { return step ? (high - base + WARPS * step - 1) / (WARPS * step) : 0; }
 };
 
 __device__ __forceinline__ Range overlap(const Range& a, const Range& b) {
@@ -73,8 +76,24 @@ __device__ __forceinline__ Range overlap(const Range& a, const Range& b) {
 
 // Addresses in the workspace of a turn.
 struct Space {
-  u32* counts;  // [slots][splits][WARPS]
+  u32* floors;  // [slots]
+  u32* bins;    // [slots][splits][BINS]: how many candidates of a block have a high digit
+  u32* counts;  // [slots][splits][WARPS]: lengths of the lists
   u32* lists;   // [slots][stride]
   i64 stride;
   i32 shift;    // a score's bin of the sample is score >> shift
+  i32 top;      // the highest score
+};
+
+// Digits of a candidate's score: BINS high digits from the floor up, and as few low digits as that leaves.
+static_assert(BINS == 1 << 8);
+struct Digits {
+  u32 floor;
+  i32 low;  // bits of the low digit
+
+  __device__ __forceinline__ Digits(u32 floor, int top) : floor(floor), low(24 - __clz(int(u32(top) - floor))) {
+    if (low < 0) low = 0;
+  }
+  __device__ __forceinline__ u32 high_of(u32 score) const { return (score - floor) >> low; }
+  __device__ __forceinline__ u32 low_of(u32 score) const { return (score - floor) & ((1u << low) - 1); }
 };

@@ -14,7 +14,7 @@
 //       waiting for each other, and results depend on nothing that an earlier search left behind.
 //   (2) Each key whose score reaches the floor is a candidate: score and offset are packed in one word of the warp's
 //       list, which starts at the offset of the warp's keys, so that a list of all keys fits. Ballots give the slots,
-//       in order. EMPTY fills the list up to a whole warp's read.
+//       in order. The block also counts the high digits of its candidates' scores.
 // A floor only saves work. If fewer keys reach it than are wanted, the next launch scores all keys of the row again.
 //
 // Then select (choose.cu) finds the k best of each row among its candidates.
@@ -93,29 +93,26 @@ __device__ __forceinline__ T of_row(T value, int q) {
 }
 
 // Appends the candidates among a warp's keys to its list, and returns the list's length. The whole warp must call it.
-__device__ __forceinline__ u32 append(const int (&score)[KEYS], u32 valid, u32 floor, u32 found, u32* list,
-                                      int offset) {
+__device__ __forceinline__ u32 append(const int (&score)[KEYS], u32 valid, const Digits& digits, u32 found, u32* list,
+                                      int offset, u32* bins) {
   const u32 below = (1u << (threadIdx.x & 31)) - 1;
 #pragma unroll
   for (int u = 0; u < KEYS; u++) {
-    const bool chosen = valid >> u & 1 && u32(score[u]) >= floor;
+    const bool chosen = valid >> u & 1 && u32(score[u]) >= digits.floor;
     const u32 lanes = __ballot_sync(FULL_WARP, chosen);
-    if (chosen) list[found + __popc(lanes & below)] = u32(score[u]) << 16 | u32(offset + u * SLICE);
+    if (chosen) {
+      list[found + __popc(lanes & below)] = u32(score[u]) << 16 | u32(offset + u * SLICE);
+      atomicAdd(&bins[digits.high_of(score[u])], 1u);
+    }
     found += __popc(lanes);
   }
   return found;
 }
 
-// Fills a list up to a whole warp's read. The whole warp must call it.
-__device__ __forceinline__ void fill_up(u32* list, u32 found) {
-  const u32 end = found + (threadIdx.x & 31);
-  if (found % 32 && end < (found + 31) / 32 * 32) list[end] = EMPTY;
-}
-
 // Processes one row of a group for the keys in registers.
 template <int GROUP>
 __device__ __forceinline__ void take_row(const Held& held, const Query& query, const Weights& weights, Rows& rows,
-                                         int q, u32* list, int base) {
+                                         int q, u32* list, int base, int top, u32* bins) {
   const int lane = threadIdx.x & 31;
   const int low = of_row<GROUP>(rows.low, q), high = of_row<GROUP>(rows.high, q);
   int score[KEYS];
@@ -127,7 +124,7 @@ __device__ __forceinline__ void take_row(const Held& held, const Query& query, c
     valid |= u32(i < held.end && i >= low && i < high && lane % LANES == 0) << u;
   }
   const u32 floor = of_row<GROUP>(rows.floor, q), found = of_row<GROUP>(rows.found, q);
-  const u32 length = append(score, valid, floor, found, list, held.first - base);
+  const u32 length = append(score, valid, Digits(floor, top), found, list, held.first - base, bins);
   if (GROUP == 1 || lane == q) rows.found = length;
 }
 
@@ -148,6 +145,8 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   const Range whole = reach(window, group);
   const Cut cut(whole, gridDim.y);
   if (cut.keys(blockIdx.y * WARPS).size() == 0) return;  // this block's lists are never read
+  __shared__ u32 bins[GROUP][BINS];
+  for (int i = threadIdx.x; i < GROUP * BINS; i += SELECT_THREADS) bins[i / BINS][i % BINS] = 0;  // barriers follow
   const int lane = threadIdx.x & 31, list = blockIdx.y * WARPS + int(threadIdx.x >> 5), part = lane % LANES;
   const Range mine = cut.keys(list);
   const Operands at = operands(query, keys, map, group.row);
@@ -177,22 +176,27 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   for (int first = mine.low; first < mine.high; first += KEYS * SLICE) {
     const Held next = held.next(part);
     if constexpr (GROUP == 1) {
-      if (rows.wanted) take_row<1>(held, only, weights, rows, 0, lists, mine.low);
+      if (rows.wanted) take_row<1>(held, only, weights, rows, 0, lists, mine.low, space.top, bins[0]);
     } else {
 #pragma unroll 1
       for (int q = 0; q < group.count; q++)
         if (of_row<GROUP>(rows.wanted, q))
           take_row<GROUP>(held, Query(at.query + q * step, lane, weights), weights, rows, q, lists + q * space.stride,
-                          mine.low);
+                          mine.low, space.top, bins[q]);
     }
     held = next;
   }
-#pragma unroll 1
-  for (int q = 0; q < group.count; q++) fill_up(lists + q * space.stride, of_row<GROUP>(rows.found, q));
+  __syncthreads();  // all candidates are counted
   let_dependents_start();
+#pragma unroll 1
+  for (int q = 0; q < group.count; q++) {
+    u32* const to = space.bins + ((slot + q) * gridDim.y + blockIdx.y) * BINS;
+    if (threadIdx.x < BINS) to[threadIdx.x] = bins[q][threadIdx.x];
+  }
   if (lane >= group.count) return;
-  const i64 row = (slot + (GROUP == 1 ? 0 : lane)) * gridDim.y + blockIdx.y;
-  space.counts[row * WARPS + (threadIdx.x >> 5)] = rows.found;
+  const i64 of = slot + (GROUP == 1 ? 0 : lane);
+  space.counts[(of * gridDim.y + blockIdx.y) * WARPS + (threadIdx.x >> 5)] = rows.found;
+  if (blockIdx.y == 0 && threadIdx.x < 32) space.floors[of] = rows.floor;  // the same in all blocks of a row
 }
 
 #define LIST_KERNEL(name, GROUP)                                                                                     \

@@ -93,8 +93,7 @@ __device__ __forceinline__ Prefix find_prefix(const u32* totals, uint4 loaded, c
   for (int l = 0; l < 3; l++) {
     if (l >= depth) continue;
     if (l > 0) loaded = load_totals(totals, levels.bins[l]);
-    u32 all;
-    const Digit digit = find_digit(loaded, levels.bins[l], prefix.wanted, all);
+    const Digit digit = find_digit(loaded, levels.bins[l], prefix.wanted);
     prefix.digit[l] = digit.value;
     prefix.key = l ? prefix.key << (levels.shift[l - 1] - levels.shift[l]) | digit.value : digit.value;
     prefix.wanted -= digit.above;
