@@ -243,7 +243,7 @@ def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
     digits = bytearray(ctypes.sizeof(Digits))
     every, (key_rows, query_rows) = batch * tokens, (Rows(), Rows())
     # Each block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
-    each = max(1, min(MOST_TOKENS, every, every * sum(blocks) // _sm_count(x.device)))
+    each = min(MOST_TOKENS, every, -(-every * sum(blocks) // _sm_count(x.device)))
     arguments = (
         *(k, key_rows, ctypes.c_int32(heads[0]), codes, Functions.from_buffer(of_keys)),
         *(q, query_rows, ctypes.c_int32(heads[1]), planes, Functions.from_buffer(of_queries)),

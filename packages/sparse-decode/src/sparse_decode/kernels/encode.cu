@@ -26,7 +26,7 @@
 #include "planes.cuh"
 
 constexpr int ENCODE_THREADS = 512, MOST = 512, FOUR = 4;  // columns of a thread
-constexpr int AHEAD = 8;         // reads in flight for each matrix
+constexpr int AHEAD = SPARSE_NARROW ? 8 : 6;  // reads in flight for each matrix, as registers allow
 constexpr int MOST_TOKENS = 4;   // of a block
 
 #if SPARSE_NARROW
@@ -232,18 +232,27 @@ __device__ __forceinline__ bool digit_of(float x, float power, float limit) {
   return (int(level + limit) >> 1) / int(power) & 1;
 }
 
+// What a thread's bit is made of: read while the weights are on their way.
+struct Bit {
+  int coordinate;
+  float power;
+  float limit;
+
+  __device__ __forceinline__ Bit(const Digits& digits, int head, int out) : coordinate(threadIdx.x), power(0), limit(0) {
+    const i64 at = i64(head) * digits.bits + threadIdx.x;
+    if (!digits.coordinate || int(threadIdx.x) >= digits.bits) return;
+    coordinate = int(digits.coordinate[at]), power = digits.power[at];
+    limit = digits.limit[i64(head) * out + coordinate];
+  }
+};
+
 // Write the code of a key's numbers, as the block `block` of a token of keys.
-__device__ __forceinline__ void write_code(const float* sums, const Codes& codes, const Digits& digits, int out,
+__device__ __forceinline__ void write_code(const float* sums, const Codes& codes, const Digits& digits, const Bit& bit,
                                            int batch, int block, int token) {
   const int j = threadIdx.x;
   if (j >= digits.bits) return;  // whole warps
-  bool set;
-  if (digits.coordinate) {
-    const i64 at = i64(block) * digits.bits + j, c = digits.coordinate[at];
-    set = digit_of(sums[c], digits.power[at], digits.limit[i64(block) * out + c]);
-  } else {
-    set = sums[j] > 0.0f;
-  }
+  const float x = sums[bit.coordinate];
+  const bool set = digits.coordinate ? digit_of(x, bit.power, bit.limit) : x > 0.0f;
   const u32 word = __ballot_sync(FULL_WARP, set);
   if (j % 32) return;
   for (int copy = 0; copy < codes.copies; copy++) {
@@ -284,8 +293,8 @@ __device__ __forceinline__ bool sum_group(float* sums, const Planes& planes, int
 }
 
 // Write the planes of a group's sums, or of its votes.
-__device__ __forceinline__ void write_planes(float* sums, const Planes& planes, const Digits& digits, i64 row,
-                                             int place, int kv_head) {
+__device__ __forceinline__ void write_planes(float* sums, const Planes& planes, const Digits& digits, const Bit& bit,
+                                             i64 row, int place) {
   __shared__ float weights[MOST];
   const int j = threadIdx.x, words = digits.bits / 32;
   u32* to = planes.words + row * planes.count * planes.join * words + place * words;
@@ -298,10 +307,7 @@ __device__ __forceinline__ void write_planes(float* sums, const Planes& planes, 
     }
     return;
   }
-  if (j < digits.bits) {
-    const i64 at = i64(kv_head) * digits.bits + j;
-    weights[j] = digits.coordinate ? sums[digits.coordinate[at]] * digits.power[at] : sums[j];
-  }
+  if (j < digits.bits) weights[j] = digits.coordinate ? sums[bit.coordinate] * bit.power : sums[j];
   __syncthreads();
   if (j < 32) quantise_row(weights, to, words, planes.count, j);
 }
@@ -331,6 +337,8 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 128 register
                                    : q + block * heads / blocks * query_rows.head);
   const i64 of_batch = is_key ? key_rows.batch : query_rows.batch;
   const i64 of_token = is_key ? key_rows.token : query_rows.token;
+  const int groups = is_key ? 1 : heads / planes.group, group = is_key ? 0 : block / planes.group;
+  const Bit bit(digits, is_key ? block : group * digits.heads / groups, f.out);
   const auto at = [&](int t) { return from + (first + t) / tokens * of_batch + (first + t) % tokens * of_token; };
   functions_of(at, count, f, block * f.heads / blocks, sums);
   let_dependents_start();
@@ -338,13 +346,12 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 128 register
   for (int t = 0; t < count; t++) {
     const int batch = (first + t) / tokens, token = (first + t) % tokens;
     if (is_key) {
-      write_code(sums[t], codes, digits, f.out, batch, block, token);
+      write_code(sums[t], codes, digits, bit, batch, block, token);
       continue;
     }
     if (planes.group > 1 && !sum_group(sums[t], planes, f.out, tokens, batch, block, heads, token)) continue;
-    const int groups = heads / planes.group, group = block / planes.group;
     const i64 to = (i64(batch) * (groups / planes.join) + group / planes.join) * tokens + token;
-    write_planes(sums[t], planes, digits, to, group % planes.join, group * digits.heads / groups);
+    write_planes(sums[t], planes, digits, bit, to, group % planes.join);
     __syncthreads();  // its memory was read
   }
 }
