@@ -244,7 +244,6 @@ def test_results_lie_within_their_memory(monkeypatch):
     assert len(kept) == 3
     for held in kept:
         check_slack(held.numpy())
-    assert not kept[-1][: layout.SAMPLES].any(), "the searches' samples"
     assert_close(ours, attend(*inputs, 0.1, lse=True))
 
 

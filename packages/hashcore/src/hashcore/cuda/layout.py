@@ -17,7 +17,6 @@ MAX_SPLITS = 512  # blocks of a row in a search
 MAX_SLOTS = 1024  # rows per turn of a search
 WARPS = THREADS // 32
 SAMPLE_BINS = 256
-SAMPLES = 0
 MAX_LIST = (1 << 16) - 32  # keys of a warp: their offsets and their number have 16 bits
 BINS = 256  # high digits of a block's candidates
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS

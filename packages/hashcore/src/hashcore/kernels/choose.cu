@@ -1,11 +1,11 @@
 // Selects the k best keys of each row of a search among the candidates listed by score.cu (algorithm.md, eq. 6): ties
 // to the lowest index, indices ascending. One source for all codes: only missing keys are scored here.
 //
-// select, grid rows x splits, blocks of 512. Every block of a row finds the same threshold, and writes what is selected of
-// its own lists, so that no block waits for another:
+// select, grid rows x splits, blocks of 512. Every block of a row finds the same threshold, and writes what is selected
+// of its own lists, so that no block waits for another:
 //   (1) it adds up the high digits that the row's blocks have counted, and finds that of the k-th best. As every key at
-//       or above the lists' floor is a candidate, none is missing if there are k. If there are fewer, all keys of the row
-//       are scored now;
+//       or above the lists' floor is a candidate, none is missing if there are k. If there are fewer, all keys of the
+//       row are scored now;
 //   (2) it counts the low digits of the candidates with that high digit, and finds the k-th best;
 //   (3) both counts tell how many of the earlier blocks' candidates are selected: the first slot of its own.
 //
@@ -89,7 +89,8 @@ __device__ __forceinline__ void each_score(const Row& row, int count, Take take)
 #pragma unroll
       for (int l = 0; l < FEW; l++) {
         entry[l] = 0;
-        if (first + l < count && i < row.length(first + l)) entry[l] = __ldcg(row.lists + row.cut.keys(first + l).low + i);
+        if (first + l < count && i < row.length(first + l))
+          entry[l] = __ldcg(row.lists + row.cut.keys(first + l).low + i);
       }
 #pragma unroll
       for (int l = 0; l < FEW; l++)
@@ -100,8 +101,8 @@ __device__ __forceinline__ void each_score(const Row& row, int count, Take take)
 
 // ---- Threshold -----------------------------------------------------------------------------------------------------
 
-// A digit of the k-th best: how many candidates have a higher one, in the row and in its earlier blocks, and how many of
-// the latter have the same.
+// A digit of the k-th best: how many candidates have a higher one, in the row and in its earlier blocks, and how many
+// of the latter have the same.
 struct Found {
   u32 digit;
   u32 above;
@@ -109,8 +110,8 @@ struct Found {
   u32 same_before;
 };
 
-// Finds the digit of the `wanted`-th best; false if there are fewer. Thread t gives the counts of digit BINS - 1 - t: of the
-// row, and of its earlier blocks. Every thread must call it.
+// Finds the digit of the `wanted`-th best; false if there are fewer. Thread t gives the counts of digit BINS - 1 - t:
+// of the row, and of its earlier blocks. Every thread must call it.
 __device__ __forceinline__ bool find(u32 all, u32 before, u32 wanted, Found& found) {
   __shared__ Found shared;
   u32 total, ignored;
@@ -139,7 +140,7 @@ struct Threshold {
   Place place;  // those of the row's earlier blocks above it, and equal to it
 };
 
-// Finds the k-th best score among the candidates of lists [0, count); false if there are fewer. Every thread must call it.
+// Finds the k-th best score among a row's candidates; false if there are fewer. Every thread must call it.
 __device__ __forceinline__ bool find_threshold(const Row& row, const Space& space, i64 slot, int splits, int live,
                                                u32 wanted, Threshold& to) {
   __shared__ u32 all[BINS], before[BINS];
@@ -261,13 +262,16 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
       for (int p = 0; p < 8; p++) weights[p] = codes.weights.of[p];
     }
     const u32* counts = space.counts + i64(slot) * splits * WARPS;
-    for (int list = threadIdx.x; list < live * WARPS; list += SELECT_THREADS) lengths[list] = u16(__ldcg(counts + list));
-    const Operands at = operands(query, keys, map, row);
-    Row of = {at.query, Keys(at.keys, map.key, pages, row), space.lists + slot * space.stride,
-              lengths, codes.planes, codes.words, weights, range, cut, false};
+    for (int list = threadIdx.x; list < live * WARPS; list += SELECT_THREADS)
+      lengths[list] = u16(__ldcg(counts + list));
+    Row of = {nullptr, Keys(nullptr, 0), space.lists + slot * space.stride, lengths, codes.planes, codes.words,
+              weights, range, cut, false};
     Threshold threshold;
 #pragma unroll 1
-    while (!find_threshold(of, space, slot, splits, live, u32(wanted), threshold)) of.all = true;
+    while (!find_threshold(of, space, slot, splits, live, u32(wanted), threshold)) {
+      const Operands at = operands(query, keys, map, row);
+      of.all = true, of.query = at.query, of.keys = Keys(at.keys, map.key, pages, row);
+    }
     emit(of, threshold, values, indices);
   }
   fill(values, indices, wanted, selection.width);

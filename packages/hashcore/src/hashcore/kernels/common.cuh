@@ -147,6 +147,7 @@ struct Operands {
 __device__ __forceinline__ Operands operands(const u32* query, const u32* keys, const RowMap& map, int row) {
 #pragma unroll
   for (int d = 3; d >= 0; d--) {
+    if (map.size[d] == 1) continue;  // most are: two divisions less
     const int i = row % map.size[d];
     row /= map.size[d];
     query += i * map.query[d];

@@ -91,7 +91,8 @@ __device__ __forceinline__ void load_share(const u32* from, int i, int part, u32
 
 // The weighted matches of COUNT of a lane's words of a key, from its word `first` on.
 template <int COUNT>
-__device__ __forceinline__ int matches(const u32 (&key)[COUNT], const PlainQuery& query, int first, const Weights& weights) {
+__device__ __forceinline__ int matches(const u32 (&key)[COUNT], const PlainQuery& query, int first,
+                                       const Weights& weights) {
 #ifdef HASHCORE_WEIGHTS
   return weighted_popcount<Fixed, COUNT>([&](int p, int w) { return key[w] ^ query.inverted(p, first + w); });
 #else
@@ -106,7 +107,8 @@ __device__ __forceinline__ int matches(const u32 (&key)[COUNT], const PlainQuery
 
 // Sums the matches of the lane's words [first, first + COUNT) of the key at `from`, and of every COUNT after them.
 template <int COUNT>
-__device__ __forceinline__ int matches_from(const u32* from, const PlainQuery& query, int first, const Weights& weights) {
+__device__ __forceinline__ int matches_from(const u32* from, const PlainQuery& query, int first,
+                                            const Weights& weights) {
   int sum = 0;
   if constexpr (COUNT > 0) {
 #pragma unroll 1
@@ -136,8 +138,8 @@ __device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool rea
 }
 
 #ifdef HASHCORE_TENSOR
-__device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool, const u32*, const TensorQuery<PLANES>& query,
-                                        const Weights&) {
+__device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool, const u32*,
+                                        const TensorQuery<PLANES>& query, const Weights&) {
   static_assert(WORDS == 4 && LANES == 1);
   return query.score(held);
 }

@@ -29,6 +29,7 @@ struct Group {
 };
 
 __device__ __forceinline__ Group group_of(const Groups& groups, int index) {
+  if (groups.size == 1) return {groups.first + index, 1};  // no divisions, which cost more than the rest of a prologue
   const int in_line = (groups.line + groups.size - 1) / groups.size;
   const int line = (groups.first + index) / in_line, begin = (groups.first + index) % in_line * groups.size;
   const int left = groups.line - begin;

@@ -32,8 +32,8 @@
 constexpr int PICKED = TENSOR ? KEYS : (KEYS + 1) / 2;  // of a thread; planes in registers leave less room
 constexpr int SAMPLED = PICKED * SLICE * WARPS;
 
-// Keys that are spread over a range: one in each of SAMPLED parts of equal length, at a different place in each, so that
-// no period in the keys can meet them. All keys of a range that has fewer.
+// Keys that are spread over a range: one in each of SAMPLED parts of equal length, at a different place in each, so
+// that no period in the keys can meet them. All keys of a range that has fewer.
 struct Sample {
   int at[PICKED];  // -1: none
   u32 word[PICKED][BLOCK_WORDS];

@@ -1,5 +1,5 @@
-// Scores of 128-bit codes by the tensor cores' product of bits (docs/algorithm.md, eq. 4), which runs natively from compute
-// capability 8.0 to 9.0. With `and` alone, as xor is emulated on 9.0:
+// Scores of 128-bit codes by the tensor cores' product of bits (docs/algorithm.md, eq. 4), which runs natively from
+// compute capability 8.0 to 9.0. With `and` alone, as xor is emulated on 9.0:
 //
 //     sum_p w_p popc(~(B_p xor c)) = sum_p w_p (128 - popc(B_p)) + sum_p 2 w_p popc(B_p & c) - (sum_p w_p) popc(c)
 //

@@ -12,7 +12,7 @@ import torch
 from hashcore.cuda import launch
 from hashcore.cuda.kept import Table, scratch
 from hashcore.cuda.kernels import Kept, Launch, make_launch
-from hashcore.cuda.layout import SAMPLES, Pages
+from hashcore.cuda.layout import Pages
 from hashcore.cuda.operands import Tables, page_tables
 from torch import Tensor
 
@@ -233,7 +233,7 @@ def _scratch_at(tasks: int, splits: int, group: int, value_dim: int) -> tuple[in
     stats, counts, lse, end = itertools.accumulate(
         (parts * group * value_dim, 3 * parts * group, parts, 2 * tasks * group)
     )
-    return 4 * stats, 4 * counts, 4 * lse, SAMPLES + end
+    return 4 * stats, 4 * counts, 4 * lse, end
 
 
 def _pages(k: Tensor, tables: Tables) -> Pages:
@@ -264,7 +264,7 @@ def _place(call: _Call, given: Given, out: Tensor, known: Tensor | None, more: t
         check(q, k, v, indices)
     at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
     at.out.value = out.data_ptr()
-    call.place(scratch(call.words, q.device).address + 4 * SAMPLES)
+    call.place(scratch(call.words, q.device).address)
     if known is not None:
         at.lse.value = known.data_ptr()
     return [q, indices] if call.alone else [q, indices, *_place_more(at, *more)]

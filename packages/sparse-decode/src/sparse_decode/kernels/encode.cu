@@ -12,16 +12,16 @@
 // *at on (on the device, because the host may not know it), and on request also their first words, [B][Hcode][T] with
 // contiguous tokens; planes [B][Hout][T][P][join W], W words of 32 bits.
 //
-// hash_tokens, grid token blocks x (heads of keys + heads of queries), 512 threads. A block hashes `each` tokens with one
-// head's functions. All weights of its first two matrices are on their way before the first number is needed, and those
-// of the third before the second is used: with 128 x 128 numbers a thread has 8 x 4 of each. The last block of a group
-// weighs its sum.
+// hash_tokens, grid token blocks x (heads of keys + heads of queries), 512 threads. A block hashes `each` tokens with
+// one head's functions. All weights of its first two matrices are on their way before the first number is needed, and
+// those of the third before the second is used: with 128 x 128 numbers a thread has 8 x 4 of each. The last block of a
+// group weighs its sum.
 //
 // Every operation is one that IEEE 754 defines, with fused multiply-adds and sums in the order written here, so that
 // the tests' reference gets the same bits.
 //
-// SPARSE_BF16: dtype of x. SPARSE_NARROW: 1 if R, W1 and W2 are float16, 0 if float32. D, C, M and bits: at most MOST; C and
-// M are multiples of 4, and matrices aligned to 16 bytes.
+// SPARSE_BF16: dtype of x. SPARSE_NARROW: 1 if R, W1 and W2 are float16, 0 if float32. D, C, M and bits: at most MOST;
+// C and M are multiples of 4, and matrices aligned to 16 bytes.
 #include "mma.cuh"
 #include "planes.cuh"
 
@@ -94,8 +94,12 @@ struct Raw {
 #ifdef HOSTSIM
     for (int i = 0; i < FOUR; i++) out[i] = real(Float16{u16((i / 2 ? words.y : words.x) >> 16 * (i % 2))});
 #else  // real() takes six instructions
-    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(out[0]), "=f"(out[1]) : "r"(words.x));
-    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(out[2]), "=f"(out[3]) : "r"(words.y));
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(out[0]), "=f"(out[1])
+        : "r"(words.x));
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(out[2]), "=f"(out[3])
+        : "r"(words.y));
 #endif
   }
 };
@@ -146,7 +150,8 @@ struct Matrix {
   }
 
   // Add the products of what was read and x[0..rows).
-  __device__ __forceinline__ void add(int first, const Raw (&numbers)[AHEAD], const float* x, float (&sums)[FOUR]) const {
+  __device__ __forceinline__ void add(int first, const Raw (&numbers)[AHEAD], const float* x,
+                                      float (&sums)[FOUR]) const {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       if (first + i >= left) continue;
@@ -238,7 +243,8 @@ struct Bit {
   float power;
   float limit;
 
-  __device__ __forceinline__ Bit(const Digits& digits, int head, int out) : coordinate(threadIdx.x), power(0), limit(0) {
+  __device__ __forceinline__ Bit(const Digits& digits, int head, int out)
+      : coordinate(threadIdx.x), power(0.0f), limit(0.0f) {
     const i64 at = i64(head) * digits.bits + threadIdx.x;
     if (!digits.coordinate || int(threadIdx.x) >= digits.bits) return;
     coordinate = int(digits.coordinate[at]), power = digits.power[at];
