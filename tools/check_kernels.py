@@ -77,6 +77,7 @@ PROGRAMS = [
     *sparse("encode.cu", *({"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow} for bf16 in "01" for narrow in "01")),
     *sparse("moments.cu", *(dict(moments.defined(*sizes)) for sizes in GATHERS)),
     *sparse("gather.cu", *(dict(gather.macros(*sizes)) for sizes in GATHERS)),
+    *sparse("gather.cu", *(dict(gather.macros(*sizes, group=16)) for sizes in (GATHERS[0], GATHERS[3], GATHERS[5]))),
 ]
 
 
