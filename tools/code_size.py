@@ -1,22 +1,19 @@
-"""Count how large the code is, and how many files a call crosses.
+"""Count how large the code is.
 
     uv run tools/code_size.py                   # of this checkout
     uv run tools/code_size.py --against main    # and of another commit, beside it
-    uv run tools/code_size.py --files           # also list the files that are counted in the last two groups
+    uv run tools/code_size.py --files           # also list the long files and functions
 
 Lines are those of .py, .cu, .cuh and .hpp files: in `packages/*/src`, without their tests and benchmarks, and in
 `tools`. Lines of code are those that are not blank, only a comment or part of a docstring. The length of a function
-is its lines without its docstring. The files that a call crosses are found by `tools/code_paths.py`, which says what
-counts.
+is its lines without its docstring.
 """
 
 import argparse
 import ast
 import io
-import json
 import re
 import subprocess
-import sys
 import tempfile
 import tokenize
 import zipfile
@@ -37,7 +34,6 @@ class CodeSize(NamedTuple):
     lines: dict[str, tuple[int, int]]  # by package, and `tools`: physical lines and lines of code
     files: dict[str, int]  # over 400 lines, with their lines
     functions: dict[str, int]  # over 40 lines, with theirs
-    ways: dict[str, list[str] | str]  # by call, the files that it crosses, or the error that prevented counting
 
 
 def is_docstring(node: ast.AST) -> bool:
@@ -84,16 +80,7 @@ def count(root: Path) -> CodeSize:
             if path.suffix == ".py":
                 functions |= {f"{shown}:{function}": n for function, n in long_functions(text).items()}
         lines[name] = physical, code
-    return CodeSize(lines, files, functions, ways(root))
-
-
-def ways(root: Path) -> dict[str, list[str] | str]:
-    """Return the files that calls cross, traced in a process whose packages are those of this checkout."""
-    script = [sys.executable, str(Path(__file__).with_name("code_paths.py")), str(root)]
-    done = subprocess.run(script, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"code_paths.py failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return CodeSize(lines, files, functions)
 
 
 def extracted(revision: str, folder: Path) -> Path:
@@ -113,15 +100,13 @@ def rows(size: CodeSize) -> dict[str, str]:
     shown = {f"lines of {name} (of code)": f"{pair[0]:,} ({pair[1]:,})" for name, pair in lines.items()}
     shown[f"files over {MOST_LINES} lines"] = str(len(size.files))
     shown[f"functions over {MOST_OF_A_FUNCTION} lines"] = str(len(size.functions))
-    for name, files in size.ways.items():
-        shown[f"files crossed by {name}"] = files if isinstance(files, str) else str(len(files))
     return shown
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="REV", help="a commit to count as well: the first column of numbers")
-    parser.add_argument("--files", action="store_true", help="list the long files and functions, and the files crossed")
+    parser.add_argument("--files", action="store_true", help="list the long files and functions")
     given = parser.parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -136,9 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.files:
         for name, lines in (size.files | size.functions).items():
             print(f"{lines} lines: {name}")
-        for name, files in size.ways.items():
-            print(f"{name}: {files if isinstance(files, str) else ', '.join(files)}")
-    return int(any(isinstance(files, str) for files in size.ways.values()))
+    return 0
 
 
 if __name__ == "__main__":
