@@ -4,8 +4,7 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from evals.parquet import write_parquet
-from evals.result import Row, rows_from_json, rows_to_text
+from evals.results import Row, rows_from_json, rows_to_text, write_parquet
 from evals.tasks import ppl
 
 ROW = Row("ppl", "lsh", "lsh", 64, 0.1, "visible", 0.1, 1, 0, 0, "everywhere", "kl", 0.5, 0.4, 0.6, 3, 0, "1.0")

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from evals.machine import HARDWARE, environment
-from evals.result import read_json, write_json
+from evals.results import read_json, write_json
 
 
 class RunFolder:

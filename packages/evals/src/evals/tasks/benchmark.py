@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from evals.benchmarks import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from evals.methods import DENSE
 from evals.metrics import bootstrap, normal
-from evals.result import Result, Row
+from evals.results import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, each_document, finish, load, rows_of
 from evals.tasks.answers import methods_of
+from evals.tasks.benchmark_settings import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 
 if TYPE_CHECKING:
     from evals.harness.load import BenchmarkTask

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from evals.commands import FidelityCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE
 from evals.metrics import bootstrap, normal
-from evals.result import Result, Row, as_written, read_json, read_result
+from evals.results import Result, Row, as_written, read_json, read_result
 from evals.runner import RunFolder, environment_of
 from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, require_cells, rows_of, store
 from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
+from evals.tasks.fidelity_settings import FidelityCommand
 from evals.text import common_prefix, edit_similarity, rouge_l
 
 METRICS = ("rouge_l", "edit_similarity", "prefix")

@@ -18,14 +18,15 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from evals.attending import Attended, attending
-from evals.base_commands import Always, Phase, PplCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod, Sampling
 from evals.metrics import Estimate, bootstrap, perplexity
-from evals.result import Result, Row
+from evals.results import Result, Row
 from evals.row_logits import RowLogits, row_logits
 from evals.runner import finite
+from evals.settings import Always, Phase
 from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
+from evals.tasks.ppl_settings import PplCommand
 from evals.tuned import Tuned, read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
