@@ -57,7 +57,6 @@ def test_ppl_ends_with_json_and_leaves_the_files(typed, made, tmp_path, capsys):
         "environment.json",
         "samples",
         "rows.json",
-        "rows.parquet",
         "report.md",
         "figure.png",
     }

@@ -230,20 +230,6 @@ def test_each_of_our_methods_is_paired_with_every_other(ppl_command):
     assert pairs == {(a, b) for a in ours for b in (*ours, "lsh") if a != b}
 
 
-def test_the_worst_text_of_each_method_against_lsh_is_kept(ppl_command):
-    command = ppl_command(methods=("recent", "lsh", "planes"), rules=("visible",), documents=3)
-    found = ppl.run(command, QUIET)
-    samples = [json.loads(path.read_text())["cells"] for path in sorted((command.out / "samples").glob("*.json"))]
-    assert len(samples) == 3
-    by_text = [{cell["method"]: cell["nll"] for cell in cells} for cells in samples]
-    kept = found.select(metric="nll_most")
-    assert {(row.method, row.against) for row in kept} == {("recent", "lsh"), ("planes", "lsh")}
-    for row in kept:
-        assert row.value == max(nll[row.method] - nll["lsh"] for nll in by_text)
-    without = ppl_command(methods=("recent",), rules=("visible",), documents=1, out=command.out.with_name("other"))
-    assert not ppl.run(without, QUIET).select(metric="nll_most")
-
-
 def test_an_empty_sample_is_counted_in_the_rows(ppl_command, monkeypatch):
     for name in ("magicpig", "magicpig-bare"):
         build = partial(RIVALS[name].build, prefill=96)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import mmap
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from evals.results import read_result
 from evals.tasks import throughput
 from evals.tasks.throughput_settings import ThroughputCommand
-from evals.timing import Turn, in_turns, quantiles, read_bandwidth, read_peak, reset_peak
+from evals.timing import Turn, in_turns, quantiles, read_bandwidth
 from hashtrain.config import ModelShape
 from hashtrain.usage import UsageError
 from rich.console import Console
@@ -91,23 +90,6 @@ def test_throughput_measures_every_method(shape_folder, tmp_path, capsys):
         assert found.one(method="planes", metric="code_bytes", **at).value >= batch * 3 * 2 * 99 * 4
         assert 0.08 < found.one(method="planes", metric="p50_ms", **at).density < 0.12
         assert found.one(method="sdpa", metric="p50_ms", **at).density == 1
-
-
-def in_pages(megabytes):
-    """Use memory that comes from the system: an allocator may reuse what an earlier test freed."""
-    size = megabytes << 20
-    with mmap.mmap(-1, size) as pages:
-        for at in range(0, size, mmap.PAGESIZE):
-            pages[at] = 1
-        return size
-
-
-def test_the_peak_is_of_what_came_after_its_reset():
-    in_pages(64)
-    reset_peak("cpu")
-    before = read_peak("cpu")
-    size = in_pages(32)
-    assert 0.9 * size < read_peak("cpu") - before < 1.5 * size
 
 
 def test_bytes_of_a_step_worked_out_by_hand(shape_folder):

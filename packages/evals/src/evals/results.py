@@ -159,19 +159,3 @@ def read_result(folder: Path) -> Result:
         return Result(config, software, rows_from_json(rows))
     except ValueError as error:
         raise ValueError(f"{folder / 'rows.json'}: {error}") from error
-
-
-def write_parquet(path: Path, rows: list[Row]) -> None:
-    """Replace a file by the rows as a Parquet table, atomically, with a column per field even if all are null."""
-    import pyarrow as pa  # imported here: `--help` does not need it
-    import pyarrow.parquet as pq
-    from hashtrain.files.atomic import replace
-
-    types: dict[type, Any] = {str: pa.string(), int: pa.int64(), float: pa.float64()}
-    columns: list[Any] = []
-    for name, hint in get_type_hints(Row).items():
-        given = get_args(hint) or (hint,)
-        (kind,) = set(given) - {type(None)}
-        columns.append(pa.field(name, types[kind], nullable=type(None) in given))
-    table: Any = pa.Table.from_pylist([asdict(row) for row in rows], pa.schema(columns))
-    replace(path, lambda temporary: pq.write_table(table, temporary, write_page_checksum=True))

@@ -20,7 +20,7 @@ from evals.documents import TokenDocument, load_documents
 from evals.figures import draw
 from evals.methods import DENSE, LoadedMethod, load_methods
 from evals.metrics import Estimate
-from evals.results import Result, Row, rows_to_text, versions, write_parquet
+from evals.results import Result, Row, rows_to_text, versions
 from evals.runner import RunFolder, environment_of, finite, model_identity
 from evals.settings import MethodsCommand, TaskCommand
 from evals.tables import grids, to_markdown, to_rich
@@ -202,7 +202,6 @@ def store(out: Path, result: Result, console: Console) -> Result:
     tables = grids(result)
     write_text(out / "report.md", "\n\n".join(map(to_markdown, tables)) + "\n")
     draw(result, out / "figure.png")
-    write_parquet(out / "rows.parquet", result.rows)
     write_text(out / "rows.json", rows_to_text(result.rows))  # last, because it marks the run as finished
     for grid in tables:
         console.print(to_rich(grid))

@@ -31,8 +31,6 @@ from evals.tuned import Tuned, read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
 AS = "as "
-LSH = "lsh"
-"""The method that others must not be worse than on any text: `nll_most` is the largest of the paired differences."""
 
 
 class Cell(NamedTuple):
@@ -222,11 +220,6 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         differences = [[a["kl"] - b["kl"], a["nll"] - b["nll"]] for a, b in zip(of[cell], of[other], strict=True)]
         for metric, estimate in zip(("kl", "nll"), bootstrap(differences, seed), strict=True):
             yield row(cell, metric, estimate, against=other.method)
-    for cell in cells:
-        other = cell._replace(method=LSH)
-        if cell != other and other in of:
-            worst = max(a["nll"] - b["nll"] for a, b in zip(of[cell], of[other], strict=True))
-            yield row(cell, "nll_most", Estimate(worst, None, None), against=LSH)
 
 
 def _exp(estimate: Estimate) -> Estimate:

@@ -22,7 +22,7 @@ from evals.runner import RunFolder, environment_of
 from evals.setup import store
 from evals.shapes import load_config, shape_of
 from evals.tasks.throughput_settings import DENSE_WAYS, ThroughputCommand
-from evals.timing import Turn, in_turns, nothing, quantiles, read_bandwidth, read_peak, reset_peak
+from evals.timing import Turn, in_turns, nothing, quantiles, read_bandwidth
 
 
 @torch.inference_mode()
@@ -33,7 +33,6 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     shape = shape_of(config)
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
-    reset_peak(command.device)  # fails early, before anything is written, if peaks cannot be read
     settings = command.settings("throughput")
     RunFolder(command.out, settings, command.device).renew()
     torch.manual_seed(command.seed)
@@ -96,7 +95,7 @@ class _Cell:
     """The turns of all methods at one context length and batch size, and what they used.
 
     Attributes:
-        memory: bytes of keys and values, and of codes; density: selected / visible; peaks: bytes of memory at most.
+        memory: bytes of keys and values, and of codes; density: selected / visible.
     """
 
     def __init__(self, command: ThroughputCommand, model: PreTrainedModel, hasher: Hasher, n: int, batch: int):
@@ -108,7 +107,6 @@ class _Cell:
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
         self.memory: dict[str, tuple[int, int]] = {}
         self.density: dict[str, float] = {}
-        self.peaks: dict[str, int] = {}
 
     def turn(self, method: str) -> Turn:
         """Return the turn of a method."""
@@ -117,14 +115,12 @@ class _Cell:
         attached: list[Attachment | None] = [None]
 
         def prepare() -> None:
-            reset_peak(command.device)
             model.set_attn_implementation("eager" if method == "eager" else "sdpa")
             if (selector := self._selectors.get(method)) is not None:
                 sparse = attach(model, selector, Budget(command.budget), dense_layers=command.dense_layers)
                 attached[0] = stack.enter_context(sparse)
 
         def finish() -> None:
-            self.peaks[method] = max(self.peaks.get(method, 0), read_peak(command.device))
             if (sparse := attached[0]) is not None:
                 counts = sparse.counts().values()
                 self.density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
@@ -162,7 +158,6 @@ def _measure(
             "share_of_bandwidth": sizes[method] / speed / p50,
             "kv_bytes": cell.memory[method][0],
             "code_bytes": cell.memory[method][1],
-            "peak_bytes": cell.peaks[method],
         }
         named |= {name: Estimate(float(value), None, None) for name, value in totals.items()}
         shared: dict[str, Any] = {
