@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 QUIET = Console(quiet=True)
 EVERY = ("oracle", "recent", "lsh", "paper", "planes+remainder", "transform", "quest", "quest-heads", "magicpig-bare")
-SELECT = ("oracle", "recent", "lsh", "paper", "planes", "transform", "down-proj", "quest")
+SELECT = ("oracle", "recent", "lsh", "paper", "planes", "transform", "quest")
 TASKS = {
     "ppl": (ppl, PplCommand, {"methods": EVERY, "rules": ("visible",)}),
     "iou": (iou, IouCommand, {"rows": 4, "methods": SELECT}),
@@ -128,7 +128,7 @@ class _NoDefaultDevice(TorchFunctionMode):
         return found
 
 
-@pytest.mark.parametrize("name", ["oracle", "quest", "quest-heads", "magicpig", "magicpig-bare", "down-proj"])
+@pytest.mark.parametrize("name", ["oracle", "quest", "quest-heads", "magicpig", "magicpig-bare"])
 def test_a_selector_makes_its_tensors_where_its_inputs_are(loaded, name, monkeypatch):
     topk = hashcore.topk
 

@@ -200,12 +200,12 @@ def test_dense_layers_are_left_dense(loaded):
 def test_the_table_of_methods_is_whole():
     plain = ("dense", "oracle", "recent", "lsh", "paper", "planes", "transform")
     whole = tuple(f"{name}+remainder" for name in ("lsh", "paper", "planes", "transform", "transform-start"))
-    losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction", "down-proj")
+    losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction")
     estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
     ablations = ("paper-rotation", *estimators, "group-xnor", "planes-64", "transform-start", *losses)
     rivals = ("quest", "quest-heads", "magicpig", "magicpig-sink", "magicpig-local", "magicpig-bare", "magicpig-10x150")
     names = ("exact", "exact-untrained", "residual", "exact-straight", "exact-mse", "exact-reconstruction")
-    exact = (*(f"paper-{name}" for name in names), "linear-exact", "down-proj-exact")
+    exact = (*(f"paper-{name}" for name in names), "linear-exact")
     assert set((*plain, *whole, *ablations, *rivals, *exact)) == set(NAMES)
     assert NAMES[: len(plain)] == plain
 

@@ -113,8 +113,6 @@ def test_rows_follow_from_the_samples(ppl_command):
     nll = [cell["nll"] for cell in planes]
     mean = sum(nll) / 3
     assert found.one(method="planes", metric="perplexity", **at).value == pytest.approx(math.exp(mean))
-    per_document = found.one(method="planes", metric="perplexity_per_document", **at)
-    assert per_document.value == pytest.approx(sum(map(math.exp, nll)) / 3)
     ratio = found.one(method="planes", metric="perplexity_ratio", **at)
     assert ratio.value == pytest.approx(math.exp(mean - sum(dense) / 3))
     assert ratio.low <= ratio.value <= ratio.high

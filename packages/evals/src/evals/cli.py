@@ -39,7 +39,6 @@ TASKS = {  # name: settings, and module of evals.tasks whose `run` it is
     "tune": (TuneCommand, "tune"),
     "throughput": (ThroughputCommand, "throughput"),
 }
-_HEADLINE = {"ppl": ("perplexity", "perplexity_ratio", "kl"), "iou": ("iou", "mass")}
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,10 @@ def _run(command: Any, console: Console) -> dict[str, Any]:
 
 def headline(result: "Result") -> list[dict[str, Any]]:
     """Return the results for the last line on stdout: one object per case, method, budget and rule."""
+    from evals.tables import SHOWN
+
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    chosen = _HEADLINE.get(result.config["task"])
+    chosen = SHOWN.get(result.config["task"])
     for row in result.select(against=None, layer=None, head=None):
         if chosen is None or row.metric in chosen:
             at = {"method": row.method, "budget": row.budget, "rule": row.rule, "heads": row.heads, "where": row.where}
@@ -148,7 +149,3 @@ def _report(command: ReportCommand, console: Console) -> dict[str, Any]:
     write_text(command.out / "report.md", "\n\n".join(texts) + "\n")
     console.print(f"written: {command.out / 'report.html'} and report.md", highlight=False)
     return {"out": str(command.out), "sections": [name for name, _, _ in parts]}
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,7 @@
 """Draw the figure of a result: one panel for each metric."""
 
 from pathlib import Path
+from typing import Any
 
 from hashtrain.files.atomic import replace
 from matplotlib.axes import Axes
@@ -63,12 +64,7 @@ def draw(result: Result, path: Path) -> None:
             _log_ticks(axes, budgets)
     named = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
     figure.legend(named.values(), named.keys(), loc="outside right center", fontsize="small")
-    save(figure, path)
-
-
-def save(figure: Figure, path: Path, dpi: int = 120) -> None:
-    """Replace a PNG by a figure, atomically."""
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=dpi, format="png"))
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
 
 
 def _case(row: Row) -> str:
@@ -99,7 +95,7 @@ def _bars(axes: Axes, rows: list[Row], cases: list[str], methods: list[str]) -> 
         places = [cases.index(_case(row)) + i * height for row in own]
         low = [row.value - (row.value if row.low is None else row.low) for row in own]
         high = [(row.value if row.high is None else row.high) - row.value for row in own]
-        style = {"color": _colour(method), "hatch": "///" if method.endswith(REMAINDER) else None}
+        style: dict[str, Any] = {"color": _colour(method), "hatch": "///" if method.endswith(REMAINDER) else None}
         axes.barh(places, [row.value for row in own], height, xerr=[low, high], ecolor="#777777", label=method, **style)
     axes.set_yticks([i + 0.4 - height / 2 for i in range(len(cases))], cases)
     axes.invert_yaxis()

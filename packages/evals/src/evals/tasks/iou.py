@@ -48,7 +48,7 @@ def run(command: IouCommand, console: Console) -> Result:
     cells = [Cell(m.name, b, heads) for heads in heads_of for b in command.budgets for m in methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        positions = positions_of(command, number)  # the same rows for all methods
+        positions = drawn_rows(command, command.rows, number)  # the same rows for all methods
         found = measure(ready.model, document.ids, positions, methods, command.budgets, command.always, heads_of)
         step("selections")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
@@ -66,13 +66,6 @@ def run(command: IouCommand, console: Console) -> Result:
 def heads_measured(command: MethodsCommand) -> tuple[str, ...]:
     """Return the kinds of heads to measure: both, or the one of --heads."""
     return tuple(HEADS) if command.heads is None else (f"{command.heads}_head",)
-
-
-def positions_of(command: IouCommand, number: int) -> Tensor:
-    """Return the rows to measure in a context, int64 [R]: drawn with its number as seed, or the last one."""
-    if command.rows_from == "last":
-        return torch.tensor([command.context - 1])
-    return drawn_rows(command, command.rows, number)
 
 
 def measure(

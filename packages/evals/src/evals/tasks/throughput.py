@@ -20,7 +20,7 @@ from evals.metrics import Estimate
 from evals.results import Result, Row, versions, write_json
 from evals.runner import RunFolder, environment_of
 from evals.setup import store
-from evals.shapes import load_config, shape_of
+from evals.shapes import load_config
 from evals.tasks.throughput_settings import DENSE_WAYS, ThroughputCommand
 from evals.timing import Turn, in_turns, nothing, quantiles, read_bandwidth
 
@@ -30,7 +30,7 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`. A second run measures all again."""
     command = replace(command, device=str(device_for(command.device, 0)))
     config = load_config(command.shape)
-    shape = shape_of(config)
+    shape = ModelShape.of(config)
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     settings = command.settings("throughput")
@@ -126,8 +126,8 @@ class _Cell:
                 self.density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
                 self.memory[method] = sparse.memory(cache)
             else:
-                kept = [x for layer in cache.layers for x in (layer.keys, layer.values) if x is not None]
-                self.memory[method] = sum(x.nbytes for x in kept), 0
+                layers = cast(list[Any], cache.layers)
+                self.memory[method] = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)), 0
             cache.crop(-(command.warmup + command.steps))
             stack.close()
 
