@@ -2,7 +2,7 @@
 
 The law of every test of test_fuzz_*.py, and what they do to files: the reader returns what the file says, or raises
 ValueError (a command's settings: UsageError) with one line that names the file. No other exception, no half of a
-result, and no memory beyond a limit. tools/fuzz.py runs the same laws for as long as you like.
+result, and no memory beyond a limit. tests/fuzz.py runs the same laws for as long as you like.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from evals.cli import main as evals
-from evals.result import read_result
+from evals.results import read_result
 from hashtrain import Hasher
 from hashtrain.cli import main as hashtrain
 from hashtrain.demo import demo_model_path

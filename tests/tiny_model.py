@@ -51,7 +51,6 @@ def commands(folder, text):
         ),
         "hashtrain plan": (hashtrain, ["plan", "--model", name]),
         "evals throughput": (evals, ["throughput", "--shape", name, *QUICK, "--out", out]),
-        "evals codesize": (evals, ["codesize", "--shape", name, "--out", out]),
         "chat": (example("chat"), ["--model", name, "--hasher", "lsh"]),
         "attach_local": (example("attach_local"), ["--model", name, "--hasher", "lsh", "--prompt-file", str(text)]),
         "train_folder": (example("train_folder"), [str(text), "--model", name, "--out", out]),

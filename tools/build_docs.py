@@ -3,9 +3,8 @@
     uv run --group docs tools/build_docs.py
 
 Sphinx warnings are errors. Links within the site must resolve; external ones are listed, not fetched. The Python of
-docs/, the packages' READMEs and examples/ must compile and use existing names, and their commands must parse. If
-Chromium is installed it opens every page at the widths of a desktop and a phone: text and images must show, and nothing
-may overflow the page; screenshots go to build/docs/pictures. Exit code 1, with a sentence per problem, if there is one.
+docs/, the packages' READMEs and examples/ must compile and use existing names, and their commands must parse. Exit code
+1, with a sentence per problem, if there is one.
 """
 
 import os
@@ -14,14 +13,13 @@ import shutil
 import sys
 import time
 
-from docs_checks import browser, commands, links, pages, snippets
+from docs_checks import commands, links, pages, snippets
 from sphinx.cmd.build import build_main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHECKED = ("docs/*.md", "docs/*/*.md", "packages/*/README.md", "examples/*.md", "[C-S]*.md")
 BUILD = ROOT / "build" / "docs"
 START = "docs/site/index.html"
-PICTURES = {"readme": "README.html", "results": "docs/results.html"}
 REDIRECT = (
     f'<!doctype html><meta http-equiv="refresh" content="0; url={START}"><a href="{START}">Spotlight Attention</a>\n'
 )
@@ -42,21 +40,6 @@ def build(site: pathlib.Path) -> bool:
     return not failed
 
 
-def looked_at(site: pathlib.Path) -> list[str]:
-    """Take screenshots of some pages; return the layout problems of all pages."""
-    found = browser.find()
-    if found is None:
-        print("no page was opened: expected chromium or google-chrome on the PATH, got neither")
-        return []
-    try:
-        for name, page in PICTURES.items():
-            for width in browser.WIDTHS:
-                browser.picture(found, site, page, width, BUILD / "pictures" / f"{name}-{width}.png")
-        return browser.problems(found, site)
-    except RuntimeError as error:
-        return [str(error)]
-
-
 def main() -> int:
     began = time.monotonic()
     shutil.rmtree(BUILD, ignore_errors=True)
@@ -71,7 +54,6 @@ def main() -> int:
     problems += followed.problems
     external = "".join(f"{address}  ({page})\n" for address, page in sorted(followed.external.items()))
     (BUILD / "external-links.txt").write_text(external, encoding="utf-8")
-    problems += looked_at(BUILD / "site")
     problems += snippets.problems(checker, modules)
     for problem in problems:
         print(problem, file=sys.stderr)

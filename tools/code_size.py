@@ -1,99 +1,42 @@
-"""Count how large the code is, and how many files a call crosses.
+"""Count how large the repository is, beside the limits that it sets itself.
 
     uv run tools/code_size.py                   # of this checkout
-    uv run tools/code_size.py --against main    # and of another commit, beside it
-    uv run tools/code_size.py --files           # also list the files that are counted in the last two groups
+    uv run tools/code_size.py --against main    # and of another commit, in the first column of numbers
 
-Lines are those of .py, .cu, .cuh and .hpp files: in `packages/*/src`, without their tests and benchmarks, and in
-`tools`. Lines of code are those that are not blank, only a comment or part of a docstring. The length of a function
-is its lines without its docstring. The files that a call crosses are found by `tools/code_paths.py`, which says what
-counts.
+Lines are physical ones of .py, .cu, .cuh and .hpp files: of packages those of `packages/*/src`; of tests those of
+`packages/*/tests` and `tests`. Documents are the text of `docs` without stored results.
 """
 
 import argparse
-import ast
 import io
-import json
-import re
 import subprocess
-import sys
 import tempfile
-import tokenize
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDINGS = (".py", ".cu", ".cuh", ".hpp")
-MOST_LINES, MOST_OF_A_FUNCTION = 400, 40
-BETWEEN = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-# A string or character comes first, so that // inside of one starts no comment.
-C_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|//[^\n]*|/\*.*?\*/', re.S)
+MOST = {"packages": 24_000, "tests": 16_000, "tools": 2_200, "KB of docs": 170, "stored results": 30}
+LONGEST = 400  # lines of a file
 
 
-class CodeSize(NamedTuple):
-    """The counts of one checkout."""
-
-    lines: dict[str, tuple[int, int]]  # by package, and `tools`: physical lines and lines of code
-    files: dict[str, int]  # over 400 lines, with their lines
-    functions: dict[str, int]  # over 40 lines, with theirs
-    ways: dict[str, list[str] | str]  # by call, the files that it crosses, or the error that prevented counting
+def lines(root: Path, *folders: str) -> int:
+    """Count the lines of the sources below some folders, given as patterns."""
+    files = [path for folder in folders for place in root.glob(folder) for path in place.rglob("*")]
+    return sum(len(path.read_text("utf-8").splitlines()) for path in files if path.suffix in ENDINGS)
 
 
-def is_docstring(node: ast.AST) -> bool:
-    """Whether a node is a statement that is only a string: a docstring, also one below a name."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def lines_of(node: Any) -> range:
-    """Return the numbers of the lines of a statement."""
-    return range(node.lineno, node.end_lineno + 1)
-
-
-def code_lines(text: str, ending: str) -> int:
-    """Count the lines with code: not blank, not only a comment, not part of a docstring."""
-    if ending != ".py":
-        plain = C_COMMENT.sub(lambda found: found[0] if found[0][0] in "\"'" else re.sub(r"[^\n]", "", found[0]), text)
-        return sum(bool(line.strip()) for line in plain.splitlines())
-    strings = {number for node in ast.walk(ast.parse(text)) if is_docstring(node) for number in lines_of(node)}
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    code = {n for token in tokens if token.type not in BETWEEN for n in range(token.start[0], token.end[0] + 1)}
-    return len(code - strings)
-
-
-def long_functions(text: str, most: int = MOST_OF_A_FUNCTION) -> dict[str, int]:
-    """Return the functions that have more lines than `most` without their docstring."""
-    functions = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
-    found = ((x.name, len(lines_of(x)) - is_docstring(x.body[0]) * len(lines_of(x.body[0]))) for x in functions)
-    return {name: length for name, length in found if length > most}
-
-
-def count(root: Path) -> CodeSize:
-    """Count a checkout."""
-    lines: dict[str, tuple[int, int]] = {}
-    files: dict[str, int] = {}
-    functions: dict[str, int] = {}
-    packages = {path.parent.name: path for path in sorted(root.glob("packages/*/src"))}
-    for name, folder in (packages | {"tools": root / "tools"}).items():
-        physical = code = 0
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in ENDINGS):
-            text, shown = path.read_text("utf-8"), str(path.relative_to(root))
-            own = len(text.splitlines())
-            physical, code = physical + own, code + code_lines(text, path.suffix)
-            files |= {shown: own} if own > MOST_LINES else {}
-            if path.suffix == ".py":
-                functions |= {f"{shown}:{function}": n for function, n in long_functions(text).items()}
-        lines[name] = physical, code
-    return CodeSize(lines, files, functions, ways(root))
-
-
-def ways(root: Path) -> dict[str, list[str] | str]:
-    """Return the files that calls cross, traced in a process whose packages are those of this checkout."""
-    script = [sys.executable, str(Path(__file__).with_name("code_paths.py")), str(root)]
-    done = subprocess.run(script, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"code_paths.py failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+def count(root: Path) -> dict[str, int]:
+    """Return the counts of a checkout, by name."""
+    packages = sorted(path.name for path in (root / "packages").iterdir())
+    found = {f"lines of {name}": lines(root, f"packages/{name}/src") for name in packages}
+    found["packages"] = sum(found.values())
+    found["tests"] = lines(root, "packages/*/tests", "tests")
+    found["tools"] = lines(root, "tools")
+    texts = [path for path in (root / "docs").rglob("*") if path.suffix in (".md", ".py", ".css")]
+    found["KB of docs"] = sum(path.stat().st_size for path in texts) // 1000
+    found["stored results"] = len(list(root.glob("docs/results/*")))
+    return found
 
 
 def extracted(revision: str, folder: Path) -> Path:
@@ -106,39 +49,24 @@ def extracted(revision: str, folder: Path) -> Path:
     return folder
 
 
-def rows(size: CodeSize) -> dict[str, str]:
-    """Return the counts as a table's rows, by name."""
-    packages = [pair for name, pair in size.lines.items() if name != "tools"]
-    lines = size.lines | {"packages together": tuple(map(sum, zip(*packages, strict=True)))}
-    shown = {f"lines of {name} (of code)": f"{pair[0]:,} ({pair[1]:,})" for name, pair in lines.items()}
-    shown[f"files over {MOST_LINES} lines"] = str(len(size.files))
-    shown[f"functions over {MOST_OF_A_FUNCTION} lines"] = str(len(size.functions))
-    for name, files in size.ways.items():
-        shown[f"files crossed by {name}"] = files if isinstance(files, str) else str(len(files))
-    return shown
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", metavar="REV", help="a commit to count as well: the first column of numbers")
-    parser.add_argument("--files", action="store_true", help="list the long files and functions, and the files crossed")
+    parser.add_argument("--against", metavar="REV", help="a commit to count as well")
     given = parser.parse_args(arguments)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            earlier = given.against and rows(count(extracted(given.against, Path(folder))))
-    except ValueError as error:
-        parser.error(str(error))
-    size = count(ROOT)
-    now = rows(size)
-    for name in (earlier or {}) | now:
-        columns = ([earlier.get(name, "-")] if earlier else []) + [now.get(name, "-")]
-        print(f"{name:44}" + "".join(f"{column:>20}" for column in columns))
-    if given.files:
-        for name, lines in (size.files | size.functions).items():
-            print(f"{lines} lines: {name}")
-        for name, files in size.ways.items():
-            print(f"{name}: {files if isinstance(files, str) else ', '.join(files)}")
-    return int(any(isinstance(files, str) for files in size.ways.values()))
+    counted = [count(ROOT)]
+    if given.against:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                counted.insert(0, count(extracted(given.against, Path(folder))))
+        except ValueError as error:
+            parser.error(str(error))
+    for name in counted[-1]:
+        columns = "".join(f"{of.get(name, 0):>10,}" for of in counted)
+        print(f"{name:24}{columns}" + (f"   at most {MOST[name]:,}" if name in MOST else ""))
+    for path in sorted(path for path in ROOT.glob("packages/*/src/**/*") if path.suffix in ENDINGS):
+        if (own := len(path.read_text("utf-8").splitlines())) > LONGEST:
+            print(f"{own} lines, more than {LONGEST}: {path.relative_to(ROOT)}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -6,82 +6,80 @@
 The figure stores a digest of its data, because pixels differ between versions of fonts and libraries.
 """
 
+import argparse
 import hashlib
+import io
 import json
 import pathlib
+import sys
+from typing import Any
 
-import matplotlib.pyplot as plt
 from evals.figures import COLOURS
-from evals.frontier import Point, points, require_comparable
-from evals.result import Result, read_json, rows_from_json
+from evals.results import Result
+from hashtrain.files.atomic import replace
 from matplotlib.axes import Axes
-from readme_tables.headline import FRONTIER_RUNS
-from stored_figure import png, run
+from matplotlib.figure import Figure
+from PIL import Image
+from readme_tables.quality import OURS, TEXTS, step_share
+from readme_tables.stored import RESULTS, load, stored
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "results"
-OUT = ROOT / "docs" / "figures" / "overview.png"
-QUALITY = tuple(f"{name}.json" for name in FRONTIER_RUNS)
-SPEED = "llama_cpp.json"
-INPUTS = (*QUALITY, SPEED)
-HEAD_DIM = 64
-OURS = "#009e73"
-LINES = {
-    "lsh": ("LSH, untrained", COLOURS["lsh"], "-"),
-    "quest": ("Quest", COLOURS["quest-heads"], "-."),
-    "paper": ("the paper's MLP hash", COLOURS["paper"], "-"),
-    "oracle": ("exact top-k (cost of the search not counted)", COLOURS["oracle"], "--"),
-    "transform+remainder": ("ours", OURS, ":"),
+OUT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "figures" / "overview.png"
+QUALITY, SPEED = TEXTS["English"], "llama_cpp"
+GREEN = "#009e73"
+METHODS = {
+    "lsh": ("LSH, untrained", COLOURS["lsh"]),
+    "paper": ("the paper's MLP hash", COLOURS["paper"]),
+    "oracle": ("exact top-k (cost of the search not counted)", COLOURS["oracle"]),
+    "transform": ("ours, without the remainder", "#8fd0b5"),
+    OURS: ("ours", GREEN),
 }
-"""Methods of the left panel: their name, colour and style, in the order of the legend."""
+"""Methods of the left panel: their name and colour, in the order of the legend."""
 WAYS = {
     "transformers": ("Hugging Face transformers", "#4d4d4d"),
     "llama.cpp": ("llama.cpp", "#0072b2"),
     "ours, dense": ("ours without sparsity", "#8fd0b5"),
-    "ours": ("ours", OURS),
+    "ours": ("ours", GREEN),
 }
 
 
 def digest(results: pathlib.Path = RESULTS) -> str:
     """Return a digest of what the figure depends on."""
-    sha = hashlib.sha256()
-    for name in INPUTS:
-        sha.update((results / name).read_bytes())
-    return sha.hexdigest()[:16]
+    data = [stored(results, name) for name in (QUALITY, SPEED)]
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _load(path: pathlib.Path) -> Result:
-    data = read_json(path, "store a run")
-    return Result(data["config"], data["environment"], rows_from_json(data))
+def drawn_from(figure: pathlib.Path) -> str | None:
+    """Return the digest stored in a figure."""
+    with Image.open(figure) as image:
+        return image.info.get("Description")
 
 
-def _quality(axes: Axes, found: list[Point]) -> None:
-    for method, (label, colour, style) in LINES.items():
-        plain = [point for point in found if point.line == method]
-        if not plain:
-            continue
-        axes.plot(*_places(plain), label=label, color=colour, linestyle=style, marker="o", markersize=4)
-    fewest = [point for point in found if point.method == "transform+remainder" and "values" in point.settings]
-    label = "ours, with a shortlist and a third of the values"
-    axes.plot(*_places(fewest), label=label, color=OURS, marker="D", linewidth=2.6)
-    _finish(axes, "bytes requested by a layer's step, % of dense attention", "KL from dense, nats")
+def draw(results: pathlib.Path = RESULTS) -> bytes:
+    """Return the figure as PNG."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _quality(left, load(results, QUALITY))
+    _speed(right, stored(results, SPEED))
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=110, format="png", metadata={"Description": digest(results)})
+    return buffer.getvalue()
+
+
+def _quality(axes: Axes, run: Result) -> None:
+    budget = run.config["budgets"][0]
+    for method, (label, colour) in METHODS.items():
+        kl = run.one(method=method, metric="kl", budget=budget, against=None).value
+        place = [100 * step_share(run, method)], [kl]
+        axes.plot(*place, label=label, color=colour, marker="D" if method == OURS else "o", linestyle="", markersize=8)
+    _finish(axes, "bytes requested by a layer's step, % of dense attention's", "KL from dense, nats")
+    axes.set(xlim=(1.5, 32), ylim=(0.006, 0.15))
     axes.set_xticks([2, 5, 10, 20], ["2", "5", "10", "20"])
-    axes.set_yticks([0.01, 0.02, 0.05, 0.1], ["0.01", "0.02", "0.05", "0.1"])
-    axes.set_title("Quality: SmolLM2-135M, English, 8,192 tokens", fontsize=10)
+    axes.set_yticks([0.02, 0.05, 0.1], ["0.02", "0.05", "0.1"])
+    tokens = run.config["context"]
+    axes.set_title(f"Quality: SmolLM2-135M, English, {tokens:,} tokens, {100 * budget:g} % selected", fontsize=10)
 
 
-def _finish(axes: Axes, x: str, y: str) -> None:
-    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-
-
-def _places(found: list[Point]) -> tuple[list[float], list[float]]:
-    return [100 * point.share for point in found], [point.kl.value for point in found]
-
-
-def _speed(axes: Axes, timed: dict) -> None:
+def _speed(axes: Axes, timed: dict[str, Any]) -> None:
     lengths = [row["tokens"] for row in timed["rows"]]
     for way, (label, colour) in WAYS.items():
         taken = [row["steps"][way]["ms"] for row in timed["rows"]]
@@ -92,15 +90,22 @@ def _speed(axes: Axes, timed: dict) -> None:
     axes.set_title(f"Speed: {timed['processor']}, {timed['threads']} threads, 16-bit weights", fontsize=10)
 
 
-def draw(results: pathlib.Path = RESULTS) -> bytes:
-    """Return the figure as PNG."""
-    runs = [_load(results / name) for name in QUALITY]
-    require_comparable(runs)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    _quality(left, points(runs, HEAD_DIM))
-    _speed(right, json.loads((results / SPEED).read_text()))
-    return png(figure, 110, digest(results))
+def _finish(axes: Axes, x: str, y: str) -> None:
+    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the figure is stale")
+    if not parser.parse_args().check:
+        image = draw()
+        replace(OUT, lambda temporary: temporary.write_bytes(image))
+    elif not OUT.is_file() or drawn_from(OUT) != digest():
+        sys.exit(f"{OUT.name} is stale: what it shows has changed; run `uv run {sys.argv[0]}`")
 
 
 if __name__ == "__main__":
-    run(__doc__, OUT, digest, draw)
+    main()

@@ -17,7 +17,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "forge_l
 # The source folder is the root of the repository; these are its pages.
 root_doc = "docs/site/index"
 include_patterns = [
-    *("*.md", "docs/*.md", *(f"docs/{name}/*.md" for name in ("adr", "how-to", "results", "site", "site/reference"))),
+    *("*.md", "docs/*.md", *(f"docs/{name}/*.md" for name in ("adr", "how-to", "site", "site/reference"))),
     *("packages/*/README.md", "packages/*/CHANGELOG.md", "examples/*.md"),
     "packages/hashtrain/src/hashtrain/demo/model/README.md",
 ]

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import importlib.util
 import io
 import pathlib
 import re
@@ -21,15 +20,11 @@ from torch.distributed.run import get_args_parser
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLAIN = {
     *("apt-get", "basedpyright", "cd", "chmod", "cp", "curl", "dpkg", "git", "head", "mkdir", "nix", "pre-commit"),
-    *("ruff",),
+    *("pip", "ruff"),
 }
 """Third-party commands that are not checked."""
 ENGINE = "tools/serving_environment.py"
 """Runs Python in an environment with an engine that is not installed here."""
-ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
-UV_FLAGS = {
-    *("--no-project", "--no-sync", "--isolated", "--quiet", "-q", "--all-packages", "--all-groups", "--all-extras")
-}
 Words = list[str]
 
 
@@ -54,83 +49,63 @@ def commands(code: str) -> Iterator[Words]:
             words.append(word)
 
 
-def problems(code: str, root: pathlib.Path = ROOT) -> list[str]:
+def problems(code: str) -> list[str]:
     """Return the problems of the commands of a bash block, a sentence each."""
     found = []
     for words in commands(code):
         try:
-            _check(words, root)
+            _check(words)
         except CommandError as error:
             found.append(f"`{shlex.join(words)}`: {error}")
     return found
 
 
-def _check(words: Words, root: pathlib.Path) -> None:
+def _check(words: Words) -> None:
     program, arguments = words[0], words[1:]
-    if program == "uv":
-        _uv(arguments, root)
-    elif program == "pip" and arguments[:1] == ["install"]:
-        _installed(arguments[1:], root)
+    if "install" in words and program in ("pip", "uv"):
+        _installed(words)
+    elif program == "uv" and arguments[0] in ("run", "sync"):
+        if left := _without_uv_options(arguments[1:]):
+            _check(left)
     elif program in PARSERS:
         _parsed(PARSERS[program], arguments)
-    elif program == "python" or (program == ENGINE and arguments[:2] != ["-m", ENGINE_MODULE]):
-        _python(arguments, root)
+    elif program == "python":
+        _python(arguments)
+    elif program == ENGINE and arguments[0].endswith(".py"):
+        _script(arguments[0], arguments[1:])
     elif program == "pytest":
-        _paths([word for word in arguments if not word.startswith("-")], root)
+        _paths([word for word in arguments if not word.startswith("-")])
     elif program.endswith(".py") and program != ENGINE:
-        _script(program, arguments, root)
-    elif program not in (*PLAIN, ENGINE):
+        _script(program, arguments)
+    elif program not in (*PLAIN, "uv", ENGINE):
         raise CommandError(f"expected a command that tools/docs_checks/commands.py supports, got {program}; add it")
 
 
-def _uv(words: Words, root: pathlib.Path) -> None:
-    action, arguments = words[0], words[1:]
-    if action == "pip" and arguments[:1] == ["install"]:
-        _installed(arguments[1:], root)
-    elif action == "pip" and arguments[:1] == ["sync"]:
-        _paths([word for word in arguments if word.endswith(".txt")], root)
-    elif action in ("run", "sync"):
-        left = _without_uv_options(arguments, root)
-        if action == "run" and not left:
-            raise CommandError("expected a command after uv run, got none")
-        if action == "sync" and left:
-            raise CommandError(f"expected options of uv sync, got {left[0]}")
-        if left:
-            _check(left, root)
-    elif action not in ("build", "venv"):
-        raise CommandError(f"expected uv run, sync, venv, build, pip install or pip sync, got uv {action}")
-
-
-def _without_uv_options(words: Words, root: pathlib.Path) -> Words:
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    names = {
-        "--group": set(project["dependency-groups"]),
-        "--extra": set(project["project"]["optional-dependencies"]),
-        "--no-extra": {extra for package in _packages(root).values() for extra in package},
-    }
+def _without_uv_options(words: Words) -> Words:
+    """Return what follows the options of `uv run` or `uv sync`, whose groups and extras must exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = {*project["project"]["optional-dependencies"], *(extra for of in _packages().values() for extra in of)}
+    names = {"--group": {*project["dependency-groups"]}, "--extra": extras, "--no-extra": extras}
     left = list(words)
     while left and left[0].startswith("-"):
         option = left.pop(0)
-        if option in names:
-            name = left.pop(0) if left else ""
-            if name not in names[option]:
-                raise CommandError(f"expected {option} {', '.join(sorted(names[option]))}, got {name!r}")
-        elif option not in UV_FLAGS:
-            raise CommandError(f"expected options of uv among {', '.join(sorted([*UV_FLAGS, *names]))}, got {option}")
+        value = left.pop(0) if option in (*names, "--with") and left else ""
+        if option in names and value not in names[option]:
+            raise CommandError(f"expected {option} {', '.join(sorted(names[option]))}, got {value!r}")
     return left
 
 
-def _packages(root: pathlib.Path) -> dict[str, set[str]]:
+def _packages() -> dict[str, set[str]]:
     """Return the extras of each package, by its folder."""
     found = {}
-    for path in root.glob("packages/*/pyproject.toml"):
+    for path in ROOT.glob("packages/*/pyproject.toml"):
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         found[f"./packages/{path.parent.name}"] = set(project.get("optional-dependencies", {}))
     return found
 
 
-def _installed(words: Sequence[str], root: pathlib.Path) -> None:
-    packages = _packages(root)
+def _installed(words: Sequence[str]) -> None:
+    packages = _packages()
     for word in (word for word in words if word.startswith("./")):
         path, _, extras = word.rstrip("]").partition("[")
         if path not in packages:
@@ -139,27 +114,20 @@ def _installed(words: Sequence[str], root: pathlib.Path) -> None:
             raise CommandError(f"expected extras among {', '.join(sorted(packages[path]))}, got {sorted(unknown)[0]}")
 
 
-def _python(words: Words, root: pathlib.Path) -> None:
+def _python(words: Words) -> None:
     if words[:2] == ["-m", "torch.distributed.run"]:
         launch = _parsed(get_args_parser().parse_args, words[2:])
-        _python([*["-m"] * launch.module, launch.training_script, *launch.training_script_args], root)
-    elif words[:1] == ["-c"]:
-        try:
-            ast.parse(words[1])
-        except SyntaxError as error:
-            raise CommandError(f"its Python does not compile: {error}") from error
+        _python([*["-m"] * launch.module, launch.training_script, *launch.training_script_args])
     elif words[:1] == ["-m"] and words[1] in PARSERS:
-        _check(words[1:], root)
-    elif words[:1] == ["-m"] and importlib.util.find_spec(words[1]) is None:
-        raise CommandError(f"expected a module that is installed, got {words[1]}")
+        _check(words[1:])
     elif words and words[0].endswith(".py"):
-        _script(words[0], words[1:], root)
+        _script(words[0], words[1:])
 
 
-def _script(name: str, words: Words, root: pathlib.Path) -> None:
+def _script(name: str, words: Words) -> None:
     """Check each flag against the string constants of the script, which it passes to argparse."""
-    _paths([name], root)
-    nodes = ast.walk(ast.parse((root / name).read_text(encoding="utf-8")))
+    _paths([name])
+    nodes = ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8")))
     known = {"-h", "--help", *(node.value for node in nodes if isinstance(node, ast.Constant))}
     for word in words:
         flag = word.partition("=")[0]
@@ -167,21 +135,19 @@ def _script(name: str, words: Words, root: pathlib.Path) -> None:
             raise CommandError(f"expected a flag of {name}, got {flag}")
 
 
-def _paths(names: Sequence[str], root: pathlib.Path) -> None:
+def _paths(names: Sequence[str]) -> None:
     for name in names:
-        if not (root / name).exists():
+        if not (ROOT / name).exists():
             raise CommandError(f"expected a path of this repository, got {name}")
 
 
-def _parsed(parse: Callable[[Words], Any], words: Words) -> Any:
+def _parsed(parser: Callable[[Words], Any], words: Words) -> Any:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return parse(words)
+            return parser(words)
     except SystemExit as error:
-        if error.code:
-            raise CommandError(f"its parser reports: {' '.join(said.getvalue().split())}") from error
-        raise CommandError("expected a command to run, got a request for help") from error
+        raise CommandError(f"its parser reports: {' '.join(said.getvalue().split())}") from error
     except (UsageError, ValueError) as error:
         raise CommandError(f"its parser reports: {error}") from error
 

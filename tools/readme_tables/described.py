@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from evals.grid import Grid, to_markdown
+from evals.tables import Grid, to_markdown
 
 from readme_tables.stored import stored
 
@@ -40,7 +40,7 @@ def cell(text: str, values: Mapping[str, Any], replaced: dict[str, str]) -> str:
 def table(described: dict[str, Any], results: pathlib.Path) -> str:
     """Return a described table as Markdown. Raises: ValueError if its file, or a value that it shows, is missing."""
     try:
-        return to_markdown(grid(described, stored(results / f"{described['file']}.json")))
+        return to_markdown(grid(described, stored(results, described["file"])))
     except LookupError as error:
         raise ValueError(f"{described['file']}.json has no {error}, which a table shows; store the run again") from None
 

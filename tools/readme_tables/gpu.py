@@ -4,7 +4,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from evals.grid import Grid, to_markdown
+from evals.tables import Grid, to_markdown
 
 from readme_tables.stored import stored
 
@@ -30,7 +30,7 @@ SHORTLISTS = (5, 6)
 
 def step(results: pathlib.Path) -> str:
     """Return the table of a sparse layer's operations in a decode step beyond those of a dense one."""
-    found = stored(results / "gpu_step.json")
+    found = stored(results, "gpu_step")
     lines = [
         [_case(name), f"{count['operators']:g}", f"{count['launches']:g}", "0", f"{count['copies']}"]
         for name, count in found.items()
@@ -57,7 +57,7 @@ def _predicted(steps: Sequence[tuple[float, int]]) -> list[str]:
 
 def shortlist(results: pathlib.Path) -> str:
     """Return the table of the bytes that a search with a shortlist moves, and the predicted times of a layer."""
-    launches = stored(results / "gpu_step.json")["transform+remainder"]["launches"]
+    launches = stored(results, "gpu_step")["transform+remainder"]["launches"]
     lines = []
     for tokens in LENGTHS:
         whole, *parts = (LAYER.search_bytes(tokens, shortlist=times) for times in (0, *SHORTLISTS))
@@ -76,7 +76,7 @@ def shortlist(results: pathlib.Path) -> str:
 
 def model(results: pathlib.Path) -> str:
     """Return the table of predicted microseconds of a layer's attention: dense, sparse, and sparse with a mask."""
-    counted = stored(results / "gpu_step.json")
+    counted = stored(results, "gpu_step")
     plain, masked = (counted[f"transform{kind}+remainder"]["launches"] for kind in ("", "+static"))
     lines = []
     for tokens in LENGTHS:

@@ -1,9 +1,9 @@
-"""The tables of docs/faults.md and docs/families.md: fuzzers, transformers' own tests, and the families taken."""
+"""The tables of docs/families.md: the families taken, transformers' own tests, fuzzers."""
 
 import pathlib
 import re
 
-from evals.grid import Grid, to_markdown
+from evals.tables import Grid, to_markdown
 
 from readme_tables.stored import stored
 
@@ -19,19 +19,19 @@ _RULES = {"dense": "dense", "decode": "attached, `decode`", "every-row": "attach
 
 def fuzz(results: pathlib.Path) -> str:
     """Return the table of fuzzers: what each tried, how much of it, and the seed that repeats it."""
-    found = stored(results / "fuzz.json")
+    found = stored(results, "fuzz")
     rows = [
         [f"`{name}`: {what}", f"{run['checks']:,} {run['unit']}", f"{run['cases']:,}", str(run["seed"])]
         for name, what in _TRIED.items()
         if (run := found.get(name))
     ]
-    title = "Fuzzers (`tools/fuzz.py`), each without a crash, a difference or a damaged file that was accepted:"
+    title = "Fuzzers (`tests/fuzz.py`), each without a crash, a difference or a damaged file that was accepted:"
     return to_markdown(Grid(title, ["fuzzer", "tried", "cases", "seed"], [rows]))
 
 
 def transformers_tests(results: pathlib.Path) -> str:
     """Return the table of transformers' tests: by family, how many pass dense and under each rule."""
-    found = stored(results / "transformers_tests.json")
+    found = stored(results, "transformers_tests")
     rows = [[family, *(_passed(counts[rule]) for rule in _RULES)] for family, counts in found["families"].items()]
     lost = sum(len(tests) for rules in found["lost"].values() for tests in rules.values())
     title = (
@@ -48,7 +48,7 @@ def _passed(counts: dict[str, int]) -> str:
 
 def families(results: pathlib.Path) -> str:
     """Return how many families of transformers are equal to dense at 100 %, and the others with their reasons."""
-    found = stored(results / "families.json")
+    found = stored(results, "families")
     outcomes: dict[str, list[str]] = found["families"]
     equal = [name for name, (verdict, _) in outcomes.items() if verdict == "equal"]
     reasons: dict[tuple[str, str], list[str]] = {}

@@ -13,8 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
 import pytest
 import torch
-from evals.base_commands import IouCommand, PplCommand
 from evals.methods import NAMES, load_methods
+from evals.tasks.iou_settings import IouCommand
+from evals.tasks.ppl_settings import PplCommand
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path

@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from evals.base_commands import Always
 from evals.methods import DENSE, load_methods
+from evals.settings import Always
 from hashtrain.demo import demo_model_path
 from sparse_decode import Budget
 from transformers import AutoTokenizer

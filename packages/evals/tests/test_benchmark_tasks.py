@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from evals.benchmarks import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
+from evals.tasks.benchmark_settings import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from hashtrain.usage import UsageError
 
 if os.environ.get("CI") != "true":

@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 from evals import cli
-from evals.benchmarks import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
-from evals.commands import FidelityCommand
-from evals.compare import compare
 from evals.methods import DENSE
-from evals.page import section_of
+from evals.results import read_result
+from evals.tables import grids
 from evals.tasks import benchmark, fidelity
+from evals.tasks.benchmark_settings import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
+from evals.tasks.fidelity_settings import FidelityCommand
 from evals.text import rouge_l
 from hashtrain import models
 from rich.console import Console
@@ -83,7 +83,7 @@ def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypat
     else:
         assert (row.budget, row.rule) == (0.02, "visible")
         assert 0.01 < row.density < 0.03
-    assert section_of(command.out).tables
+    assert grids(read_result(command.out))
     written = "".join(path.read_text() for path in command.out.rglob("*.json"))
     assert str(command.out.parent) not in written
     from transformers import LlamaForCausalLM
@@ -150,22 +150,6 @@ def test_other_data_under_the_same_name_are_refused(build, example, tmp_path):
         benchmark.run(build("ruler", include_path=(other,)), QUIET)
 
 
-def test_runs_pair_item_by_item(build, tmp_path):
-    first = build("fewshot", methods=("recent", "planes"), out=tmp_path / "first")
-    benchmark.run(first, QUIET)
-    entries, grid = compare(first.out, first.out, ("planes", "recent"), (None, None))
-    cells = json.loads((first.out / "samples" / "0000.json").read_text())["cells"]
-    values = {cell["method"]: np.array(cell["values"]["acc"]) for cell in cells}
-    (entry,) = [entry for entry in entries if entry["metric"] == "acc"]
-    assert entry["mean"] == pytest.approx((values["planes"] - values["recent"]).mean())
-    assert entry["task"] == "python_attributes"
-    assert "planes 20 tokens - recent 20 tokens, task python_attributes" in grid.sections[0][0][0]
-    second = build("fewshot", methods=("recent",), tokens=(), budgets=(0.1,), out=tmp_path / "second")
-    benchmark.run(second, QUIET)
-    with pytest.raises(ValueError, match="one has budgets in tokens, the other in shares"):
-        compare(first.out, second.out, (None, None), (None, None))
-
-
 def test_stored_answers_are_compared_by_task(build, two, tmp_path):
     run = build("longbench", **two, budgets=(0.1, 1.0))
     source = benchmark.run(run, QUIET)
@@ -185,7 +169,7 @@ def test_stored_answers_are_compared_by_task(build, two, tmp_path):
         assert row.density == source.one(metric="score", where=where, budget=0.1, method="planes").density
         assert found.one(metric="rouge_l", where=where, budget=1.0).value == 1.0
     assert found.one(metric="rouge_l", where="mean of 2 tasks", budget=0.1).value == pytest.approx(np.mean(means))
-    assert section_of(command.out).tables
+    assert grids(read_result(command.out))
     assert fidelity.run(command, QUIET) == found
 
 

@@ -7,18 +7,11 @@ import hashcore
 import pytest
 import torch
 from evals import cli, setup
-from evals.base_commands import IouCommand, PplCommand
-from evals.commands import (
-    CodelengthCommand,
-    ConesCommand,
-    FidelityCommand,
-    NeedleCommand,
-    OutputErrorCommand,
-    RulerCommand,
-)
-from evals.compare import compare
-from evals.study import SuggestCommand
-from evals.tasks import codelength, cones, fidelity, iou, needle, output_error, ppl, ruler, suggest
+from evals.tasks import fidelity, iou, needle, ppl, ruler
+from evals.tasks.exercises_settings import NeedleCommand, RulerCommand
+from evals.tasks.fidelity_settings import FidelityCommand
+from evals.tasks.iou_settings import IouCommand
+from evals.tasks.ppl_settings import PplCommand
 from hashtrain.usage import UsageError
 from rich.console import Console
 from sparse_decode import Rows
@@ -26,17 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 QUIET = Console(quiet=True)
 EVERY = ("oracle", "recent", "lsh", "paper", "planes+remainder", "transform", "quest", "quest-heads", "magicpig-bare")
-SELECT = ("oracle", "recent", "lsh", "paper", "planes", "transform", "down-proj", "quest")
+SELECT = ("oracle", "recent", "lsh", "paper", "planes", "transform", "quest")
 TASKS = {
     "ppl": (ppl, PplCommand, {"methods": EVERY, "rules": ("visible",)}),
     "iou": (iou, IouCommand, {"rows": 4, "methods": SELECT}),
     "needle": (needle, NeedleCommand, {"methods": ("planes+remainder", "quest"), "lengths": (96,), "depths": (0.5,)}),
     "ruler": (ruler, RulerCommand, {"methods": ("planes",), "lengths": (96,), "kinds": ("copy",)}),
     "fidelity": (fidelity, FidelityCommand, {"methods": ("planes", "magicpig"), "new_tokens": 4}),
-    "output-error": (output_error, OutputErrorCommand, {"methods": EVERY, "rows": 4}),
-    "cones": (cones, ConesCommand, {"methods": ("lsh", "planes")}),
-    "codelength": (codelength, CodelengthCommand, {"methods": ("planes",), "bits": (32, 64), "rows": 4}),
-    "suggest": (suggest, SuggestCommand, {"methods": ("planes",), "budgets": (1.0,), "mass": 0.5, "rows": 4}),
 }
 
 
@@ -79,15 +68,13 @@ def test_float32_on_cuda_is_refused_before_a_model_is_loaded(command, monkeypatc
     assert not given.out.exists()
 
 
-def test_runs_of_two_types_are_not_one_and_are_not_compared(ppl_command, tmp_path):
+def test_runs_of_two_types_are_not_one(ppl_command, tmp_path):
     more = {"methods": ("lsh",), "rules": ("visible",), "documents": 1}
     folders = {dtype: tmp_path / dtype for dtype in ("float32", "bfloat16")}
     for dtype, folder in zip(("auto", "bfloat16"), folders.values(), strict=True):  # stored as float32
         ppl.run(ppl_command(dtype=dtype, out=folder, **more), QUIET)
     with pytest.raises(ValueError, match="other settings: dtype was float32, now bfloat16"):
         ppl.run(ppl_command(dtype="bfloat16", out=folders["float32"], **more), QUIET)
-    with pytest.raises(ValueError, match="different protocols: dtype is float32 and bfloat16"):
-        compare(*folders.values(), (None, None), (None, None))
 
 
 def test_a_run_in_another_type_is_refused(ppl_command, tmp_path):
@@ -141,7 +128,7 @@ class _NoDefaultDevice(TorchFunctionMode):
         return found
 
 
-@pytest.mark.parametrize("name", ["oracle", "quest", "quest-heads", "magicpig", "magicpig-bare", "down-proj"])
+@pytest.mark.parametrize("name", ["oracle", "quest", "quest-heads", "magicpig", "magicpig-bare"])
 def test_a_selector_makes_its_tensors_where_its_inputs_are(loaded, name, monkeypatch):
     topk = hashcore.topk
 

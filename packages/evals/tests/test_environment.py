@@ -7,8 +7,8 @@ import torch
 from evals import machine, runner
 from evals.documents import TokenDocument
 from evals.runner import RunFolder, environment_of
-from evals.speed import KernelsCommand
-from evals.tasks import kernels
+from evals.tasks import throughput
+from evals.tasks.throughput_settings import ThroughputCommand
 from rich.console import Console
 
 DOCUMENTS = [TokenDocument(str(i), torch.tensor([i])) for i in range(3)]
@@ -79,9 +79,9 @@ def test_a_damaged_file_is_named(opened, tmp_path, text):
 
 def test_times_are_measured_anew_and_so_is_what_they_ran_on(tmp_path):
     sizes = {"shape": "small", "contexts": (64,), "repeats": 1, "steps": 1, "warmup": 0, "bandwidth": 10.0}
-    command = KernelsCommand(**sizes, out=tmp_path / "run")
+    command = ThroughputCommand(**sizes, methods=("sdpa",), out=tmp_path / "run")
     quiet = Console(quiet=True)
-    first = kernels.run(command, quiet).environment
+    first = throughput.run(command, quiet).environment
     path = tmp_path / "run" / "environment.json"
     path.write_text(json.dumps({**first, "processor": "former", "torch": "0.1"}))
-    assert kernels.run(command, quiet).environment == first == json.loads(path.read_text())
+    assert throughput.run(command, quiet).environment == first == json.loads(path.read_text())

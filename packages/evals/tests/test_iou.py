@@ -5,17 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from evals.base_commands import Always
-from evals.compare import compare
-from evals.documents import load_documents
 from evals.methods import SELECTION_NAMES
 from evals.metrics import by_place
+from evals.settings import Always
 from evals.tasks import iou
 from evals.tasks.iou import HEADS, METRICS, Cell, measure
 from hashtrain.data.capture import capturing
 from hashtrain.evaluation.metrics import Quality, hash_quality
 from rich.console import Console
-from transformers import AutoTokenizer
 
 QUIET = Console(quiet=True)
 NONE = Always(0, 0, 0)  # nothing is read without a search, as in the paper
@@ -129,21 +126,3 @@ def test_a_damaged_sample_is_named(damage, iou_command):
     path.write_text(json.dumps(sample))
     with pytest.raises(ValueError, match=r"0000\.json is corrupt"):
         iou.run(command, QUIET)
-
-
-def test_the_last_row_alone_is_the_papers_form(iou_command, loaded, made, tmp_path):
-    command = iou_command(methods=("planes",), rows_from="last", out=tmp_path / "last", documents=2)
-    result = iou.run(command, QUIET)
-    assert (result.config["rows_from"], result.config["rows"]) == ("last", 1)
-    assert "of the last row" in (command.out / "report.md").read_text()
-    document = load_documents(command.text, AutoTokenizer.from_pretrained(made.model), 128, 2, 0)[0]
-    cell = iou.Cell("planes", 0.1, "kv_head")
-    own = iou.measure(loaded.model, document.ids, torch.tensor([127]), [loaded.methods["planes"]], (0.1,), NONE)[cell]
-    stored = json.loads((command.out / "samples" / "0000.json").read_text())["cells"][0]
-    assert np.array(stored["iou"]) == pytest.approx(np.array(own["iou"]))
-    drawn = iou_command(methods=("planes",), rows=1, documents=2)  # also one row, but a different one
-    iou.run(drawn, QUIET)
-    with pytest.raises(ValueError, match="different protocols: rows_from is last and drawn"):
-        compare(command.out, drawn.out, (None, None), (None, None))
-    with pytest.raises(ValueError, match="other settings: rows was 1, now 8"):
-        iou.run(iou_command(methods=("planes",), out=command.out, documents=2), QUIET)

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from evals.base_commands import Always, PplCommand
-from evals.commands import OutputErrorCommand
 from evals.methods import DEFAULT_NAMES, NAMES, PLANES, REMAINDER, SPARSE_NAMES, load_methods
 from evals.rivals import MagicPigSelector, QuestSelector
+from evals.settings import Always
 from evals.tasks.ppl import Cell, measure, prompt_of, scored_rows, sparse_rows
 from hashtrain import Hasher
 from sparse_decode import Budget, attach
@@ -198,45 +197,15 @@ def test_dense_layers_are_left_dense(loaded):
     assert kl[0] > kl[1] > kl[2] > 0
 
 
-@pytest.mark.parametrize("kind", ["layer", "head"])
-def test_a_divided_budget_reads_as_much_in_all_but_other_tokens(loaded, monkeypatch, kind):
-    def found(name, divided):
-        always = Always(0, 0, 0, **({f"by_{kind}": True} if divided else {}))
-        return measure(loaded.model, loaded.ids, [Cell(name, "visible", 0.2)], loaded.methods, always)["cells"][0]
-
-    with pytest.raises(ValueError, match=f"needs a hasher with {kind}_shares"):
-        found("lsh", True)
-    hasher = loaded.methods["lsh"].selector.hasher
-    shape = hasher.config.shape
-    shares = {
-        "layer": torch.linspace(0.5, 1.5, shape.num_layers).tolist(),
-        "head": [torch.linspace(0.5, 1.5, shape.num_kv_heads).tolist()] * shape.num_layers,
-    }
-    monkeypatch.setattr(hasher, "config", replace(hasher.config, **{f"{kind}_shares": shares[kind]}))
-    even, uneven = found("lsh", False), found("lsh", True)
-    assert uneven["density"] == pytest.approx(even["density"], rel=0.05)
-    assert abs(uneven["kl"] / even["kl"] - 1) > 0.01
-    assert found("oracle", True)["kl"] == found("oracle", False)["kl"]
-
-
-def test_runs_from_before_divided_budgets_can_go_on():
-    for command in (PplCommand, OutputErrorCommand):
-        assert not {"by_layer", "by_head"} & command().settings("ppl").keys()
-        settings = command(by_head=True).settings("ppl")
-        assert settings["by_head"] is True
-        assert "by_layer" not in settings
-
-
 def test_the_table_of_methods_is_whole():
     plain = ("dense", "oracle", "recent", "lsh", "paper", "planes", "transform")
     whole = tuple(f"{name}+remainder" for name in ("lsh", "paper", "planes", "transform", "transform-start"))
-    whole = (*whole, "transform+rank-one")
-    losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction", "down-proj")
+    losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction")
     estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
     ablations = ("paper-rotation", *estimators, "group-xnor", "planes-64", "transform-start", *losses)
     rivals = ("quest", "quest-heads", "magicpig", "magicpig-sink", "magicpig-local", "magicpig-bare", "magicpig-10x150")
     names = ("exact", "exact-untrained", "residual", "exact-straight", "exact-mse", "exact-reconstruction")
-    exact = (*(f"paper-{name}" for name in names), "linear-exact", "down-proj-exact")
+    exact = (*(f"paper-{name}" for name in names), "linear-exact")
     assert set((*plain, *whole, *ablations, *rivals, *exact)) == set(NAMES)
     assert NAMES[: len(plain)] == plain
 

@@ -1,8 +1,11 @@
 """Tables and figures, for every kind of result."""
 
+import re
+
 import pytest
-from evals.grid import Grid, percent, to_markdown, to_rich
-from evals.report import grids, protocol
+from evals import cli
+from evals.results import Result, Row
+from evals.tables import Grid, grids, percent, pivot, protocol, to_markdown, to_rich
 from evals.tasks import iou, ppl
 from rich.console import Console
 
@@ -19,31 +22,55 @@ def test_percent():
     assert [percent(x) for x in (1, 0.02, 0.005, 0.01234)] == ["100 %", "2 %", "0.5 %", "1.23 %"]
 
 
+def row(metric, value, method="lsh", **more):
+    made = {"task": "ppl", "variant": method, "bits": 64, "budget": 0.1, "rule": "visible", "density": 0.25}
+    made |= {"dense_layers": 0, "sink": 0, "recent": 0, "phase": "rows", "low": None, "high": None, "n": 2, "seed": 0}
+    return Row(**made | {"versions": "", "method": method, "metric": metric, "value": value, **more})
+
+
+def test_a_pivot_keeps_the_order_and_leaves_blanks():
+    rows = [row("kl", 1.0), row("nll", 2.0), row("kl", 3.0, "oracle"), row("kl", 4.0, budget=0.2)]
+    names, sections = pivot(rows, lambda r: r.budget, lambda r: r.method, lambda r: r.metric, lambda r: f"{r.value:g}")
+    assert names == ["kl", "nll"]
+    assert sections == [[["lsh", "1", "2"], ["oracle", "3", ""]], [["lsh", "4", ""]]]
+
+
+def test_a_result_has_a_table_of_numbers_one_of_differences_and_one_by_layer():
+    rows = [row("iou", 0.5, heads="kv_head"), row("iou", 0.4, heads="kv_head", layer=0), row("iou", 9.0, head=1)]
+    rows.append(row("kl", -0.1, low=-0.2, high=-0.05, against="oracle"))
+    config = {"task": "made", "model": "demo", "sink": 1, "recent": 4, "dense_layers": 0, "context": 64}
+    whole, differences, layers = grids(Result(config, {}, rows))
+    assert whole.header == ["case", "iou", "density"]
+    assert whole.lines == [["per KV head, 10 %, lsh", "0.5", "25 %"]]
+    assert differences.lines == [["10 %, lsh - oracle", "-0.1000 [-0.2000, -0.0500]"]]
+    assert (layers.header, layers.lines) == (["layer", "lsh"], [["0", "0.4"]])
+    assert all("the first token and the last 4 tokens always read" in grid.title for grid in (whole, differences))
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("settings", [{}, {"methods": ("lsh",), "rules": ("fixed",), "documents": 1}], ids=str)
 def test_ppl_tables_name_every_method_and_budget(ppl_command, settings):
     command = ppl_command(budgets=(1.0, 0.1), **settings)
-    found = ppl.run(command, QUIET)
+    ppl.run(command, QUIET)
     text = (command.out / "report.md").read_text()
+    rule = ", fixed" if settings else ""
     for method in command.methods:
-        assert f"| 10 %, {method} |" in text
-    assert "| 100 %, lsh |" in text
+        assert f"| 10 %{rule}, {method} |" in text
     assert text.count("| dense |") == 1
-    assert (len(grids(found)) > 1) == (len(command.methods) > 1)
-    assert text.count("minus each other") == len(grids(found)) - 1
     assert (command.out / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_iou_tables_have_a_line_a_layer(iou_command):
+def test_a_page_is_whole_loads_nothing_and_escapes(iou_command, tmp_path, capsys):
     command = iou_command(methods=("oracle", "lsh"), documents=1)
-    found = iou.run(command, QUIET)
-    for grid in grids(found):
-        assert grid.header == ["layer", "oracle", "lsh"]
-        assert [line[0] for line in grid.sections[0]] == ["0 (dense)", "1", "2"]
-        assert grid.sections[1][0][:2] == ["mean", "1.000 / 1.000 / 1.00 / 0 %"]
-        assert "rows that find less than half of it" in grid.title
-        assert grid.title.endswith(protocol(found.config))
-    assert (command.out / "figure.png").read_bytes().startswith(b"\x89PNG")
+    iou.run(command, QUIET)
+    assert cli.main(["report", str(command.out), "--title", "A <title>", "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "<h1>A &lt;title&gt;</h1>" in page
+    assert re.findall(r'(?:src|href)="([^,"]*)', page) == ["data:image/png;base64"]
+    assert "<td>per KV head, 10 %, lsh</td>" in page
+    assert (tmp_path / "page" / "report.md").read_text().startswith("# A <title>\n")
+    assert cli.main(["report", str(tmp_path / "nothing")]) == 2
+    assert "no finished run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -63,18 +90,6 @@ def test_iou_tables_have_a_line_a_layer(iou_command):
 )
 def test_captions_name_the_protocol(settings, said):
     assert protocol({"dense_layers": 0, "dense_at": [], "recent": 0, **settings}).startswith(said)
-
-
-def test_tables_of_another_protocol_say_so(ppl_command, tmp_path):
-    """Those of differences, too; by default they are silent."""
-    for settings, said in (({"dense_layers": 1}, True), ({"dense_layers": 0, "sink": 1, "recent": 4}, False)):
-        more = {"methods": ("lsh", "planes"), "documents": 1, "out": tmp_path / str(said)}
-        command = ppl_command(**more, **settings)
-        found = ppl.run(command, QUIET)
-        first, *others = grids(found)
-        assert protocol(found.config) in first.title
-        assert others
-        assert all((protocol(found.config) in grid.title) == said for grid in others)
 
 
 def test_columns_of_words_are_aligned_to_the_left():

@@ -5,15 +5,13 @@ import sys
 from dataclasses import dataclass, replace
 
 import pytest
-from evals import base_commands, study
-from evals.base_commands import PplCommand
-from evals.costs import kept_bytes
+from evals import settings
 from evals.methods import RIVAL_NAMES, load_methods, load_rival
 from evals.rivals import RIVALS, MagicPigSelector, QuestSelector, Rival
-from evals.study import TuneCommand
-from evals.tasks import tune
+from evals.tasks import ppl_settings, tune, tune_settings
+from evals.tasks.ppl_settings import PplCommand
+from evals.tasks.tune_settings import TuneCommand
 from evals.tuned import Tuned, read_tuned, with_tuned
-from hashtrain.config import ModelShape
 from hashtrain.usage import UsageError
 from sparse_decode.select import NoCodes
 
@@ -61,7 +59,7 @@ def mine(monkeypatch):
     )
     monkeypatch.setitem(RIVALS, "mine", entry)
     methods = derived(monkeypatch)
-    for module in (base_commands, study):
+    for module in (settings, ppl_settings, tune_settings):
         for name in {"NAMES", "RIVAL_NAMES", "SPARSE_NAMES", "SELECTION_NAMES"} & vars(module).keys():
             monkeypatch.setattr(module, name, getattr(methods, name))
     return methods
@@ -129,12 +127,6 @@ def test_an_entry_is_built_with_other_parameters(mine):
     assert (found.name, found.identity) == ("label", "mine-bits1-other9-page8-7")
     (method, tuned) = with_tuned(mine.load_methods(["mine"], None, None), Tuned({"mine": given}, frozenset()))
     assert (method.name, tuned.name, tuned.selector) == ("mine", "mine-tuned", Mine(8, 1, 9))
-
-
-def test_an_entry_says_what_it_keeps(mine):
-    kept = kept_bytes(ModelShape(1, 4, 2, 32), 64)
-    assert list(kept)[-1] == "mine"
-    assert kept["mine"] == 3 * 32 / 8
 
 
 def test_an_entry_is_tuned_over_its_own_grid(mine):

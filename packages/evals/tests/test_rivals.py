@@ -296,20 +296,3 @@ def test_the_correction_reaches_the_model(loaded):
 def test_settings_that_cannot_be_used(make):
     with pytest.raises(ValueError, match="got"):
         make()
-
-
-@pytest.mark.parametrize("per_query_head", [False, True])
-def test_selection_by_scores_takes_the_largest_visible_ones(loaded, per_query_head):
-    selector = (
-        loaded.methods["down-proj"].query_head_selector if per_query_head else loaded.methods["down-proj"].selector
-    )
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(1, 4, 3, 32, generator=generator), torch.randn(1, 2, 20, 32, generator=generator)
-    visible = (torch.arange(20) <= torch.tensor([[4], [19], [11]])) & (torch.arange(20) >= 2)
-    counts = torch.tensor([[3, 6, 0]])
-    found = selector.select(Rows(1, q, k, None, visible[None, None], counts, 1.0))
-    scores = selector.hasher.layer(1).scores(q, k, per_query_head)
-    for head in range(scores.shape[1]):
-        for row, wanted in enumerate([3, 6, 0]):
-            by_score = sorted(visible[row].nonzero()[:, 0].tolist(), key=lambda j: -scores[0, head, row, j].item())
-            assert [j for j in found[0, head, row].tolist() if j >= 0] == sorted(by_score[:wanted])

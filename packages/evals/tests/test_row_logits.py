@@ -7,9 +7,9 @@ import torch
 import transformers
 from accelerate import cpu_offload
 from evals import row_logits as module
-from evals.base_commands import Always
 from evals.metrics import mean_kl, token_losses
 from evals.row_logits import row_logits
+from evals.settings import Always
 from evals.tasks.ppl import Cell, measure
 from torch.utils._python_dispatch import TorchDispatchMode
 

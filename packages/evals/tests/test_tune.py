@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from evals.base_commands import PplCommand
 from evals.methods import load_methods, load_rival
-from evals.result import read_result
+from evals.results import read_result
 from evals.rivals import RIVALS, QuestSelector
-from evals.study import TuneCommand
 from evals.tasks import ppl, tune
+from evals.tasks.ppl_settings import PplCommand
 from evals.tasks.tune import Setting
+from evals.tasks.tune_settings import TuneCommand
 from evals.tuned import Tuned, with_tuned
 from hashtrain.usage import UsageError
 from rich.console import Console

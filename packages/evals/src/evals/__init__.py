@@ -7,14 +7,14 @@ from hashtrain.lazy import export
 if TYPE_CHECKING:
     from evals.methods import METHODS, LoadedMethod, load_methods
     from evals.metrics import bootstrap, mean_kl, perplexity, token_losses
-    from evals.result import Result, Row, read_result
+    from evals.results import Result, Row, read_result
 
 export(
     __name__,
     {
         "methods": ("METHODS", "LoadedMethod", "load_methods"),
         "metrics": ("bootstrap", "mean_kl", "perplexity", "token_losses"),
-        "result": ("Result", "Row", "read_result"),
+        "results": ("Result", "Row", "read_result"),
     },
 )
 __version__ = "1.0.0"

@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from sparse_decode import AttendingSelector, Budget, HashSelector, attach
+from sparse_decode import Budget, attach
 from transformers import PreTrainedModel
 
-from evals.base_commands import Always
 from evals.methods import LoadedMethod, Sampling
+from evals.settings import Always
 
 
 @dataclass
@@ -47,11 +47,7 @@ def attending(
     if isinstance(selector, Sampling):
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
-    budget = replace(budget, sink=always.sink, recent=always.recent, shortlist=always.shortlist)
-    if not isinstance(selector, AttendingSelector):  # those weigh the tokens they read, and so read all values
-        budget = replace(budget, values=always.values)
-    if isinstance(selector, HashSelector):
-        budget = replace(budget, **always.divided)
+    budget = replace(budget, sink=always.sink, recent=always.recent)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
     with attach(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder

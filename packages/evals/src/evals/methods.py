@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from sparse_decode import Selector
 
 REMAINDER = "+remainder"
-RANK_ONE = "+rank-one"
 _AFTER_PROMPT = "-after-prompt"
 _QUERY_HEADS = "-query-heads"
 
@@ -138,16 +137,10 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
         raise ValueError(f"the hasher `{path.name}` in {folder} has no remainder: retrain it with `uv run hashtrain`")
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
-    first = hasher.layer(0)
-    if not first.has_codes:
-        from evals.scored import ScoreSelector  # imported here: `--help` lists the methods without torch
-
-        forms = ScoreSelector(hasher), ScoreSelector(hasher, per_query_head=True)
-    else:
-        by_query_head = sparse_decode.QueryHeadHasher(hasher)
-        forms = sparse_decode.HashSelector(hasher), sparse_decode.HashSelector(by_query_head)
-    own = name in (recipe.name for recipe in EXACT)
-    return LoadedMethod(name, hasher.config.variant, first.key_bits, identity, *forms, remainder, by_query_head=own)
+    bits, own = hasher.layer(0).key_bits, name in (recipe.name for recipe in EXACT)
+    by_query_head = sparse_decode.QueryHeadHasher(hasher)
+    forms = sparse_decode.HashSelector(hasher), sparse_decode.HashSelector(by_query_head)
+    return LoadedMethod(name, hasher.config.variant, bits, identity, *forms, remainder, by_query_head=own)
 
 
 def _whole(name: str) -> Method:
@@ -161,16 +154,8 @@ def _coded(name: str, summary: str) -> Method:
     return Method(name, summary, partial(_hashed, name))
 
 
-def _rank_one(name: str, folder: Path) -> LoadedMethod:
-    """Load a hasher whose selections are completed by a rank-1 prior; see `rank_one`."""
-    from evals.rank_one import RankOneSelector  # imported here: `--help` lists the methods without torch
-
-    found = _hashed(name + REMAINDER, folder, remainder=True)
-    assert isinstance(found.selector, sparse_decode.HashSelector)
-    selector = RankOneSelector(found.selector)
-    return replace(found, name=name + RANK_ONE, selector=selector, query_head_selector=None, remainder=False)
-
-
+_CODED = [recipe for recipe in RECIPES + ABLATIONS + EXACT if recipe.variant != "down-proj"]
+"""Hashers that make codes."""
 DENSE = "dense"
 METHODS = (
     Method(DENSE, "every visible token: what the others are measured against", partial(_plain, DENSE)),
@@ -181,14 +166,9 @@ METHODS = (
     _coded("planes", "one key code per KV head, queries in bit planes"),
     _coded("transform", "keys as digits of a few coordinates, more where they differ more"),
     *map(_whole, ("lsh", "paper", "planes", "transform")),
-    *(_coded(c.name, f"ablation: {c.summary}") for c in ABLATIONS if c.name != "planes"),
-    *(_coded(c.name, f"per query head: {c.summary}") for c in EXACT),
+    *(_coded(c.name, f"ablation: {c.summary}") for c in _CODED if c in ABLATIONS and c.name != "planes"),
+    *(_coded(c.name, f"per query head: {c.summary}") for c in _CODED if c in EXACT),
     _whole("transform-start"),
-    Method(
-        "transform" + RANK_ONE,
-        "transform, and what it leaves out by a rank-1 prior (after RESA)",
-        partial(_rank_one, "transform"),
-    ),
     *(Method(rival.name, rival.summary, partial(_published, rival.name)) for rival in RIVALS.values()),
 )
 """Every method that a task can measure; `evals list` prints it."""
@@ -198,14 +178,12 @@ RIVAL_NAMES = tuple(RIVALS)
 """Methods reimplemented from other papers. They choose their own number of tokens: compare them by measured density."""
 TUNED = "-tuned"
 """Suffix of a rival with the parameters that `evals tune` found for the model."""
-ABLATION_NAMES = tuple(recipe.name for recipe in ABLATIONS + EXACT)
+ABLATION_NAMES = tuple(recipe.name for recipe in _CODED if recipe not in RECIPES)
 """Hashers that `hashtrain --only all` makes in addition to the default ones."""
-CODED_NAMES = tuple(c.name for c in RECIPES + ABLATIONS + EXACT if c.variant != "down-proj")
-"""Hashers that produce codes."""
-_RARE = (*RIVAL_NAMES, *ABLATION_NAMES, "transform" + RANK_ONE)
+_RARE = (*RIVAL_NAMES, *ABLATION_NAMES)
 DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not in _RARE)
 _ONE_FORM = tuple(rival.name for rival in RIVALS.values() if rival.query_heads is None)
-SELECTION_NAMES = tuple(n for n in SPARSE_NAMES if not n.endswith((REMAINDER, RANK_ONE)) and n not in _ONE_FORM)
+SELECTION_NAMES = tuple(n for n in SPARSE_NAMES if not n.endswith(REMAINDER) and n not in _ONE_FORM)
 """Methods that differ in what they select, for either kind of head; the others differ in what they do with it."""
 SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)
 PLANES = ("planes", "planes" + REMAINDER)
@@ -214,8 +192,8 @@ OURS = (*PLANES, "transform", "transform" + REMAINDER)
 
 def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
     """Return those of `names` that need a hasher missing from the folder."""
-    hashed = {recipe.name for recipe in RECIPES + ABLATIONS + EXACT}
-    needed = dict.fromkeys(name.removesuffix(REMAINDER).removesuffix(RANK_ONE) for name in names)
+    hashed = {recipe.name for recipe in _CODED}
+    needed = dict.fromkeys(name.removesuffix(REMAINDER) for name in names)
     return [name for name in needed if name in hashed and not (folder / name / "config.json").is_file()]
 
 

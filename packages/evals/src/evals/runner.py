@@ -3,7 +3,7 @@
 runs/NAME/config.json        the settings; a run with other settings is rejected
           environment.json   the software of all samples, and the hardware of each of them
           samples/0000.json  the sample of one document
-          rows.json  rows.parquet  report.md  figure.png    written when all documents are done
+          rows.json  report.md  figure.png    written when all documents are done
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from evals.machine import HARDWARE, environment
-from evals.result import read_json, write_json
+from evals.results import read_json, write_json
 
 
 class RunFolder:

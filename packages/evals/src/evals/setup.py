@@ -12,21 +12,18 @@ from hashtrain.machine.distribute import device_for
 from hashtrain.models import load_model, require_vocabulary
 from hashtrain.reporting.progress import tracking
 from rich.console import Console
-from sparse_decode.select import HashSelector
 from sparse_decode.streaming import require_dtype
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from evals.base_commands import Always, MethodsCommand, TaskCommand
 from evals.documents import TokenDocument, load_documents
 from evals.figures import draw
-from evals.grid import to_markdown, to_rich
 from evals.methods import DENSE, LoadedMethod, load_methods
 from evals.metrics import Estimate
-from evals.parquet import write_parquet
-from evals.report import grids
-from evals.result import Result, Row, rows_to_text, versions
+from evals.results import Result, Row, rows_to_text, versions
 from evals.runner import RunFolder, environment_of, finite, model_identity
+from evals.settings import MethodsCommand, TaskCommand
+from evals.tables import grids, to_markdown, to_rich
 
 Sample = dict[str, Any]
 
@@ -64,22 +61,10 @@ def load(command: MethodsCommand, task: str) -> Ready:
     methods = load_methods(command.methods, command.hashers, model.config)
     if command.own_heads:
         methods = [method.for_heads(command.heads) for method in methods]
-    require_shares(methods, command.always)
     identities = identities_of(methods, command)
     settings = {**command.settings(task), "dtype": str(model.dtype).removeprefix("torch.")}
     settings |= {"model_identity": model_identity(model), "method_identities": identities}
     return Ready(model, tokenizer, shape, methods, [], settings)
-
-
-def require_shares(methods: Sequence[LoadedMethod], always: Always) -> None:
-    """Raise ValueError if a budget is to be divided and a hash method's hasher does not say how."""
-    hashed = [method for method in methods if isinstance(method.selector, HashSelector)]
-    for kind in ("layer", "head"):
-        lacking = ", ".join(method.name for method in hashed if not getattr(method.selector, f"{kind}_shares"))
-        if lacking and always.divided[f"by_{kind}"]:
-            raise ValueError(
-                f"--by-{kind} needs hashers with {kind}_shares, got none in {lacking}; name other --methods"
-            )
 
 
 def identities_of(methods: Sequence[LoadedMethod], command: MethodsCommand) -> dict[str, str]:
@@ -217,7 +202,6 @@ def store(out: Path, result: Result, console: Console) -> Result:
     tables = grids(result)
     write_text(out / "report.md", "\n\n".join(map(to_markdown, tables)) + "\n")
     draw(result, out / "figure.png")
-    write_parquet(out / "rows.parquet", result.rows)
     write_text(out / "rows.json", rows_to_text(result.rows))  # last, because it marks the run as finished
     for grid in tables:
         console.print(to_rich(grid))

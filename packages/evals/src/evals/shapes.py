@@ -49,8 +49,3 @@ def load_config(name: str) -> "PretrainedConfig":
         return load(path)
     except ValueError as error:
         raise ValueError(f"no shape {name}: its config.json cannot be read ({error}); {remedy}") from error
-
-
-def shape_of(config: "PretrainedConfig") -> ModelShape:
-    """Return the numbers of layers and heads, and the head size."""
-    return ModelShape.of(config)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -65,24 +64,6 @@ def quantiles(times: list[list[float]], seed: int) -> dict[str, Estimate]:
     milliseconds = 1000 * np.array(times)
     columns = np.stack([np.percentile(milliseconds, share, axis=1) for share in QUANTILES.values()], axis=1)
     return dict(zip(QUANTILES, bootstrap(columns, seed), strict=True))
-
-
-def reset_peak(device: str) -> None:
-    """Reset the peak memory. Raises: ValueError if the system does not allow it."""
-    if device.startswith("cuda"):
-        return torch.cuda.reset_peak_memory_stats()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
-    except OSError as error:
-        raise ValueError(f"measuring peak memory needs Linux and a writable /proc, got {error}") from error
-
-
-def read_peak(device: str) -> int:
-    """Return the peak memory in bytes since `reset_peak`: of the device, or of this process."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
 
 
 def read_bandwidth(device: str = "cpu") -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evals.methods import TUNED, LoadedMethod, load_rival
-from evals.result import read_json
+from evals.results import read_json
 from evals.rivals import RIVALS
 
 FILE = "tuned.json"

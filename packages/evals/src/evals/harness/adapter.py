@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.attending import attending
-from evals.base_commands import ALWAYS, Always
-from evals.benchmarks import SparseRows, Truncation
 from evals.methods import LoadedMethod
+from evals.settings import ALWAYS, Always
+from evals.tasks.benchmark_settings import SparseRows, Truncation
 
 Key = TypeVar("Key", bound=Hashable)
 TokenRequest = tuple[Any, list[int], list[int]]

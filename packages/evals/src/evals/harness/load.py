@@ -27,7 +27,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from evals.benchmarks import BenchmarkCommand
+from evals.tasks.benchmark_settings import BenchmarkCommand
 
 _SHIPPED = Path(lm_eval.tasks.__file__).parent
 _UNUSABLE = (OSError, ImportError, LookupError, ValueError, DatasetsError)

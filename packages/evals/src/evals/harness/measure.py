@@ -7,11 +7,11 @@ from typing import Any, TypeGuard, cast
 from lm_eval.evaluator import evaluate
 from sparse_decode import Budget
 
-from evals.benchmarks import BenchmarkCommand
 from evals.harness.adapter import SparseLM
 from evals.harness.load import BenchmarkTask, as_guest
 from evals.methods import LoadedMethod
 from evals.setup import Ready, Sample
+from evals.tasks.benchmark_settings import BenchmarkCommand
 
 Cell = tuple[str, float | None, str]
 """Method, budget and rule."""

@@ -10,15 +10,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.attending import attending
-from evals.base_commands import Always
-from evals.commands import SyntheticCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
 from evals.metrics import bootstrap
-from evals.result import Result, Row
+from evals.results import Result, Row
 from evals.runner import finite
+from evals.settings import Always
 from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.synthetic import Exercise
+from evals.tasks.exercises_settings import SyntheticCommand
 
 
 class Cell(NamedTuple):

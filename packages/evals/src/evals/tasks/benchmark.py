@@ -1,20 +1,20 @@
 """LongBench, RULER and the few-shot tasks, through lm-evaluation-harness."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from evals.benchmarks import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from evals.methods import DENSE
 from evals.metrics import bootstrap, normal
-from evals.result import Result, Row
+from evals.results import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, each_document, finish, load, rows_of
 from evals.tasks.answers import methods_of
+from evals.tasks.benchmark_settings import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 
 if TYPE_CHECKING:
     from evals.harness.load import BenchmarkTask
@@ -53,7 +53,8 @@ def run(command: BenchmarkCommand, console: Console) -> Result:
                 raise ValueError("it has no result")
 
     samples = each_document(command, replace(ready, documents=tasks), console, len(cells), check, compute)
-    return finish(command, ready, [*_rows(command, ready, samples), *_means(command, ready, samples)], console)
+    rows = [*_rows(command, ready, samples)]
+    return finish(command, ready, [*rows, *means_of_tasks(rows)], console)
 
 
 def _require_possible(command: BenchmarkCommand, ready: Ready) -> None:
@@ -84,26 +85,21 @@ def _rows(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Ite
                     (estimate,) = bootstrap([[item] for item in values], command.seed)
                 else:
                     estimate = normal(value, error)
-                yield row(cell["method"], metric, estimate, stderr=error, where=cell["task"], **_at(cell))
+                at = {"budget": cell["budget"], "rule": cell["rule"], "density": cell["density"], "where": cell["task"]}
+                yield row(cell["method"], metric, estimate, stderr=error, **at)
 
 
-def _means(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Iterator[Row]:
-    """Yield plain means over tasks, for metrics that all tasks have."""
-    if len(samples) < 2:
-        return
-    row = rows_of(command, ready, PHASES[command.rows], sum(sample["items"] for sample in samples))
-    for i, first in enumerate(samples[0]["cells"]):
-        found = [sample["cells"][i] for sample in samples]
-        at = _at(first) | {"density": sum(cell["density"] for cell in found) / len(found)}
-        at["where"] = f"mean of {len(found)} tasks"
-        for metric in first["results"]:
-            pairs = [cell["results"][metric] for cell in found if metric in cell["results"]]
-            if len(pairs) == len(found):
-                mean = sum(value for value, _ in pairs) / len(pairs)
-                errors = [error for _, error in pairs if error is not None]
-                error = math.hypot(*errors) / len(pairs) if len(errors) == len(pairs) else None
-                yield row(first["method"], metric, normal(mean, error), stderr=error, **at)
-
-
-def _at(cell: dict[str, Any]) -> dict[str, Any]:
-    return {"budget": cell["budget"], "rule": cell["rule"], "density": cell["density"]}
+def means_of_tasks(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield plain means over tasks, each in `where`, for methods, budgets and metrics that all tasks have."""
+    tasks = len({row.where for row in rows})
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.method, row.budget, row.metric), []).append(row)
+    for found in (group for group in groups.values() if 1 < len(group) == tasks):
+        mean = sum(row.value for row in found) / len(found)
+        errors = [row.stderr for row in found if row.stderr is not None]
+        error = math.hypot(*errors) / len(found) if len(errors) == len(found) else None
+        shown = normal(mean, error)
+        at = {"where": f"mean of {len(found)} tasks", "n": sum(row.n for row in found)}
+        at["density"] = sum(row.density or 0.0 for row in found) / len(found)
+        yield replace(found[0], value=mean, low=shown.low, high=shown.high, stderr=error, **at)

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from evals.commands import FidelityCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE
-from evals.metrics import bootstrap, normal
-from evals.result import Result, Row, as_written, read_json, read_result
+from evals.metrics import bootstrap
+from evals.results import Result, Row, as_written, read_json, read_result
 from evals.runner import RunFolder, environment_of
 from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, require_cells, rows_of, store
 from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
+from evals.tasks.benchmark import means_of_tasks
+from evals.tasks.fidelity_settings import FidelityCommand
 from evals.text import common_prefix, edit_similarity, rouge_l
 
 METRICS = ("rouge_l", "edit_similarity", "prefix")
@@ -79,7 +80,7 @@ def of_stored(command: FidelityCommand, run: Path, console: Console) -> Result:
         raise ValueError(f"{run} holds no answers: expected a run of longbench, got one of {source.config['task']}")
     with as_written(str(run)):
         rows = [*_stored_rows(command, source, answered)]
-        rows += _means(rows)
+        rows += means_of_tasks(rows)
     settings = {**source.config, "task": "fidelity", "compared": source.config["task"], "seed": command.seed}
     RunFolder(command.out, settings).renew(environment_of(run))
     return store(command.out, Result(settings, source.environment, rows), console)
@@ -97,18 +98,3 @@ def _stored_rows(command: FidelityCommand, source: Result, cells: list[dict[str,
         for name, estimate, error in zip(_OF_TEXT, bootstrap(values, command.seed), errors, strict=True):
             shown = {"value": estimate.mean, "low": estimate.low, "high": estimate.high, "n": len(pairs)}
             yield replace(like, task="fidelity", metric=name, stderr=None if error is None else float(error), **shown)
-
-
-def _means(rows: list[Row]) -> Iterator[Row]:
-    """Yield plain means over tasks."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.method, row.budget, row.metric), []).append(row)
-    for found in (group for group in groups.values() if len(group) > 1):
-        mean = sum(row.value for row in found) / len(found)
-        errors = [row.stderr for row in found if row.stderr is not None]
-        error = math.hypot(*errors) / len(found) if len(errors) == len(found) else None
-        shown = normal(mean, error)
-        at = {"where": f"mean of {len(found)} tasks", "n": sum(row.n for row in found)}
-        at["density"] = sum(row.density or 0.0 for row in found) / len(found)
-        yield replace(found[0], value=mean, low=shown.low, high=shown.high, stderr=error, **at)

@@ -18,17 +18,18 @@ from sparse_decode import AttendingSelector, Rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from evals.base_commands import Always, IouCommand, MethodsCommand
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import by_place
-from evals.result import Result, Row
+from evals.results import Result, Row
 from evals.runner import require_numbers
+from evals.settings import Always, MethodsCommand
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, require_cells, rows_of
+from evals.tables import HEADS
+from evals.tasks.iou_settings import IouCommand
 
 METRICS = (*Quality._fields, "low", "lost")
 """`low`: the 5th percentile of the rows' mass; `lost`: the share of rows that find less than half of the oracle's."""
-HEADS = ("kv_head", "query_head")
 
 
 class Cell(NamedTuple):
@@ -47,7 +48,7 @@ def run(command: IouCommand, console: Console) -> Result:
     cells = [Cell(m.name, b, heads) for heads in heads_of for b in command.budgets for m in methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        positions = positions_of(command, number)  # the same rows for all methods
+        positions = drawn_rows(command, command.rows, number)  # the same rows for all methods
         found = measure(ready.model, document.ids, positions, methods, command.budgets, command.always, heads_of)
         step("selections")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
@@ -64,14 +65,7 @@ def run(command: IouCommand, console: Console) -> Result:
 
 def heads_measured(command: MethodsCommand) -> tuple[str, ...]:
     """Return the kinds of heads to measure: both, or the one of --heads."""
-    return HEADS if command.heads is None else (f"{command.heads}_head",)
-
-
-def positions_of(command: IouCommand, number: int) -> Tensor:
-    """Return the rows to measure in a context, int64 [R]: drawn with its number as seed, or the last one."""
-    if command.rows_from == "last":
-        return torch.tensor([command.context - 1])
-    return drawn_rows(command, command.rows, number)
+    return tuple(HEADS) if command.heads is None else (f"{command.heads}_head",)
 
 
 def measure(
@@ -81,7 +75,7 @@ def measure(
     methods: list[LoadedMethod],
     budgets: tuple[float, ...],
     always: Always,
-    heads_of: tuple[str, ...] = HEADS,
+    heads_of: tuple[str, ...] = tuple(HEADS),
 ) -> dict[Cell, dict[str, Any]]:
     """Compare every method's selections with the target on some rows of one context.
 
@@ -107,8 +101,7 @@ def measure(
                     rows = Rows(layer, q, k, codes, visible, counts[None], scaling)
                     if not isinstance(selector, AttendingSelector):
                         searched = (counts - ends.sum(-1)).clamp(min=0)
-                        always_so = {"sink": always.sink, "recent": always.recent, "shortlist": always.shortlist}
-                        rows = replace(rows, counts=searched[None], **always_so)
+                        rows = replace(rows, counts=searched[None], sink=always.sink, recent=always.recent)
                     selected = selector.select(rows)
                     selected = selected.repeat_interleave(p.shape[1] // selected.shape[1], 1)
                     found, taken = quality(p, selected, counts, ends), reading(selected, ends)

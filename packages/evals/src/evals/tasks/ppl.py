@@ -5,7 +5,7 @@ A document is one context. Its last hidden states are kept, dense and of one met
 a few rows at a time, in the model's own type, and float32 log-probabilities for fewer.
 """
 
-import time
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,20 +18,19 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from evals.attending import Attended, attending
-from evals.base_commands import Always, Phase, PplCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod, Sampling
 from evals.metrics import Estimate, bootstrap, perplexity
-from evals.result import Result, Row
+from evals.results import Result, Row
 from evals.row_logits import RowLogits, row_logits
 from evals.runner import finite
+from evals.settings import Always, Phase
 from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
+from evals.tasks.ppl_settings import PplCommand
 from evals.tuned import Tuned, read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
 AS = "as "
-LSH = "lsh"
-"""The method that others must not be worse than on any text: `nll_most` is the largest of the paired differences."""
 
 
 class Cell(NamedTuple):
@@ -82,7 +81,7 @@ def run(command: PplCommand, console: Console) -> Result:
 
     def check(sample: Sample) -> None:
         finite(sample["dense"]["nll"])
-        require_cells(sample, cells, ("nll", "kl", "density", "seconds"), "methods, rules or budgets")
+        require_cells(sample, cells, ("nll", "kl", "density"), "methods, rules or budgets")
         for cell in sample["cells"]:
             if isinstance(methods[cell["method"]].selector, Sampling):
                 finite(cell["empty"])
@@ -117,27 +116,25 @@ def measure(
     Args:
         ids: int64 [T]; scored: number of last tokens to score; None for T // 2 ... T - 1.
         phase: which rows are sparse; see `prompt_of`.
-    Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds
-        (a cell's include the dense logits once more, to compare with);
-        for methods that sample also `empty`, the share of sampled rows and heads that drew nothing.
+    Returns: `scored`, `dense` {nll} and `cells`, in order, with nll and kl (nats per token) and density; for methods
+        that sample also `empty`, the share of sampled rows and heads that drew nothing.
     """
     scored = len(ids) - len(ids) // 2 if scored is None else scored
     targets = ids[-scored:].to(model.device)
-    began, prompt = time.monotonic(), prompt_of(phase, len(ids), scored)
+    prompt = prompt_of(phase, len(ids), scored)
     cache = None if prompt is None else prefilled(model, ids[:prompt])  # dense for every cell
     reference = scored_rows(model, ids, scored, cache)
-    dense = {"nll": reference.mean_loss(targets), "seconds": round(time.monotonic() - began, 2)}
+    dense = {"nll": reference.mean_loss(targets)}
     step(DENSE)
     found = []
     for cell in cells:
-        began = time.monotonic()
         fraction = cell.budget
         if cell.rival:  # as much as it selected on this context
             fraction = next(x["density"] for x in found if (x["method"], x["budget"]) == (cell.rival, cell.budget))
         budget = budget_of(cell.rule, fraction, always.beside * (always.sink + always.recent), len(ids))
         other, attended = sparse_rows(model, ids, scored, methods[cell.method], budget, always, prompt, cache)
         nll, kl = reference.compare(other, targets)
-        measured = {"nll": nll, "kl": kl, "density": attended.density, "seconds": round(time.monotonic() - began, 2)}
+        measured = {"nll": nll, "kl": kl, "density": attended.density}
         empty = {} if attended.empty is None else {"empty": attended.empty}
         found.append({**cell._asdict(), **measured, **empty})
         step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
@@ -200,37 +197,28 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
             more |= {"budget": cell.budget, "rule": cell.rule, "density": density}
         return build(cell.method, metric, estimate, **more)
 
-    def single(cell: Cell, nll: list[float], kl: list[float], seconds: list[float]) -> Iterator[Row]:
+    def single(cell: Cell, nll: list[float], kl: list[float]) -> Iterator[Row]:
         excess = [a - b for a, b in zip(nll, dense, strict=True)]
-        names = ("nll", "perplexity_per_document", "kl", "seconds", "nll_excess")
-        columns = list(zip(nll, torch.tensor(nll).double().exp().tolist(), kl, seconds, excess, strict=True))
-        found = dict(zip(names, bootstrap(columns, seed), strict=True))
+        loss, divergence, over = bootstrap(list(zip(nll, kl, excess, strict=True)), seed)
+        yield row(cell, "nll", loss)
+        yield row(cell, "kl", divergence)
         # All contexts have the same number of scored tokens, so the interval of the mean loss is token-weighted.
-        for name, estimate in found.items():
-            if name != "nll_excess":
-                yield row(cell, name, estimate)
-        yield row(cell, "perplexity", Estimate(perplexity(nll, tokens), *_exp(found["nll"])[1:]))
-        yield row(cell, "perplexity_ratio", _exp(found["nll_excess"]))
+        yield row(cell, "perplexity", Estimate(perplexity(nll, tokens), *_exp(loss)[1:]))
+        yield row(cell, "perplexity_ratio", _exp(over))
 
-    yield from single(Cell(DENSE, "visible", 1.0), dense, [0.0] * n, [s["dense"]["seconds"] for s in samples])
+    yield from single(Cell(DENSE, "visible", 1.0), dense, [0.0] * n)
     for cell, found in of.items():
-        yield from single(cell, *([s[name] for s in found] for name in ("nll", "kl", "seconds")))
+        yield from single(cell, *([s[name] for s in found] for name in ("nll", "kl")))
         if "empty" in found[0]:
             yield row(cell, "empty", *bootstrap([[s["empty"]] for s in found], seed))
     for cell, other in _pairs(cells):
         differences = [[a["kl"] - b["kl"], a["nll"] - b["nll"]] for a, b in zip(of[cell], of[other], strict=True)]
         for metric, estimate in zip(("kl", "nll"), bootstrap(differences, seed), strict=True):
             yield row(cell, metric, estimate, against=other.method)
-    for cell in cells:
-        other = cell._replace(method=LSH)
-        if cell != other and other in of:
-            worst = max(a["nll"] - b["nll"] for a, b in zip(of[cell], of[other], strict=True))
-            yield row(cell, "nll_most", Estimate(worst, None, None), against=LSH)
 
 
 def _exp(estimate: Estimate) -> Estimate:
-    low, high = (None if edge is None else float(torch.tensor(edge).double().exp()) for edge in estimate[1:])
-    return Estimate(float(torch.tensor(estimate.mean).double().exp()), low, high)
+    return Estimate(*(None if end is None else math.exp(end) for end in estimate))  # pyright: ignore[reportArgumentType]
 
 
 def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:

@@ -6,11 +6,11 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from evals.commands import RulerCommand
-from evals.result import Result
+from evals.results import Result
 from evals.setup import Ready
 from evals.synthetic import Exercise, exercise
 from evals.tasks.answers import How, read_answer, run_exercises
+from evals.tasks.exercises_settings import RulerCommand
 
 METRICS = ("exact", "tokens", "log_prob")
 

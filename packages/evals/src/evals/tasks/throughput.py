@@ -1,7 +1,6 @@
 """Decode steps of a whole model, dense and sparse, with random weights over synthetic caches.
 
-Methods take turns. Those with a dynamic cache share one, which each turn restores; each compiled one has its own static
-cache. All caches exist at the same time, so the peaks of two methods differ by what their steps need.
+Methods take turns and share one cache, which each turn restores.
 """
 
 import contextlib
@@ -12,31 +11,30 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.machine.distribute import device_for
 from hashtrain.models import from_config
+from hashtrain.training.target import top_count
 from rich.console import Console
 from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, Selector, attach
 from transformers import DynamicCache, PreTrainedModel
 
-from evals.costs import dense_step, sparse_step
 from evals.metrics import Estimate
-from evals.result import Result, Row, write_json
-from evals.shapes import load_config, shape_of
-from evals.speed import COMPILED, DENSE_ENDTOEND, SpeedCommand, ThroughputCommand
-from evals.tasks.compiled import CompiledSteps, bytes_of, require_compiler
-from evals.tasks.formula import formula_row, open_run, store_rows
-from evals.timing import Turn, in_turns, nothing, quantiles, read_bandwidth, read_peak, reset_peak
+from evals.results import Result, Row, versions, write_json
+from evals.runner import RunFolder, environment_of
+from evals.setup import store
+from evals.shapes import load_config
+from evals.tasks.throughput_settings import DENSE_WAYS, ThroughputCommand
+from evals.timing import Turn, in_turns, nothing, quantiles, read_bandwidth
 
 
 @torch.inference_mode()
 def run(command: ThroughputCommand, console: Console) -> Result:
-    """Run the task: see `evals.tasks`."""
+    """Run the task: see `evals.tasks`. A second run measures all again."""
     command = replace(command, device=str(device_for(command.device, 0)))
     config = load_config(command.shape)
-    shape = shape_of(config)
+    shape = ModelShape.of(config)
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
-    require_compiler(command.methods, command.device)
-    reset_peak(command.device)  # fails early, before anything is written, if peaks cannot be read
-    settings = open_run(command, "throughput", command.device)
+    settings = command.settings("throughput")
+    RunFolder(command.out, settings, command.device).renew()
     torch.manual_seed(command.seed)
     made = from_config(config, dtype=getattr(torch, command.dtype))
     model: PreTrainedModel = cast(Any, made.eval()).to(command.device)
@@ -44,7 +42,8 @@ def run(command: ThroughputCommand, console: Console) -> Result:
         pass
     sizes: Any = {"bits": command.bits, "planes": command.planes, "hidden": command.hidden}
     hasher = Hasher(HasherConfig("planes", shape, **sizes), command.seed)
-    speed = roofline(command, console)
+    speed = read_bandwidth(command.device) if command.bandwidth is None else command.bandwidth * 1e9
+    console.print(f"roofline: {speed / 1e9:.1f} GB/s of memory", highlight=False)
     rows: list[Row] = []
     for n in command.contexts:
         for batch in command.batches:
@@ -52,41 +51,31 @@ def run(command: ThroughputCommand, console: Console) -> Result:
             for method, size in least.items():
                 console.print(f"  {n} tokens x {batch}, {method}: at least {1e3 * size / speed:.3f} ms a step")
             rows += _measure(command, model, hasher, n, batch, least, speed)
-    return store_rows(command, settings, rows, console)
-
-
-def roofline(command: SpeedCommand, console: Console) -> float:
-    """Return the memory bandwidth in bytes per second, as given or measured now, and print it."""
-    speed = read_bandwidth(command.device) if command.bandwidth is None else command.bandwidth * 1e9
-    console.print(f"roofline: {speed / 1e9:.1f} GB/s of memory", highlight=False)
-    return speed
-
-
-def timed_row(command: SpeedCommand, task: str, method: str, metric: str, found: Estimate, **more: Any) -> Row:
-    """Return a row of a measured time; n is the number of repeats."""
-    interval = {"low": found.low, "high": found.high, "phase": "decode", "n": command.repeats, "seed": command.seed}
-    return formula_row(task, method, metric, found.mean, **interval | more)
+    return store(command.out, Result(settings, environment_of(command.out), rows), console)
 
 
 def step_bytes(
     model: PreTrainedModel, shape: ModelShape, method: str, n: int, batch: int, command: ThroughputCommand
 ) -> int:
-    """Return the bytes that a decode step must at least read: every weight once, and each sequence's attention."""
+    """Return the bytes that a decode step must at least read: every weight once, and each sequence's attention.
+
+    A dense layer reads all keys and values; a sparse one those of the tokens selected and, if it hashes, all codes and
+    the weights of its hash functions, one per query head and one for the new key.
+    """
     total = sum(p.nbytes for p in model.parameters())
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert head is not None
     if head.weight is not embeddings.weight:  # a step reads only one row of the embeddings per sequence
         total -= sum(p.nbytes for p in embeddings.parameters())
-    element = 1 if command.dtype == "bfloat16" else 2  # the formulas assume 2 bytes
+    element, k = getattr(torch, command.dtype).itemsize, top_count(n, command.budget)
     for layer in range(shape.num_layers):
-        own, budget = shape.at(layer), Budget(command.budget)
-        k = int(budget.count(torch.tensor(n)))
-        costs = sparse_step(own, n, k, command.bits, command.planes, command.hidden)
-        sparse = element * (costs["gather"].bytes + costs["attend"].bytes)
-        if method.startswith("planes"):
-            sparse += costs["hash"].bytes + costs["score"].bytes + costs["select"].bytes
-        is_dense = method in DENSE_ENDTOEND or layer < command.dense_layers
-        total += batch * (element * dense_step(own, n).bytes if is_dense else sparse)
+        own = shape.at(layer)
+        hq, hkv, d = own.num_query_heads, own.num_kv_heads, own.head_dim
+        dense = method in DENSE_WAYS or layer < command.dense_layers
+        total += batch * (n if dense else k) * hkv * 2 * d * element
+        if not dense and method == "planes":
+            weights = d * command.bits + d * command.hidden + command.hidden * command.bits
+            total += 4 * weights * (hq + hkv) + batch * n * hkv * command.bits // 8
     return total
 
 
@@ -106,7 +95,7 @@ class _Cell:
     """The turns of all methods at one context length and batch size, and what they used.
 
     Attributes:
-        memory: bytes of keys and values, and of codes; density: selected / visible; peaks: bytes of memory at most.
+        memory: bytes of keys and values, and of codes; density: selected / visible.
     """
 
     def __init__(self, command: ThroughputCommand, model: PreTrainedModel, hasher: Hasher, n: int, batch: int):
@@ -116,71 +105,33 @@ class _Cell:
         dtype = getattr(torch, command.dtype)
         fill(self._cache, hasher.config.shape, n, batch, dtype, command.seed, command.device)
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
-        self._compiled = self._compile()
         self.memory: dict[str, tuple[int, int]] = {}
         self.density: dict[str, float] = {}
-        self.peaks: dict[str, int] = {}
-
-    def _compile(self) -> dict[str, CompiledSteps]:
-        """Compile the compiled methods' steps before anything is timed."""
-        torch._dynamo.reset()  # its limit on graphs should apply to one of our shapes at a time
-        command, found = self._command, dict[str, CompiledSteps]()
-        how = Budget(command.budget), command.dense_layers
-        for method in (name for name in command.methods if name in COMPILED):
-            selector = self._selectors.get(method.removesuffix("-compiled"))
-            own = CompiledSteps(self._model, self._cache, command.warmup + command.steps, selector, *how)
-            own.step(self._token)
-            own.rewind()
-            found[method] = own
-        return found
 
     def turn(self, method: str) -> Turn:
         """Return the turn of a method."""
-        own = self._compiled.get(method)
-        return self._plain_turn(method) if own is None else self._compiled_turn(method, own)
-
-    def _compiled_turn(self, method: str, own: CompiledSteps) -> Turn:
-        def prepare() -> None:
-            reset_peak(self._command.device)
-            if own.attachment is not None:
-                own.attachment.reset_density()
-
-        def finish() -> None:
-            self._note(method, own.attachment)
-            self.memory[method] = own.memory()
-            own.rewind()
-
-        return Turn(prepare, lambda i: own.step(self._token), finish)
-
-    def _plain_turn(self, method: str) -> Turn:
         command, model, cache = self._command, self._model, self._cache
         stack = contextlib.ExitStack()
         attached: list[Attachment | None] = [None]
 
         def prepare() -> None:
-            reset_peak(command.device)
             model.set_attn_implementation("eager" if method == "eager" else "sdpa")
             if (selector := self._selectors.get(method)) is not None:
                 sparse = attach(model, selector, Budget(command.budget), dense_layers=command.dense_layers)
                 attached[0] = stack.enter_context(sparse)
 
         def finish() -> None:
-            self._note(method, attached[0])
-            if attached[0] is not None:
-                self.memory[method] = attached[0].memory(cache)
+            if (sparse := attached[0]) is not None:
+                counts = sparse.counts().values()
+                self.density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
+                self.memory[method] = sparse.memory(cache)
             else:
-                self.memory[method] = bytes_of(cache), 0
+                layers = cast(list[Any], cache.layers)
+                self.memory[method] = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)), 0
             cache.crop(-(command.warmup + command.steps))
             stack.close()
 
         return Turn(prepare, lambda i: model(self._token, past_key_values=cache, use_cache=True).logits, finish)
-
-    def _note(self, method: str, attachment: Attachment | None) -> None:
-        """Record the peak of memory and the density of a turn."""
-        self.peaks[method] = max(self.peaks.get(method, 0), read_peak(self._command.device))
-        if attachment is not None:
-            counts = attachment.counts().values()
-            self.density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
 
 
 def _measure(
@@ -207,10 +158,13 @@ def _measure(
             "share_of_bandwidth": sizes[method] / speed / p50,
             "kv_bytes": cell.memory[method][0],
             "code_bytes": cell.memory[method][1],
-            "peak_bytes": cell.peaks[method],
         }
         named |= {name: Estimate(float(value), None, None) for name, value in totals.items()}
-        at = {"where": f"{n} tokens x {batch}", "budget": None if method in DENSE_ENDTOEND else command.budget}
-        at |= {"density": cell.density.get(method, 1.0), "dense_layers": command.dense_layers}
-        rows += [timed_row(command, "throughput", method, name, found, **at) for name, found in named.items()]
+        shared: dict[str, Any] = {
+            **{"task": "throughput", "method": method, "variant": method, "bits": None, "rule": "visible"},
+            **{"budget": None if method in DENSE_WAYS else command.budget, "density": cell.density.get(method, 1.0)},
+            **{"dense_layers": command.dense_layers, "sink": 0, "recent": 0, "phase": "decode", "n": command.repeats},
+            **{"seed": command.seed, "versions": versions(), "where": f"{n} tokens x {batch}"},
+        }
+        rows += [Row(**shared, metric=m, value=x.mean, low=x.low, high=x.high) for m, x in named.items()]
     return rows

@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from evals.documents import TokenDocument, load_documents
 from evals.methods import load_rival
 from evals.metrics import Estimate, bootstrap
-from evals.result import Result, Row, write_json
+from evals.results import Result, Row, write_json
 from evals.rivals import rival_named
 from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, require_cells, rows_of
-from evals.study import TuneCommand
 from evals.tasks import ppl
+from evals.tasks.tune_settings import TuneCommand
 from evals.tuned import FILE
 
 

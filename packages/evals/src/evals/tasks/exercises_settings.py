@@ -1,0 +1,71 @@
+"""Settings of the synthetic exercises: `needle` and `ruler-synthetic`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from hashtrain.usage import UsageError
+
+from evals.settings import MethodsCommand, each_among, each_once, each_positive
+from evals.synthetic import KINDS, NEEDLE, QUESTION
+
+
+@dataclass(frozen=True)
+class SyntheticCommand(MethodsCommand):
+    """Options shared by the synthetic exercises."""
+
+    lengths: tuple[int, ...] = (512, 1024, 2048)
+    """Tokens of prompt and answer together."""
+
+    always_prompted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        each_positive(self, "lengths")
+
+    @property
+    def longest(self) -> tuple[str, int]:
+        return "--lengths", max(self.lengths)
+
+
+@dataclass(frozen=True)
+class RulerCommand(SyntheticCommand):
+    """Synthetic exercises like RULER's: one key, many keys, variables, copying, counting. Dense prefill, then every
+    token of the answer with the method."""
+
+    kinds: tuple[str, ...] = tuple(KINDS)
+    """Kinds of exercises."""
+    out: Path = Path("runs/ruler-synthetic")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        each_once(self, "kinds")
+        each_among(self, "kinds", KINDS)
+
+
+@dataclass(frozen=True)
+class NeedleCommand(SyntheticCommand):
+    """One value in a haystack, by length and depth: the answer generated after a dense prefill, and the log-probability
+    of the correct one. With --haystack, a sentence in prose and a question about it."""
+
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Positions of the value: 0 is the beginning, 1 the end."""
+    documents: int = 5
+    """Needles per length and depth; a run can be continued with more."""
+    haystack: tuple[Path, ...] = ()
+    """Prose to hide a sentence in: text files, or folders of them. Default: lines of Python, with an assignment."""
+    needle: str = NEEDLE
+    """The sentence to hide in --haystack, and the answer expected."""
+    question: str = QUESTION
+    """The question about it."""
+    out: Path = Path("runs/needle")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        each_once(self, "depths")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise UsageError(f"--depths must be from 0 to 1, got {depth:g}")
+        for name in ("needle", "question"):
+            if not getattr(self, name).strip():
+                raise UsageError(f"--{name} needs some words, got none")

@@ -1,0 +1,75 @@
+"""Settings of `ppl`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hashtrain.usage import UsageError, require_counts
+
+from evals.methods import DENSE, OURS, RIVAL_NAMES, TUNED
+from evals.settings import Always, Budgets, Phase, TaskCommand, each_once
+
+Rule = Literal["visible", "fixed"]
+Score = Literal["second-half", "all"]
+Ends = Literal["within", "beside"]
+
+
+@dataclass(frozen=True)
+class PplCommand(TaskCommand):
+    """Perplexity, and divergence from dense attention, on held-out text, with every row sparse or only the rows that
+    predict the scored tokens, the last ones of each context."""
+
+    budgets: Budgets = (0.02, 0.01, 0.005)
+    rules: tuple[Rule, ...] = ("visible", "fixed")
+    """What a budget is a share of: `visible`: the row's visible tokens, at least 1; `fixed`, the paper's: the whole
+    context, at least 20."""
+    phase: Phase = "everywhere"
+    """Sparse rows: `everywhere`, the paper's protocol; or `decode`, as in serving: the rows before the scored part are
+    a dense prompt, and each scored token is predicted by a sparse row."""
+    score: Score = "second-half"
+    """Tokens scored in each context: the second half, or `all` but the first, as in the paper."""
+    scored: int | None = None
+    """Number of tokens scored at the end of each context. Default: see --score."""
+    ends: Ends = "within"
+    """Whether --sink and --recent tokens count `within` the budget, or come `beside` it, as the paper's sink and local
+    tokens do. `beside` requires --rules fixed."""
+    match: tuple[str, ...] = ()
+    """Also measure our methods at the measured density of these methods, such as magicpig, on each context: a fair
+    comparison with methods that ignore the budget."""
+    tuned: Path | None = None
+    """Folder of `evals tune`: also measure the rivals of --methods with the chosen parameters, as NAME-tuned."""
+    out: Path = Path("runs/ppl")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        each_once(self, "rules")
+        require_counts(self, scored=1)
+        if self.score == "all" and (self.scored is not None or self.phase == "decode"):
+            other = "--phase decode, which has a prompt" if self.scored is None else f"--scored {self.scored}"
+            raise UsageError(f"--score all scores every token and excludes {other}; leave one of them out")
+        if self.ends == "beside" and (self.rules != ("fixed",) or self.phase == "decode"):
+            raise UsageError(
+                "--ends beside needs a budget that is the same for every row: add --rules fixed, and leave --phase out"
+            )
+        if self.scored is not None and self.scored >= self.context - 1:
+            raise UsageError(f"--scored must be below --context minus 1 = {self.context - 1}, got {self.scored}")
+        if len(set(self.match)) < len(self.match):
+            raise UsageError(f"--match must not repeat a method, got {' '.join(self.match)}")
+        rivals = {name + TUNED for name in self.methods if name in RIVAL_NAMES and self.tuned is not None}
+        rivals |= set(self.methods) - {DENSE, *OURS}
+        if strange := [name for name in self.match if name not in rivals]:
+            wanted = f"here {', '.join(sorted(rivals)) or 'none'}"
+            raise UsageError(
+                f"--match takes no {', '.join(strange)}; expected methods of --methods that are not ours, {wanted}"
+            )
+        if self.match and not set(OURS) & set(self.methods):
+            raise UsageError(f"--match needs a method of ours in --methods, got none; add one of {', '.join(OURS)}")
+
+    @property
+    def always(self) -> Always:
+        return super().always._replace(beside=self.ends == "beside")
+
+    @property
+    def last(self) -> int | None:
+        """Number of tokens scored at the end of each context; None for the second half."""
+        return self.context - 1 if self.score == "all" else self.scored
