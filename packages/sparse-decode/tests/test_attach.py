@@ -219,6 +219,22 @@ def test_attention_of_another_kind_is_refused(asked, sentence):
         model(ids, **asked)
 
 
+def test_a_step_of_continuous_batching_is_refused():
+    model, (ids, _) = tiny_model(), prompts((40,))
+    with attach(model, SignHasher()), pytest.raises(ValueError, match=r"continuous batching; .*vLLM \(sparse-serve\)"):
+        model(ids, read_index=[])
+
+
+@pytest.mark.parametrize(("name", "value"), [("exact", 8)])
+def test_arguments_of_earlier_versions_are_refused_by_name(name, value):
+    refused(f"attach no longer takes {name}: .+; ", tiny_model(), SignHasher(), **{name: value})
+
+
+def test_an_argument_that_never_was_is_a_type_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fast'"):
+        attach(tiny_model(), SignHasher(), fast=True)
+
+
 def test_dropout_is_refused():
     model, (ids, _) = tiny_model(attention_dropout=0.5).train(), prompts((40,))
     with attach(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=r"call model.eval\(\)"):

@@ -3,7 +3,7 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
@@ -20,9 +20,6 @@ from sparse_decode.caches.cache_types import CODED, cache_layer, carry_codes, is
 from sparse_decode.caches.growing import GrowingLayer, grow, stop_growing
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.costs.forecast import Forecast, forecast
-from sparse_decode.generation.batching import Batching
-from sparse_decode.generation.exact import Drafts, ExactHook, retype
-from sparse_decode.generation.exact_refusals import require_exact, require_forgets
 from sparse_decode.hashing.hashers import KeyQueryHasher
 from sparse_decode.interface import NO_COPY, Hook, register
 from sparse_decode.layer.blocks import RowRule
@@ -39,6 +36,7 @@ from sparse_decode.model import (
 )
 from sparse_decode.parallel import shard_shape
 from sparse_decode.planning import Options, plan_layers, require_flash, require_rows, usual_budget
+from sparse_decode.removed import OF_ATTACH, refuse
 from sparse_decode.select import Selector
 
 
@@ -54,7 +52,7 @@ def attach(
     kv: Literal["device", "host"] = "device",
     remainder: bool = True,
     backend: Backend = "gather",
-    exact: int | None = None,
+    **removed: object,
 ) -> "Attachment":
     """Make the full-attention layers of a causal language model sparse.
 
@@ -84,22 +82,17 @@ def attach(
             "flash": flash-attn (extra `sparse-decode[flash]`) for dense calls and over rows gathered by torch, as in
             the paper. "flash" needs CUDA and 16-bit types, and supports no padding, remainder, learned sinks, sliding
             layers or static caches.
-        exact: exact mode. `generate` returns what the dense model returns: the same tokens when greedy, the same
-            distribution when sampling. Sparse steps draft at most this many tokens (up to 15), and one dense pass
-            checks them. All other calls of the model are dense. Fewer tokens, down to none, are drafted where that is
-            predicted to be faster; with an integer `dense_below` in the budget, at least one from that context length
-            on. Batch size 1 only.
+        removed: arguments of earlier versions; each is refused with what to do instead.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`. `forecast(batch, tokens)`
         predicts the memory of a run; `memory(cache)` measures that of a cache.
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
     """
+    refuse("attach", OF_ATTACH, removed)
     require_rows(dense_layers, sparse_rows, max_decode_rows)
     if kv not in ("device", "host"):
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
     if backend not in ("gather", "flash"):
         raise ValueError(f'backend must be "gather" or "flash", got {backend!r}')
-    if exact is not None:
-        require_exact(exact, selector, sparse_rows, max_decode_rows, kv, backend)
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, max_decode_rows)
     dense = getattr(selector, "dense_layers", ()) if dense_layers is None else dense_layers
     dense = range(dense) if isinstance(dense, int) else dense
@@ -107,7 +100,7 @@ def attach(
     if others := [one for one in given if not isinstance(one, Budget)]:
         raise ValueError(f"a budget must be a Budget, got {others[0]!r}; write Budget(fraction=0.02), for example")
     own = budget or usual_budget(selector, sparse_rows == "decode", backend)
-    how = Options(own, layer_budgets or {}, dense, rule, kv == "host", remainder, backend, exact)
+    how = Options(own, layer_budgets or {}, dense, rule, kv == "host", remainder, backend)
     return Attachment(model, selector, how)
 
 
@@ -120,13 +113,10 @@ class Attachment:
         remainder: whether any of them adds the remainder of its selections.
         break_even: the context length, measured or predicted, from which a sparse step is faster than a dense one, in
             the first layer whose budget asks for it; None if no budget does.
-        drafts: state of exact mode, None without it; `drafts.acceptance` counts drafted and accepted tokens.
     """
 
     def __init__(self, model: PreTrainedModel, selector: KeyQueryHasher | Selector | None, how: Options):
         require_attachable(model)
-        if how.exact is not None:
-            require_forgets(model)
         if how.backend == "flash":
             require_flash(model, how.on_host)
         self.model: PreTrainedModel = model
@@ -134,17 +124,13 @@ class Attachment:
         self._on_host = how.on_host
         self._handles: list[RemovableHandle] = []
         self._name: AttentionName | None = None
-        self._batching: Batching | None = None
         self._growing = WeakSet[CacheLayerMixin]()
         self._dense: tuple[int, ...] = ()
-        self._retyped: Callable[[], None] | None = None
         planned = plan_layers(model, selector, how)
         self._plans, self._ranks = planned.plans, planned.ranks
         self.break_even: int | None = planned.break_even
         self.layers: tuple[int, ...] = tuple(planned.modules)
-        summing = [layer for layer, plan in self._plans.items() if plan.remainder is not None]
-        self.remainder: bool = bool(summing)
-        self.drafts: Drafts | None = None if planned.pace is None else Drafts(planned.pace, self.prepare, summing)
+        self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
         if planned.modules:
             self._switch_on(planned.modules)
 
@@ -157,16 +143,11 @@ class Attachment:
         name = AttentionName.of(FLASH_NAME if self._backend == "flash" else NAMES[dense], dense)
         set_attention(model, name)
         self._name = name
-        self._batching = Batching(model, self._plans, name, self.drafts is not None, self._on_host, self._ranks)
-        self._retyped = None if self.drafts is None else retype(model, self.drafts)
         self._dense = tuple(found.layer for found in dense_modules(model, modules))
         may_be_short = self._backend == "gather" and not self._on_host
         ways = (self._config, name), self._held, self._growing, may_be_short
         for layer, found in modules.items():
             hook = Hook(self._plans[layer], found.arguments, *ways)
-            if self.drafts is not None:
-                given = self._plans[layer], found.arguments, *ways[:-1]
-                hook = ExactHook(*given, drafting=self.drafts.has, grows=self._grow)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def __enter__(self) -> "Attachment":
@@ -177,15 +158,11 @@ class Attachment:
 
     def detach(self) -> None:
         """Restore the model, and turn the caches filled meanwhile into plain ones. Safe to call twice."""
-        if self._batching is not None:  # first: a step in another thread must not lose its hooks
-            self._batching.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
         if self._name is not None:
             self._name.live = False
-            if self._retyped is not None:
-                self._retyped()
             if self._config._attn_implementation == self._name:  # the caller may have set another one
                 set_attention(self.model, self._name.dense)
             self._name = None

@@ -26,9 +26,6 @@ NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
 """Names of our attention, by the dense attention it replaces."""
 FLASH_NAME = "sparse_decode_fa"
 """Name of our attention with dense calls through flash-attn."""
-PAGED_NAMES = {"sdpa": "sparse_decode_flash", "eager": "sparse_decode_eager_flash"}
-"""Names of our attention in continuous batching, by the dense attention it replaces. They contain "flash", although
-there is none: transformers then accepts them there, and builds no mask of all requests by all keys."""
 
 CACHE_NAMES = ("past_key_values", "layer_past")
 """Names of attention modules' argument for the cache."""
@@ -76,7 +73,7 @@ def require_attachable(model: PreTrainedModel) -> None:
             "(multi-head latent attention)"
         )
     name = dense_name(model)
-    if name in (*NAMES.values(), FLASH_NAME, *PAGED_NAMES.values()):
+    if name in (*NAMES.values(), FLASH_NAME):
         raise ValueError(
             "sparse attention is already attached to this model, or to another that shares its config object; "
             "call detach() on that attachment first"

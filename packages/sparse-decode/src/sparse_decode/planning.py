@@ -3,7 +3,6 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
-import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from sparse_decode.attention import flash
 from sparse_decode.attention.attend_inputs import require_values
 from sparse_decode.budget import Budget
 from sparse_decode.costs.break_even import break_even, predicted
-from sparse_decode.costs.pace import Costs, Pace
 from sparse_decode.hashing.hashers import KeyQueryHasher
 from sparse_decode.layer.blocks import RowRule
 from sparse_decode.layer.plan import Backend, LayerPlan
@@ -47,22 +45,19 @@ class Options:
     on_host: bool
     remainder: bool
     backend: Backend
-    exact: int | None
 
 
 @dataclass
 class Planned:
     """The sparse layers of an attachment: their modules and plans.
 
-    Attributes: ranks: over how many processes their heads are divided; break_even: as in `Attachment`; pace: creates
-        what decides, in one generation of exact mode, how many tokens are drafted; None without it.
+    Attributes: ranks: over how many processes their heads are divided; break_even: as in `Attachment`.
     """
 
     modules: dict[int, Attention] = field(default_factory=dict[int, Attention])
     plans: dict[int, LayerPlan] = field(default_factory=dict[int, LayerPlan])
     ranks: int = 1
     break_even: int | None = None
-    pace: Callable[[], Pace] | None = None
 
 
 def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | None, how: Options) -> Planned:
@@ -88,10 +83,8 @@ def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | No
         chosen, heads = shard(chosen, rank, ranks), lambda layer: shard_shape(shape.at(layer), ranks)
     budgets = divided(_budgets_of(modules, how), chosen, heads)
     _require_budgets(budgets, how.backend, chosen, model.device)
-    stops = any(isinstance(found.dense_below, str) for found in budgets.values())
     budgets, even = _settled(model, modules, budgets, heads, chosen, how)
-    pace = None if how.exact is None else _pace(model, how.exact, budgets, heads, chosen, stops)
-    return Planned(modules, _plans(modules, budgets, chosen, how), ranks, even, pace)
+    return Planned(modules, _plans(modules, budgets, chosen, how), ranks, even)
 
 
 def require_rows(dense_layers: object, sparse_rows: object, max_decode_rows: object) -> None:
@@ -226,18 +219,6 @@ def _settled(
             found[layer] = replace(budget, dense_below=below)
             even = even or below or None
     return found, even
-
-
-def _pace(
-    model: PreTrainedModel, exact: int, budgets: Budgets, heads: HeadsOf, selector: Selector, stops: bool
-) -> Callable[[], Pace]:
-    """Return what creates the `Pace` of a generation."""
-    costs = None
-    if model.device.type == "cpu" and selector.needs_codes:
-        layers = ModelShape.of(text_decoder(model).config).num_layers
-        costs = Costs.predicted(model, budgets, [heads(layer) for layer in range(layers)])
-    below = min(cast(int, found.dense_below) for found in budgets.values())
-    return functools.partial(Pace, exact, costs, stops, below)
 
 
 def _plans(modules: Modules, budgets: Budgets, selector: Selector, how: Options) -> dict[int, LayerPlan]:

@@ -45,9 +45,6 @@ class GenerateCommand:
     """Read more in KV heads whose selections cost more, at the same total of each layer, by what training measured."""
     dense_layers: int | None = None
     """Number of first layers that stay dense. Default: those that the hasher lists."""
-    exact: int | None = None
-    """Exact mode, with the output of dense attention: draft up to this many tokens (at most 15) with sparse attention,
-    then check them in one dense pass. Drafts nothing where that would not be faster."""
     compare: bool = False
     """Also generate with dense attention, for comparison."""
     device: str = "auto"
@@ -66,7 +63,6 @@ class GenerateCommand:
             recent=0,
             shortlist=1,
             dense_layers=0,
-            exact=1,
         )
         require_device_name(self.device)
         if not 0 < self.fraction <= 1:

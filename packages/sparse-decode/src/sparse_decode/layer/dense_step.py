@@ -17,7 +17,7 @@ from transformers.utils.output_capturing import _active_collector
 from sparse_decode.attention import flash
 from sparse_decode.attention.attend_inputs import KINDS
 from sparse_decode.attention.dense import attend_all
-from sparse_decode.model import FLASH_NAME, NAMES, PAGED_NAMES
+from sparse_decode.model import FLASH_NAME, NAMES
 from sparse_decode.modes import readable
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -30,7 +30,7 @@ QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 MASKED = "masked_key_indices"
 """Attribute by which AdaKV presses mask keys per head. Read from the module's `__dict__`: torch's own lookup of what a
 module does not have takes as long as an operator."""
-EAGER = "eager", NAMES["eager"], PAGED_NAMES["eager"]
+EAGER = "eager", NAMES["eager"]
 """Names of attention that replace the model's eager attention, and its own name."""
 MOST_ROWS = 16
 """A call with a non-empty cache and at most this many query rows is a decode step; more are part of a prompt."""
