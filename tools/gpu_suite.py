@@ -52,7 +52,6 @@ LAUNCHED_BY = {
 EVERY_KERNEL = " or ".join(f"({tests})" for tests in LAUNCHED_BY)
 
 TRAINING = ["--only", "lsh", "transform", "--context", "1024", "--contexts", "4", "--held-out", "2", "--steps", "50"]
-FLASH_TESTS = "packages/sparse-decode/tests/test_flash_cuda.py"
 HASHCORE_TESTS = ["packages/hashcore/tests/test_cuda.py", "packages/hashcore/tests/test_pages_on_gpu.py"]
 SPARSE_TESTS = [
     "packages/sparse-decode/tests/test_gather_cuda.py",
@@ -156,12 +155,6 @@ def simulated(package: str, names: tuple[str, ...], seconds: float) -> Outcome:
     return pytest(seconds, [f"packages/{package}/tests/test_{name}.py" for name in names], [])
 
 
-def flash_tests(seconds: float) -> Outcome:
-    if missing(("flash_attn",)):  # an optional extra that is built from source
-        return Outcome("unsupported", "flash-attn is not installed")
-    return pytest(seconds, ["-m", "cuda", FLASH_TESTS], [])
-
-
 def training(seconds: float) -> Outcome:
     """Run a small version of the README's first command on the GPU: its dry run's prediction, then the run itself."""
     begun = time.perf_counter()
@@ -209,7 +202,6 @@ def timed(script: str) -> Callable[[float], Outcome]:
 GPU_PARTS = [
     Part("hashcore: equal to numpy, graphs, compile, operators", 95, (*HASHCORE, "pytest"), tests(*HASHCORE_TESTS)),
     Part("sparse_decode: kernels equal to the CPU", 55, (*SPARSE, "pytest"), tests(*SPARSE_TESTS)),
-    Part("sparse_decode: the paper's set-up through flash-attn", 20, (*SPARSE, "pytest"), flash_tests),
     Part("evals: every task on a model", 35, (*SPARSE, "evals", "pytest"), tests(EVALS_TESTS, "-k", "bfloat16")),
     Part("hashtrain: the README's first command, small", 50, (*SPARSE, "hashtrain", "rich", "tyro"), training),
     Part("sparse_decode: a model's steps, captured, compiled, timed", 60, (*SPARSE, "hashtrain"), decoding),

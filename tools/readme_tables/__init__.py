@@ -98,6 +98,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "serving": decoding.serving,
     "serving-checks": decoding.checks,
     "shortlist": decoding.shortlist,
+    "exact": decoding.exact,
     "llama-cpp": decoding.beside_llama_cpp,
     "families": robustness.families,
     "fuzz": robustness.fuzz,

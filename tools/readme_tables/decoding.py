@@ -26,6 +26,19 @@ def shortlist(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, ["layer", "in full", *asked], [lines]))
 
 
+def exact(results: pathlib.Path) -> str:
+    lines = []
+    for row in stored(results / "exact.json")["summary"]:
+        counts = f"{row['context']:,}", str(row["k"]), f"{row['prompts']} x {row['tokens'] // row['prompts']}"
+        made = f"{100 * row['acceptance']:.1f} %", f"{row['tokens_per_check']:.2f}"
+        apart = f"within {row['largest_ulp']:g} ulp" if row["largest_ulp"] else "exact ties"
+        differ = f"{row['differ']} ({apart})" if row["differ"] else "none"
+        lines.append([row["dtype"], *counts, *made, differ])
+    title = "Differences between the dense model's logits are in units in the last place (ulp) of its dtype"
+    header = ["type", "context", "drafted", "prompts x tokens", "accepted", "tokens a check", "tokens that differ"]
+    return to_markdown(Grid(title, header, [lines]))
+
+
 _BESIDE = ("ours", "ours, dense", "llama.cpp", "transformers")
 
 

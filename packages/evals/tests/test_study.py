@@ -21,7 +21,8 @@ from evals.tasks import iou, ppl, suggest
 from evals_output import last_line
 from hashtrain.usage import UsageError
 from rich.console import Console
-from sparse_decode import Budget, attach
+from sparse_decode import Budget
+from sparse_decode.attach import attach_rows
 from transformers import AutoTokenizer
 
 QUIET = Console(quiet=True)
@@ -212,7 +213,7 @@ def test_after_a_dense_prompt_the_divergence_covers_only_the_scored_rows(command
     with torch.inference_mode():
         dense = loaded.model(tokens[None]).logits[0, 63:-1].log_softmax(-1)
         selector, budget = loaded.methods["lsh"].selector, Budget(row.budget, min_tokens=1, sink=0, recent=0)
-        with attach(loaded.model, selector, budget, dense_layers=1, sparse_rows=63, remainder=False):
+        with attach_rows(loaded.model, selector, budget, dense_layers=1, sparse_rows=63, remainder=False):
             sparse = loaded.model(tokens[None]).logits[0, 63:-1].log_softmax(-1)
     expected = (dense.exp() * (dense - sparse)).sum(-1).mean().item()
     assert row.value == pytest.approx(expected, rel=1e-4)

@@ -25,6 +25,7 @@ from hashtrain import models
 from hashtrain.usage import UsageError
 from rich.console import Console
 from sparse_decode import Budget, attach
+from sparse_decode.attach import attach_rows
 
 FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
 
@@ -75,7 +76,7 @@ def test_error_is_that_of_an_attachment_in_the_first_layer(loaded, name, by_head
     shares = [torch.linspace(0.5, 1.5, config.shape.num_kv_heads).tolist()] * config.shape.num_layers
     monkeypatch.setattr(method.selector.hasher, "config", replace(config, head_shares=shares))
     budget = replace(TENTH, by_head=by_head)
-    with attach(loaded.model, method.selector, budget, dense_layers=0, sparse_rows=0, remainder=method.remainder):
+    with attach_rows(loaded.model, method.selector, budget, dense_layers=0, sparse_rows=0, remainder=method.remainder):
         loaded.model(loaded.ids[None])
     hook.remove()
     dense, sparse = (x[POSITIONS] for x in seen)

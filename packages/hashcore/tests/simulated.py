@@ -95,31 +95,22 @@ class Scratch:
         return kept.Memory(self.tensor.data_ptr(), len(self.tensor), self.tensor)
 
 
-def first_words(keys: np.ndarray, how: str):
-    """First words side by side between guard pages, one in three words, or none."""
-    if how == "none":
-        return None
-    words = keys[..., 0] if how == "dense" else np.repeat(keys[..., 0], 3, axis=-1)
-    return inside(words, 4)[..., :: 1 if how == "dense" else 3]
-
-
-def search(device, query, keys, k, weights, times=0, first="none", wide=False, **ranges):
+def search(device, query, keys, k, weights, wide=False, **ranges):
     """What the kernels find for planes [..., P, W], or without weights codes [..., Q, W], among keys [..., N, W]."""
     rows = np.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
     rows = rows if weights else (*rows, query.shape[-2])
     width = max(1, int(np.max(k)))
     values, indices = empty(*rows, width), empty(*rows, width, dtype=np.int64 if wide else np.int32)
     bounds = operands.Bounds(**{name: tensor_or(bound) for name, bound in ranges.items()})
-    how = {"run": device, "shortlist": times, "first": first_words(keys, first)}
-    tensor_search.search(inside(query), inside(keys), tensor_or(k), weights, bounds, values, indices, **how)
+    tensor_search.search(inside(query), inside(keys), tensor_or(k), weights, bounds, values, indices, run=device)
     return values, indices
 
 
-def assert_finds(device, query, keys, k, weights, times=0, first="none", wide=False, **ranges) -> None:
+def assert_finds(device, query, keys, k, weights, wide=False, **ranges) -> None:
     """Search by the kernels, and by the reference."""
-    found = search(device, query, keys, k, weights, times, first, wide, **ranges)
+    found = search(device, query, keys, k, weights, wide, **ranges)
     ranges = {name: bound for name, bound in ranges.items() if bound is not None}
-    expected = reference.search(query, keys, k, weights, order="index", shortlist=times, **ranges)
+    expected = reference.search(query, keys, k, weights, order="index", **ranges)
     for ours, theirs in zip(found, expected, strict=True):
         check_slack(ours.numpy())
         np.testing.assert_array_equal(

@@ -119,23 +119,6 @@ def test_searches_equal_numpy(words, weights, n):
 
 
 @pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize(("words", "weights"), SCORES)
-def test_shortlists_equal_numpy(words, weights, n):
-    """With first words read from the codes, and from a copy; the rows of a line share their keys."""
-    rng = np.random.default_rng(n + words)
-    planes, keys = random_codes(rng, 2, 5, len(weights), words), repeating(rng, 2, n, words)[:, None]
-    first, k = np.ascontiguousarray(keys[..., 0]), 1 + n // 50
-    for options in ({}, {"lengths": n - n // 3, "starts": n // 5, "sink": 2, "recent": 1}):
-        expected = hashcore.search(planes, keys, k, weights, order="index", shortlist=5, **options)
-        for known in (None, there(first)):
-            how = {"order": "index", "shortlist": 5, "first": known, **options}
-            assert_equal(torch_ops.search(there(planes), there(keys), k, weights, **how), expected)
-        alone = hashcore.search(planes[:, 0], keys[:, 0], k, weights, order="index", shortlist=5, **options)
-        how = {"order": "index", "shortlist": 5, **options}
-        assert_equal(hashcore.search(there(planes[:, 0]), there(keys[:, 0]), k, weights, **how), alone)
-
-
-@pytest.mark.parametrize("n", LENGTHS)
 def test_topk_equals_numpy(n):
     rng = np.random.default_rng(n)
     for dtype, spread in (("int32", 30_000), ("int16", 900), ("uint8", 200), ("int8", 3)):

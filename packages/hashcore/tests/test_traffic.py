@@ -53,38 +53,3 @@ def test_the_kernels_list_as_many_candidates_as_predicted(monkeypatch, weights):
     listed = int(scratch.tensor[space.counts : space.counts + space.splits * layout.WARPS].sum())
     assert k <= listed
     assert listed == pytest.approx(traffic.candidates(n, 4, weights, k, space.splits), rel=0.25)
-
-
-@pytest.mark.parametrize("times", [5, 6])
-@pytest.mark.parametrize("device", SMS)
-def test_a_shortlist_moves_less_than_two_thirds(device, times):
-    for n in (65_536, 131_072, 524_288):
-        asked = 8, n, 4, PLANES[5], n // 50, SMS[device]
-        assert traffic.search(*asked, shortlist=times).total <= 0.65 * traffic.search(*asked).total
-
-
-def test_a_shortlist_of_all_keys_moves_what_a_search_does():
-    for n, k, times in ((131_072, 32_768, 4), (2000, 40, 6)):
-        asked = 8, n, 4, PLANES[5], k, 132
-        assert traffic.search(*asked, shortlist=times) == traffic.search(*asked)
-
-
-def test_the_kernels_list_as_many_of_a_shortlist_as_predicted(monkeypatch):
-    """First words decide which, full scores how many of them are candidates: here both say the same."""
-    monkeypatch.setattr(tensors, "SIMULATED_SMS", 2)
-    rng, n, k, times = np.random.default_rng(3), 16_384, 327, 6
-    query, keys = random_codes(rng, 1, 6, 4), random_codes(rng, 1, n, 4)
-    keys[..., 1:] = 0
-    scratch = simulated.Scratch()
-    monkeypatch.setattr(kept, "scratch", scratch)
-    out = torch.zeros(1, k, dtype=torch.int32), torch.zeros(1, k, dtype=torch.int32)
-    codes = torch.from_numpy(query), torch.from_numpy(keys)
-    device = simulated.Device()
-    tensor_search.search(*codes, k, PLANES[5], operands.Bounds(), *out, device, shortlist=times)
-    space = layout.SearchSpace.plan(1, 1, n, k, 2)
-    candidates = int(scratch.tensor[space.counts : space.counts + space.splits * layout.WARPS].sum())
-    first, floor, on_list = scratch.tensor[space.short : space.short + layout.SHORT_ROW].tolist()
-    assert min(first, floor) > 0
-    assert on_list == pytest.approx(times * k, rel=0.25)
-    assert k <= candidates
-    assert candidates == pytest.approx(traffic._rank(n, k) * n / layout.EARLY_SAMPLE, rel=0.25)

@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from sparse_decode import AttendingSelector, Budget, HashSelector, attach
+from sparse_decode import Budget, HashSelector
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from transformers import PreTrainedModel
 
 from evals.base_commands import Always
@@ -47,13 +49,10 @@ def attending(
     if isinstance(selector, Sampling):
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
-    budget = replace(budget, sink=always.sink, recent=always.recent, shortlist=always.shortlist)
-    if not isinstance(selector, AttendingSelector):  # those weigh the tokens they read, and so read all values
-        budget = replace(budget, values=always.values)
-    if isinstance(selector, HashSelector):
-        budget = replace(budget, **always.divided)
+    divided = always.divided if isinstance(selector, HashSelector) else {}
+    budget = LayerBudget.like(budget, sink=always.sink, recent=always.recent, **divided)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
-    with attach(
+    with attach_rows(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder
     ) as attachment:
         yield found

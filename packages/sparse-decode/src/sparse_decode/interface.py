@@ -25,7 +25,7 @@ from sparse_decode.caches.growing import FROM, GrowingLayer, grow
 from sparse_decode.layer import calls
 from sparse_decode.layer.dense_step import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
 from sparse_decode.layer.plan import LayerPlan
-from sparse_decode.model import CACHE_NAMES, FLASH_NAME, NAMES, OTHER_STATES
+from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, OTHER_STATES
 
 KEYWORD = "sparse_decode"
 NO_COPY = (
@@ -170,10 +170,10 @@ def may_grow(hidden: Tensor) -> bool:
 
 def register() -> None:
     """Register our attention with Hugging Face, and its masks, without which padding would be ignored."""
-    masks = {NAMES["sdpa"]: sdpa_mask, NAMES["eager"]: mask_of_eager, FLASH_NAME: flash_attention_mask}
+    masks = {"sdpa": sdpa_mask, "eager": mask_of_eager, FLASH: mask_of_flash}
     for name, mask in masks.items():
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, mask)
+        AttentionInterface.register(NAMES[name], attention)
+        AttentionMaskInterface.register(NAMES[name], mask)
 
 
 def mask_of_eager(*, q_length: int, **how: Any) -> Tensor | None:
@@ -184,6 +184,14 @@ def mask_of_eager(*, q_length: int, **how: Any) -> Tensor | None:
     if q_length == 1 and sdpa_mask(q_length=1, **how) is None:
         return None
     return eager_mask(q_length=q_length, **how)
+
+
+def mask_of_flash(*, q_length: int, **how: Any) -> Tensor | None:
+    """Build flash attention's mask, bool [B, N] or None; for one row torch's, which sparse steps read.
+
+    Args: those of transformers' mask functions, by name.
+    """
+    return (sdpa_mask if q_length == 1 else flash_attention_mask)(q_length=q_length, **how)
 
 
 def attention(

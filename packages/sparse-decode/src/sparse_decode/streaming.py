@@ -77,9 +77,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     model, tokenizer = _loaded(command)
     ids = _tokens(command, text, model, tokenizer)
     selector = load_selector(command.hasher, model)
-    ends: Any = {"sink": command.sink, "recent": command.recent}
-    how: Any = {name: getattr(command, name) for name in ("shortlist", "values", "by_layer", "by_head")}
-    budget = Budget(command.fraction, command.min_tokens, **ends, **how)
+    budget = Budget(command.fraction, command.min_tokens, sink=command.sink, recent=command.recent)
 
     def write(text: str) -> None:
         out.write(text)

@@ -107,8 +107,7 @@ def measure(
                     rows = Rows(layer, q, k, codes, visible, counts[None], scaling)
                     if not isinstance(selector, AttendingSelector):
                         searched = (counts - ends.sum(-1)).clamp(min=0)
-                        always_so = {"sink": always.sink, "recent": always.recent, "shortlist": always.shortlist}
-                        rows = replace(rows, counts=searched[None], **always_so)
+                        rows = replace(rows, counts=searched[None], sink=always.sink, recent=always.recent)
                     selected = selector.select(rows)
                     selected = selected.repeat_interleave(p.shape[1] // selected.shape[1], 1)
                     found, taken = quality(p, selected, counts, ends), reading(selected, ends)

@@ -9,7 +9,8 @@ import torch
 from hashtrain.config import ModelShape
 from hashtrain.evaluation.remainder import linear_values
 from rich.console import Console
-from sparse_decode import AttendingSelector, Budget, HashSelector, Rows, attach, attend
+from sparse_decode import AttendingSelector, Budget, HashSelector, Rows, attend
+from sparse_decode.attach import attach_rows
 from sparse_decode.attention.attend_inputs import LeftOut
 from sparse_decode.planning import divided
 from sparse_decode.positions import with_ends
@@ -72,7 +73,7 @@ def measure(
     shape = ModelShape.of(model.config)
     reads = {Cell(m.name, budget): _budgets(m, budget, always, shape) for budget in budgets for m in methods}
     probe = _Probe(positions.to(model.device), methods, reads, always)
-    with attach(model, probe, Budget(1.0), dense_layers=0, sparse_rows=0):
+    with attach_rows(model, probe, Budget(1.0), dense_layers=0, sparse_rows=0):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return {cell: probe.read(cell) for cell in probe.errors}
 

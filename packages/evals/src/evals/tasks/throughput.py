@@ -14,6 +14,7 @@ from hashtrain.machine.distribute import device_for
 from hashtrain.models import from_config
 from rich.console import Console
 from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, Selector, attach
+from sparse_decode.budget import LayerBudget
 from transformers import DynamicCache, PreTrainedModel
 
 from evals.costs import dense_step, sparse_step
@@ -79,7 +80,7 @@ def step_bytes(
         total -= sum(p.nbytes for p in embeddings.parameters())
     element = 1 if command.dtype == "bfloat16" else 2  # the formulas assume 2 bytes
     for layer in range(shape.num_layers):
-        own, budget = shape.at(layer), Budget(command.budget)
+        own, budget = shape.at(layer), LayerBudget(command.budget)
         k = int(budget.count(torch.tensor(n)))
         costs = sparse_step(own, n, k, command.bits, command.planes, command.hidden)
         sparse = element * (costs["gather"].bytes + costs["attend"].bytes)
