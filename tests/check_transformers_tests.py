@@ -49,7 +49,7 @@ def pytest_configure(config: Any) -> None:
     _give_mistral_full_attention()
     rule = os.environ.get(VARIABLE, "dense")
     if rule != "dense":
-        _attach_all("decode" if rule == "decode" else 0)
+        _attach_all(None if rule == "decode" else 0)
 
 
 def _give_mistral_full_attention() -> None:
@@ -68,7 +68,8 @@ def _give_mistral_full_attention() -> None:
 
 def _attach_all(rows: Any) -> None:
     from hashtrain.models import text_decoder
-    from sparse_decode import Budget, LshSelector, attach
+    from sparse_decode import Budget, LshSelector
+    from sparse_decode.attach import attach_rows
     from transformers import GenerationMixin
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -82,8 +83,7 @@ def _attach_all(rows: Any) -> None:
         name = str(getattr(text_decoder(self).config, "_attn_implementation", ""))
         if type(self).__name__ not in causal or name not in ("sdpa", "eager"):
             return plain(self, *arguments, **options)
-        how = {"dense_layers": 0, "sparse_rows": rows, "max_decode_rows": 64 if rows else 1}
-        attachment = attach(self, LshSelector(self.config), Budget(1.0), **how)
+        attachment = attach_rows(self, LshSelector(self.config), Budget(1.0), dense_layers=0, sparse_rows=rows)
         # A compiled graph belongs to one attachment, so keep it for the next call, which must not recompile.
         with contextlib.nullcontext() if options.get("compile_config") else attachment:
             return plain(self, *arguments, **options)

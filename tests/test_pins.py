@@ -8,8 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-APART = {"flash-attn", "einops", "kvpress", "cachetools", "fire", "termcolor"}
-"""Locked, but not among the requirements: of the extra `flash`, built where it is used, and of the group `kvpress`."""
+APART = {"kvpress", "cachetools", "fire", "termcolor"}
+"""Locked, but not among the requirements: of the group `kvpress`."""
 PROJECTS = [tomllib.loads(p.read_text()) for p in [ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")]]
 
 

@@ -52,9 +52,13 @@ GATHERS = [
 ]
 
 
-def scoring(*codes: tuple[int, tuple[int, ...]], tensor: bool = False, **macros: int) -> list[Program]:
+def scoring(
+    *codes: tuple[int, tuple[int, ...]], tensor: bool = False, macros: Mapping[str, int] | None = None
+) -> list[Program]:
     """Return the programs of score.cu for codes: words, and weights of the planes."""
-    return [Program("score.cu", dict(score_macros(words, weights, tensor)) | macros) for words, weights in codes]
+    return [
+        Program("score.cu", dict(score_macros(words, weights, tensor)) | dict(macros or {})) for words, weights in codes
+    ]
 
 
 def sparse(source: str, *macros: Mapping[str, str | int]) -> list[Program]:
@@ -67,8 +71,8 @@ PROGRAMS = [
     *map(Program, ("pack.cu", "planes.cu", "select.cu", "choose.cu")),
     Program("choose.cu", PAGES),
     *sparse("place.cu", {}),
-    *scoring(*((4, REGULAR[count]) for count in (1, 3, 5, 6)), (2, REGULAR[3]), (8, REGULAR[3]), **PAGES),
-    *scoring(*((4, REGULAR[count]) for count in (3, 6)), tensor=True, **PAGES),
+    *scoring(*((4, REGULAR[count]) for count in (1, 3, 5, 6)), (2, REGULAR[3]), (8, REGULAR[3]), macros=PAGES),
+    *scoring(*((4, REGULAR[count]) for count in (3, 6)), tensor=True, macros=PAGES),
     *sparse("gather.cu", *(dict(gather.macros(*sizes, paged=True)) for sizes in GATHERS)),
     *scoring(*((4, weights) for weights in (*REGULAR.values(), *OTHER))),
     *scoring(*((words, REGULAR[count]) for count in (3, 6) for words in (1, 2, 3, 8, 12, 16))),

@@ -28,11 +28,10 @@ from packaging.markers import Marker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RELOCK = "uv run --no-project tools/relock.py"
-# flash-attn has no wheels, and installing from requirements.txt must not build it. kvpress declares a conflict with our
-# version of transformers, which pip enforces.
+# kvpress declares a conflict with our version of transformers, which pip enforces.
 EXPORT = (
-    "export --frozen -q --all-packages --all-groups --no-group kvpress --all-extras --no-extra flash "
-    "--no-emit-workspace --no-header --no-annotate"
+    "export --frozen -q --all-packages --all-groups --no-group kvpress --all-extras --no-emit-workspace --no-header "
+    "--no-annotate"
 )
 
 CUTOFF = re.compile(r'^exclude-newer = "(\d{4}-\d\d-\d\d)T00:00:00Z"\n', re.M)

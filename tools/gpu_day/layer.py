@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import hashcore
 import torch
-from hashcore.torch_ops import OPERATORS as SEARCH
 from timing import Stage
 from torch import Tensor
 
@@ -86,8 +85,10 @@ class Steps:
         return found[1]
 
     def sums(self, i: int) -> list[Tensor]:
-        from sparse_decode.unselected.remainder import OPERATORS
+        from sparse_decode.attention.gather import OPERATORS
+        from sparse_decode.unselected import remainder  # defines the operator
 
+        assert remainder
         case, summed = self.cases[i], self.tokens - 9
         return OPERATORS.add_token(
             case.q[:, :, 0], self.layer.slopes, case.k, case.v, *case.sums, summed, None, None, None

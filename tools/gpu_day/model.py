@@ -1,6 +1,7 @@
-"""Decode steps of a model of Qwen2.5-7B's shape with random weights, dense and sparse, and training steps of a hasher."""
+"""Decode steps of a model of Qwen2.5-7B's shape with random weights, dense and sparse; training steps of a hasher."""
 
 import contextlib
+import itertools
 import statistics
 import time
 from typing import Any
@@ -45,7 +46,7 @@ def make(stage: Stage) -> tuple[PreTrainedModel, Any]:
     """Return a model with random weights, and a hasher for it."""
     from hashtrain import Hasher, HasherConfig, ModelShape
 
-    sizes = SIZES | HEADS if stage.cuda else SMALL | SMALL_HEADS
+    sizes: dict[str, Any] = SIZES | HEADS if stage.cuda else SMALL | SMALL_HEADS
     config = Qwen2Config(max_position_embeddings=1 << 18, **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -96,7 +97,7 @@ def decode(stage: Stage, model: PreTrainedModel, hasher: Any, batch: int, tokens
         eager, host = stage.eager_us([step] * count, rounds=1)
         # While a stream is captured, transformers makes a mask even of no padding: dense attention would then copy its
         # keys for each query head, and ours would take the way of masks.
-        with mock.patch("transformers.masking_utils.is_tracing", lambda *_: False):
+        with mock.patch("transformers.masking_utils.is_tracing", return_value=False):
             graph = stage.graph_us([step], replays=10)
     row = {"batch": batch, "tokens": tokens, "sparse": sparse, "graph_ms": graph / 1e3, "eager_ms": eager / 1e3}
     stage.put("decode", **row, host_ms=host / 1e3, tokens_s=batch / graph * 1e6)
@@ -135,7 +136,7 @@ def train(stage: Stage, variant: str, tokens: int) -> None:
     if stage.cuda:
         torch.cuda.reset_peak_memory_stats()
     training.run(lambda *_: times.append(time.perf_counter()))
-    gaps = [b - a for a, b in zip(times[1:], times[2:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times[1:])]
     peak = torch.cuda.max_memory_allocated() / 1e9 if stage.cuda else 0.0
     stage.put("train", variant=variant, tokens=tokens, step_ms=statistics.median(gaps) * 1e3, peak_gb=peak)
 

@@ -1,4 +1,4 @@
-"""A plug-in of pytest: ends a worker whose CUDA context is lost, so that xdist starts another one for the other tests."""
+"""A plug-in of pytest: ends a worker whose CUDA context is lost, so that xdist starts another one in its place."""
 
 import os
 import sys

@@ -105,7 +105,7 @@ class Stage:
                     step()
             self.wait()
         rows: dict[str, list[float]] = {}
-        for event in found.events():
+        for event in found.events() or ():
             if event.device_type.name == "CUDA":
                 rows.setdefault(event.name[:60], []).append(event.device_time)
         every = rounds * len(steps)

@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Callable
 
-from readme_tables import gpu, leaving, quality, robustness, speed
+from readme_tables import gpu, quality, robustness, speed
 from readme_tables.described import DESCRIBED
 
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
@@ -26,10 +26,9 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "families": robustness.families,
     "fuzz": robustness.fuzz,
     "transformers-tests": robustness.transformers_tests,
-    "gpu-step": gpu.step,
-    "gpu-model": gpu.model,
-    "gpu-shortlist": gpu.shortlist,
-    "shortlist": leaving.shortlist,
-    "exact": leaving.exact,
+    "gpu-layers": gpu.layers,
+    "gpu-kernels": gpu.kernels,
+    "gpu-search": gpu.search,
+    "gpu-decode": gpu.decode,
 }
 """By name: each returns Markdown, a table or sentences, of stored results. Raises: ValueError if one is missing."""

@@ -1,96 +1,79 @@
-"""Tables of docs/gpu.md: counts on a simulated GPU, and the times they predict for real ones."""
+"""Tables of docs/gpu.md, of what was measured on a GPU."""
 
 import pathlib
-import sys
-from collections.abc import Sequence
+from typing import Any
 
 from evals.tables import Grid, to_markdown
 
 from readme_tables.stored import stored
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "packages" / "sparse-decode" / "benchmarks"))
-from gpu_model import CARDS, Layer, predicted_us
-
-OPTIONS = {
-    "heads": "a selection per query head",
-    "shortlist": "a shortlist",
-    "padded": "padding",
-    "static": "a static cache",
-    "host": "keys and values in host memory",
-    "beam": "after beam search put rows in another order",
-}
-"""What the options of a case mean; all cases except those marked have the remainder."""
+KERNELS = ("hash_tokens", "list_candidates", "select_64", "add_token", "gather", "combine")
 
 
-LENGTHS = (8_192, 32_768, 131_072, 524_288, 2_097_152)
-LAYER = Layer()
-SHORTLISTS = (5, 6)
-"""Length of the shortlist, as a multiple of the selected keys."""
+def _found(results: pathlib.Path) -> tuple[dict[str, Any], str]:
+    """Return the stored results, and the machine in words."""
+    found = stored(results, "gpu_h200")
+    machine = found["machine"]
+    return found, f"{machine['device']}, torch {machine['torch']}, {machine['date']}"
 
 
-def step(results: pathlib.Path) -> str:
-    """Return the table of a sparse layer's operations in a decode step beyond those of a dense one."""
-    found = stored(results, "gpu_step")
-    lines = [
-        [_case(name), f"{count['operators']:g}", f"{count['launches']:g}", "0", f"{count['copies']}"]
-        for name, count in found.items()
-    ]
-    header = ["hasher", "operators of torch", "launches", "waits for the device", "copies to or from it"]
-    title = "A layer of a decode step beyond a dense one, one token, first token and last four always read"
-    return to_markdown(Grid(title, header, [lines]))
+def _at(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
+    return {(row["batch"], row["tokens"]): row for row in rows}
 
 
-def _case(name: str) -> str:
-    """Describe a case: the variant and its options."""
-    variant, *more = name.split("+")
-    said = [f"`{variant}`", *(OPTIONS[option] for option in more if option != "remainder")]
-    return ", ".join(said if "remainder" in more else [*said, "no remainder"])
+def _name(batch: int, tokens: int) -> str:
+    return f"{tokens:,}" if batch == 1 else f"{batch} x {tokens:,}"
 
 
-def _predicted(steps: Sequence[tuple[float, int]]) -> list[str]:
-    """Return the microseconds on each card of steps with these bytes and launches."""
-    return [
-        " / ".join(f"{predicted_us(size, launches, card.bytes_per_us):,.0f}" for size, launches in steps)
-        for card in CARDS
-    ]
-
-
-def shortlist(results: pathlib.Path) -> str:
-    """Return the table of the bytes that a search with a shortlist moves, and the predicted times of a layer."""
-    launches = stored(results, "gpu_step")["transform+remainder"]["launches"]
-    lines = []
-    for tokens in LENGTHS:
-        whole, *parts = (LAYER.search_bytes(tokens, shortlist=times) for times in (0, *SHORTLISTS))
-        line = [f"{tokens:,}", f"{whole / 2**20:,.1f}", *(f"{x / 2**20:,.1f} ({x / whole:.2f})" for x in parts)]
-        # A shortlist takes one launch more.
-        steps = [(LAYER.sparse_bytes(tokens, shortlist=x), launches + (2 if x else 1)) for x in (0, *SHORTLISTS)]
-        lines.append([*line, *_predicted(steps)])
-    header = ["context", "MiB", *(f"MiB of {times} x" for times in SHORTLISTS), *(card.name for card in CARDS)]
-    title = (
-        f"Predicted, not measured: what a search moves, of all keys and of shortlists of {SHORTLISTS[0]} and "
-        f"{SHORTLISTS[1]} times as many keys as are selected, first words side by side (and the share); and us "
-        f"of the sparse layer above with each of them"
+def layers(results: pathlib.Path) -> str:
+    """Return the table of a layer's attention by context, beside the first measurement and the prediction."""
+    found, machine = _found(results)
+    now, before, predicted = (
+        _at(rows) for rows in (found["layers"], found["before"]["layers"], found["predicted_before_the_day"])
     )
-    return to_markdown(Grid(title, header, [lines]))
-
-
-def model(results: pathlib.Path) -> str:
-    """Return the table of predicted microseconds of a layer's attention: dense, sparse, and sparse with a mask."""
-    counted = stored(results, "gpu_step")
-    plain, masked = (counted[f"transform{kind}+remainder"]["launches"] for kind in ("", "+static"))
     lines = []
-    for tokens in LENGTHS:
-        steps = (
-            (LAYER.dense_bytes(tokens), 1),
-            (LAYER.sparse_bytes(tokens), plain + 1),
-            (LAYER.sparse_bytes(tokens, masked=True), masked + 1),
+    for at in sorted(now):
+        row = now[at]
+        other = [f"{rows[at]['whole_us']:.0f}" if at in rows else "" for rows in (before, predicted)]
+        lines.append(
+            [_name(*at), f"{row['dense_us']:.0f}", f"{row['whole_us']:.0f}", f"{row['speedup']:.1f} x", *other]
         )
-        line = [f"{tokens:,}", *(f"{size / 2**20:,.1f}" for size, _ in steps)]
-        lines.append([*line, *_predicted(steps)])
-    header = ["context", "MiB dense", "MiB sparse", "MiB with a mask", *(card.name for card in CARDS)]
-    title = (
-        f"Predicted, not measured: microseconds of one layer's attention in a decode step, dense / sparse with the "
-        f"remainder / the same with a mask, as a static cache has; {LAYER.query_heads} query and {LAYER.kv_heads} KV "
-        f"heads of {LAYER.dim}, 16 bits, {100 * LAYER.fraction:g} %, in a CUDA graph"
-    )
+    header = ["context", "dense", "sparse", "faster", "sparse when first run", "predicted the day before"]
+    return to_markdown(Grid(f"Microseconds of one layer's attention, {machine}", header, [lines]))
+
+
+def kernels(results: pathlib.Path) -> str:
+    """Return the table of the kernels' times."""
+    found, machine = _found(results)
+    lines = [
+        [_name(batch, tokens), *(f"{row['us'][kernel][0]:.1f}" for kernel in KERNELS)]
+        for (batch, tokens), row in sorted(_at(found["kernels"]).items())
+    ]
+    header = ["context", *(f"`{kernel}`" for kernel in KERNELS)]
+    return to_markdown(Grid(f"Microseconds of each kernel of a step, {machine}", header, [lines]))
+
+
+def search(results: pathlib.Path) -> str:
+    """Return the table of searches and packing of 512K keys."""
+    found, machine = _found(results)
+    lines = []
+    for row, before in zip(found["paper"], found["before"]["paper"], strict=True):
+        times = [f"{row[name]:.0f} ({before[name]:.0f})" for name in ("search_1_us", "search_6_us", "pack_all_us")]
+        lines.append([f"{row['rows']} x {row['tokens']:,}", *times])
+    header = ["rows x keys", "search, 1 plane", "search, 6 planes", "pack all keys"]
+    title = f"Microseconds for the best 2 % of 128-bit codes (when first run), {machine}"
     return to_markdown(Grid(title, header, [lines]))
+
+
+def decode(results: pathlib.Path) -> str:
+    """Return the table of a whole model's steps."""
+    found, machine = _found(results)
+    rows = {(row["batch"], row["tokens"], row["sparse"]): row for row in found["decode"]}
+    lines = []
+    for batch, tokens in sorted({at[:2] for at in rows}):
+        dense, sparse = rows[batch, tokens, False], rows[batch, tokens, True]
+        graph = [f"{row['graph_ms']:.1f}" for row in (dense, sparse)]
+        eager = [f"{row['eager_ms']:.0f}" for row in (dense, sparse)]
+        lines.append([_name(batch, tokens), *graph, f"{dense['graph_ms'] / sparse['graph_ms']:.2f} x", *eager])
+    header = ["context", "dense, captured", "sparse, captured", "faster", "dense, queued", "sparse, queued"]
+    return to_markdown(Grid(f"Milliseconds of a decode step, {machine}", header, [lines]))

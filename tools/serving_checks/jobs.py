@@ -50,10 +50,10 @@ def expected_counts(prompts: list[list[int]], new: int, fraction: float, below: 
     The first new token comes from the prompt's last row, every other from its own decode row.
     """
     import torch
-    from sparse_decode import Budget
+    from sparse_decode.budget import LayerBudget
 
     seen = torch.cat([torch.arange(len(p) + 1, len(p) + new) for p in prompts])
-    return int(Budget(fraction, dense_below=below).count(seen).sum()), int(seen.sum())
+    return int(LayerBudget(fraction, dense_below=below).count(seen).sum()), int(seen.sum())
 
 
 def engine(job: dict[str, Any]) -> dict[str, Any]:
@@ -127,15 +127,14 @@ def attached(job: dict[str, Any]) -> dict[str, Any]:
     import torch
     from hashtrain import Hasher
     from hashtrain.models import pretrained
-    from sparse_decode import Budget, attach
+    from sparse_decode import attach
+    from sparse_decode.budget import LayerBudget
     from transformers import AutoModelForCausalLM
 
     model: Any = pretrained(AutoModelForCausalLM, job["model"], dtype=torch.float32).eval()
     asked = job["spotlight"]
-    hasher, budget = (
-        Hasher.from_pretrained(asked["hasher"]),
-        Budget(asked["fraction"], dense_below=asked["dense_below"]),
-    )
+    hasher = Hasher.from_pretrained(asked["hasher"])
+    budget = LayerBudget(asked["fraction"], dense_below=asked["dense_below"])
     how: dict[str, Any] = dict(max_new_tokens=job["new"], do_sample=False, pad_token_id=0, eos_token_id=None)
     how |= dict(return_dict_in_generate=True, output_logits=True)
     tokens, logits = [], []

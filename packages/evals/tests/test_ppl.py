@@ -11,6 +11,7 @@ from evals.settings import Always
 from evals.tasks.ppl import Cell, measure, prompt_of, scored_rows, sparse_rows
 from hashtrain import Hasher
 from sparse_decode import Budget, attach
+from sparse_decode.attach import attach_rows
 from sparse_decode.select import RecentSelector
 from torch.nn import functional as F
 
@@ -162,7 +163,7 @@ def test_everywhere_a_rival_uses_its_own_selector(loaded):
     """Without a prompt its mean is unchanged: the same bits as its selector attached to every row."""
     method = replace(loaded.methods["magicpig"], selector=MagicPigSelector(3, 3, sink=1, local=2, prefill=32))
     with torch.inference_mode():
-        with attach(loaded.model, method.selector, TENTH, dense_layers=1, sparse_rows=0):
+        with attach_rows(loaded.model, method.selector, TENTH, dense_layers=1, sparse_rows=0):
             whole = loaded.model(loaded.ids[None]).logits[0, 63:-1]
         found, _ = sparse_rows(
             loaded.model, loaded.ids, 64, method, TENTH, FIRST_DENSE, prompt_of("everywhere", 128, 64)
@@ -183,7 +184,7 @@ def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted
 def test_divergence_is_from_dense_to_the_method(loaded):
     with torch.inference_mode():
         p = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)
-        with attach(
+        with attach_rows(
             loaded.model, loaded.methods["lsh"].selector, TENTH, dense_layers=1, sparse_rows=0, remainder=False
         ):
             q = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)

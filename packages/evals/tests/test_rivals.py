@@ -6,7 +6,8 @@ import pytest
 import torch
 from evals.rivals import MagicPigSelector, QuestSelector
 from evals.rivals.magicpig import log_draw_probability
-from sparse_decode import Budget, Rows, attach
+from sparse_decode import Budget, Rows
+from sparse_decode.attach import attach_rows
 
 TENTH = Budget(0.1, sink=0, recent=0)
 
@@ -259,7 +260,7 @@ def test_the_correction_reaches_the_model(loaded):
     """Without the selector's own attention its sample would be weighed like a selection."""
 
     def logits(selector):
-        with torch.inference_mode(), attach(loaded.model, selector, TENTH, dense_layers=1, sparse_rows=0):
+        with torch.inference_mode(), attach_rows(loaded.model, selector, TENTH, dense_layers=1, sparse_rows=0):
             return loaded.model(loaded.ids[None]).logits
 
     arguments = {"bits": 4, "tables": 8, "prefill": 32, "sink": 1, "local": 2}

@@ -214,7 +214,7 @@ def calls(rng: np.random.Generator) -> dict[str, float]:
     tensors, sizes = (torch.from_numpy(query), torch.from_numpy(keys)), torch.tensor([k])
     flat = faiss.IndexBinaryFlat(32 * WORDS)
     flat.add(keys.view(np.uint8))
-    every = None, None, None, None, SHORT, 0, 0, 0, True, 0, None  # no values per row; best first; no shortlist
+    every = None, None, None, None, SHORT, 0, 0, 0, True, None  # no values per row; best first; no pages
     works: Works = {
         "arrays": lambda i: hashcore.search(query, keys, k),
         "tensors": lambda i: hashcore.search(*tensors, k),

@@ -66,6 +66,6 @@ def operator_samples(device: str):
         "score_out": (query[0, 0], keys[0, 0], None, codes(3, 33)),
         "topk": (scores, 5, None, *ranges),
         "topk_out": (scores, 5, None, *ranges, *pair(2, 5)),
-        "search": (query, keys, 9, None, weights, *ranges, True, 0, None, None),
-        "search_out": (query, keys, 9, k, weights, bound, *ranges[1:], False, 3, keys[..., 0], None, *pair(2, 3, 9)),
+        "search": (query, keys, 9, None, weights, *ranges, True, None),
+        "search_out": (query, keys, 9, k, weights, bound, *ranges[1:], False, None, *pair(2, 3, 9)),
     }

@@ -100,7 +100,7 @@ def search(device, query, keys, k, weights, wide=False, **ranges):
     width = max(1, int(np.max(k)))
     values, indices = empty(*rows, width), empty(*rows, width, dtype=np.int64 if wide else np.int32)
     bounds = operands.Bounds(**{name: tensor_or(bound) for name, bound in ranges.items()})
-    tensor_search.search(inside(query), inside(keys), tensor_or(k), weights, bounds, values, indices, device)
+    tensor_search.search(inside(query), inside(keys), tensor_or(k), weights, bounds, values, indices, run=device)
     return values, indices
 
 

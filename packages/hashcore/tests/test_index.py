@@ -128,18 +128,13 @@ def test_repr_says_what_is_inside():
     assert BitIndex.from_codes(codes_of(0, 3, 4)).nbytes == 3 * (16 + 8)
 
 
-def test_a_shortlist_of_an_index_is_that_of_a_search():
-    rng = np.random.default_rng(3)
-    index, keys = BitIndex(128, encoder="sign"), rng.normal(size=(3000, 128)).astype(np.float32)
-    index.add(keys)
-    queries = rng.normal(size=(2, 128)).astype(np.float32)
-    planes, weights = hashcore.planes(queries, 3)
-    scores, found = reference.search(planes, hashcore.pack(keys), 20, weights, shortlist=3)
-    for actual, expected in zip(index.search(queries, 20, shortlist=3), (scores, found), strict=True):
-        np.testing.assert_array_equal(actual, expected)
-    assert not np.array_equal(index.search(queries, 20)[1], found)  # or the test would not see the list
-    with pytest.raises(ValueError, match="shortlist must be None or an integer"):
-        index.search(queries, 20, shortlist=0)
+def test_the_shortlist_of_earlier_versions_is_refused_by_name():
+    codes = codes_of(0, 5, 4)
+    for search in (BitIndex.from_codes(codes).search, lambda query, k, **how: hashcore.search(query, codes, k, **how)):
+        with pytest.raises(ValueError, match=r"search no longer takes shortlist: .*; omit it"):
+            search(codes[:1], 1, shortlist=4)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'short'"):
+            search(codes[:1], 1, short=4)
 
 
 def test_searches_from_several_threads_equal_one_thread():

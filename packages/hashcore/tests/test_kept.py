@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="scratch memory is torch's")
 kept = pytest.importorskip("hashcore.cuda.kept", reason="scratch memory is torch's")
 
-from hashcore.cuda import kernels, launch, layout  # noqa: E402
+from hashcore.cuda import kernels, launch  # noqa: E402
 
 HERE = torch.device("cpu")
 

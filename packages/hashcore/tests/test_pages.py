@@ -123,7 +123,6 @@ REFUSED = {
     "page -1": (dict(blocks=np.array([-1])), ValueError, r"must be pages in 0..2, got -1; shorten"),
     "two tables": (dict(blocks=np.zeros((2, 1), int)), ValueError, r"one table per row, shape \[1, 'T'\], got \[2,"),
     "beyond": (dict(blocks=np.array([0]), lengths=17), ValueError, "lengths must be in 0..16"),
-    "shortlist": (dict(blocks=np.array([0]), shortlist=6), ValueError, "for keys in pages, got shortlist=6"),
 }
 
 

@@ -231,12 +231,6 @@ def test_what_does_not_fit_is_refused(name):
         torch_ops.search(torch.zeros(1, 4).int().to("meta"), pool, 1, blocks=blocks)
 
 
-def test_a_shortlist_of_keys_in_pages_is_refused():
-    pool, blocks = torch.zeros(3, 16, 4, device="meta").int(), torch.zeros(1, device="meta").int()
-    with pytest.raises(ValueError, match="not supported for keys in pages, got shortlist=6"):
-        torch_ops.search(pool[0, :1], pool, 1, blocks=blocks, shortlist=6)
-
-
 def test_keys_that_would_have_to_be_copied_are_refused(rng):
     pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
     memory = np.zeros((1, pool.codes.shape[1], 32 * 4 + 1), np.int32)

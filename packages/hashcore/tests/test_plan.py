@@ -28,7 +28,7 @@ def test_one_row_is_parted_into_no_more_than_n_by_8_k(n, width, workers, parts):
 
 @pytest.mark.parametrize(("n", "kept"), [(5000, 20), (15, 15)])
 def test_a_row_has_room_for_two_k_and_a_chunk(n, kept):
-    assert planned(n, 10).header[launch_plan.ROOMY] == kept + launch_plan.CHUNK + launch_plan.STASH + launch_plan.MORE
+    assert planned(n, 10).header[launch_plan.ROOMY] == kept + launch_plan.CHUNK + launch_plan.MORE
 
 
 def test_there_are_as_many_threads_as_the_work_pays_for_and_the_user_allows():

@@ -47,44 +47,6 @@ def test_search_equals_the_reference(data):
     assert_searches_as_reference(query, keys, k, weights, order=order, **ranges, **counts)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_a_shortlist_equals_the_reference(data):
-    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    lead = data.draw(st.sampled_from([(), (2,), (2, 3)]))
-    words, planes = data.draw(st.sampled_from([4, 4, 4, 1, 2, 3, 5])), data.draw(st.integers(1, 8))
-    n = data.draw(st.sampled_from([100, 2047, 2048, 2112, 3000, 5000]))
-    query, keys = random_codes(rng, *lead, planes, words), random_codes(rng, *lead[-1:], n, words)
-    if data.draw(st.booleans()):  # first words that say little: many equal scores, and shortlists far longer than asked
-        query, keys = query & 3, keys & 3
-    weights = data.draw(st.sampled_from([None, tuple(int(w) for w in rng.integers(1, 50, planes))]))
-    rows = lead if weights else (*lead, planes)
-    lengths = rng.integers(n // 2, n + 1, rows)
-    ranges = data.draw(st.sampled_from([{}, dict(lengths=lengths, starts=rng.integers(0, lengths // 4))]))
-    counts = dict(sink=data.draw(st.integers(0, 2)), recent=data.draw(st.integers(0, 2)))
-    k = (
-        data.draw(st.sampled_from([0, 1, n // 50, n // 9, n]))
-        if data.draw(st.booleans())
-        else rng.integers(0, 99, rows)
-    )
-    how = dict(order=data.draw(st.sampled_from(ORDERS)), shortlist=data.draw(st.sampled_from([1, 2, 6, 1024])))
-    expected = reference.search(query, keys, k, weights, **how, **ranges, **counts)
-    assert_same(hashcore.search(query, keys, k, weights, **how, **ranges, **counts), expected)
-    with on_threads(3):  # in parts
-        assert_same(hashcore.search(query, keys, k, weights, **how, **ranges, **counts), expected)
-
-
-def test_a_shortlist_that_misleads_is_left(rng):
-    """Where the sample says that others are best, fewer than k keys are on the list: then all keys are searched."""
-    keys = random_codes(rng, 4096, 4)
-    keys[::4, 0] = 0  # all that the sample sees match the query's first word
-    keys[4:, 0] = np.where(np.arange(4, 4096) % 4 > 0, -1, keys[4:, 0])
-    for k, times in ((1100, 1), (700, 2), (5, 1)):
-        for threads in (1, 4):
-            with on_threads(threads):
-                assert_searches_as_reference(ZEROS, keys, k, shortlist=times)
-
-
 @pytest.mark.parametrize("n", LONG)
 @pytest.mark.parametrize("order", ORDERS)
 def test_long_rows_search_as_the_reference(rng, n, order):
@@ -218,19 +180,6 @@ def test_a_sample_that_misleads_is_left_in_every_part(rng, workers):
             scores[at : at + 64] = 120
     with on_threads(workers):
         assert_searches_as_reference(ZEROS, keys_scoring(scores), k)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_a_part_with_few_keys_of_a_shortlist_has_only_those(rng, workers):
-    """First words score 1 for a quarter of the keys, of which the first half has ten; its other keys score 96."""
-    n, k = 40_000, 500
-    listed = rng.random(n) < 0.5
-    listed[: n // 2] = np.arange(n // 2) < 10
-    keys = random_codes(rng, n, 4)
-    keys[: n // 2, 1:] = 0
-    keys[:, 0] = np.where(listed, -2, -1)  # one bit equal to the query's, or none
-    with on_threads(workers):
-        assert_searches_as_reference(ZEROS, keys, k, shortlist=10)
 
 
 @pytest.mark.parametrize("room", [1, 3 * (2 * 60 + launch_plan.CHUNK)])

@@ -71,7 +71,7 @@ def test_no_function_waits_for_a_gpu():
         keys = torch.empty(2, 3, 300, 4, dtype=torch.int32)
         out = torch.empty(2, 3, 9, dtype=torch.int32), torch.empty(2, 3, 9, dtype=torch.int64)
         found = [*decode_step(w, keys, x, counts)]
-        found += hashcore.search(keys[..., :3, :], keys, counts, (1, 2, 4), starts=counts, shortlist=6, out=out)
+        found += hashcore.search(keys[..., :3, :], keys, counts, (1, 2, 4), starts=counts, out=out)
         found += hashcore.topk(keys[..., 0], counts, out=out)
         assert {tensor.device.type for tensor in found if isinstance(tensor, torch.Tensor)} == {"cuda"}
         with pytest.raises(fake.DataDependentOutputException):  # it returns as many columns as the largest count
@@ -103,7 +103,7 @@ def test_meta_tensors_have_the_shapes_of_results():
 @pytest.mark.parametrize("most", [4, 9])
 def test_slots_beyond_the_widest_row_stay_empty(most):
     query, keys, k = codes(2, 3, 4), codes(1, 33, 4), torch.tensor([[3, 0, 4], [1, 1, 1]])
-    found = torch.ops.hashcore.search(query, keys, most, k, None, *RANGE[:2], 33, 0, 0, 0, True, 0, None, None)
+    found = torch.ops.hashcore.search(query, keys, most, k, None, *RANGE[:2], 33, 0, 0, 0, True, None)
     expected = reference.search(query.numpy(), keys.numpy(), k.numpy())
     for actual, array, empty in zip(found, expected, (0, -1), strict=True):
         assert_same(actual[..., :4], array)
@@ -168,28 +168,6 @@ def test_results_on_a_device_go_to_out_of_any_strides(rng, on_device):
     scores = torch.empty(2, 300, dtype=torch.int32)
     assert hashcore.score(*tensors, (1, 2, 4), out=scores) is scores
     assert_same(scores, reference.score(planes, keys, (1, 2, 4)))
-
-
-def test_a_search_by_a_shortlist_on_a_device_equals_numpy(rng, on_device):
-    planes, keys = random_codes(rng, 2, 1, 5, 4), random_codes(rng, 2, 3, 3000, 4)
-    ranges = {"lengths": np.array([[3000, 0, 2900], [2990, 50, 2048]]), "starts": np.array([[0], [3]])}
-    inputs = torch.from_numpy(planes), torch.from_numpy(keys)
-    first = inputs[1][..., 0].contiguous()
-    for k, options in ((30, {}), (np.array([[9, 0, 300], [1, 2, 3]]), ranges)):
-        expected = hashcore.search(planes, keys, k, (1, 2, 4, 8, 16), shortlist=5, **options)
-        tensor_k = torch.from_numpy(k) if isinstance(k, np.ndarray) else k
-        for how in ({}, {"first": first}):
-            found = torch_ops.search(*inputs, tensor_k, (1, 2, 4, 8, 16), shortlist=5, **as_tensors(options), **how)
-            assert_same(found, expected)
-    assert on_device.kernels == ["first_floor", "list_shortlist", "select_64"] * 4
-
-
-def test_first_words_of_other_keys_are_refused(on_device):
-    query, keys = codes(2, 3, 4), codes(2, 33, 4)
-    for wrong in (keys[:1, :, 0], keys[..., :1], keys[..., 0].long()):
-        with pytest.raises(ValueError, match=r"first must be int32 \(2, 33\), a copy of keys\[..., 0\], got int"):
-            torch_ops.search(query, keys, 4, (1, 2, 4), shortlist=2, first=wrong)
-    assert on_device.kernels == []
 
 
 def test_the_default_search_of_a_decode_step_launches_nothing_but_kernels(rng, on_device):

@@ -1,15 +1,12 @@
 """Time one decode step of attention, sparse and dense, on the CPU.
 
     uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
-    uv run packages/sparse-decode/benchmarks/attention.py --against --out docs/results/equal_quality.json
 
 A step of one layer, batch 1, 28 query heads, 4 KV heads of 128 (Qwen2.5-7B). Sparse: append the new key and value, hash
 the key and the query, score all codes, select 2 %, attend to them and add the remainder. Dense: the fastest of the
 implementations below, none of which repeats keys and values; appending to its cache is not timed. Steps alternate
 between several caches, and a dense pass reads more than the last-level cache, so that no step finds its data there.
-With --against, the budget given (by default `Budget.frugal()`, of equal divergence) takes turns with plain 2 %, each
-after a dense pass, which leaves the caches of the processor alike for both. Times are medians of processor time, which
-depends less on other load. The last line is JSON.
+Times are medians of processor time, which depends less on other load. The last line is JSON.
 """
 
 import argparse
@@ -23,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
-from sparse_decode import Budget, HashSelector
+from sparse_decode import HashSelector
 from sparse_decode.attention.attend_inputs import Inputs
+from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.costs.traffic import step_bytes
@@ -37,7 +35,6 @@ FRACTION = 0.02
 BARS = {32768: 4, 131072: 6, 524288: 8}
 """Target ratio for each length."""
 COPIES = 3
-EQUAL_BAR = 1.3
 """Target ratio of plain 2 % to a budget of equal divergence."""
 
 Step = Callable[[int], object]
@@ -70,11 +67,11 @@ def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
     }
 
 
-def make_plan(budget: Budget) -> LayerPlan:
+def make_plan(budget: LayerBudget) -> LayerPlan:
     """Return the plan of a layer with an untrained hasher of the default variant and arbitrary coefficients."""
     hasher = Hasher(HasherConfig("transform", ModelShape(1, HQ, HKV, D)))
     hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))
-    return LayerPlan(0, HashSelector(hasher), budget, RowRule(None, 1), hasher.remainder(0))
+    return LayerPlan(0, HashSelector(hasher), budget, RowRule(None), hasher.remainder(0))
 
 
 def make_cache(plan: LayerPlan, n: int, dtype: torch.dtype) -> CodedDynamicLayer:
@@ -111,31 +108,7 @@ def sparse_step(plan: LayerPlan, caches: list[CodedDynamicLayer], q: Tensor) -> 
     return step
 
 
-def compare(n: int, dtype: torch.dtype, repeats: int, budget: Budget) -> dict[str, object]:
-    """Time steps of a budget and of plain 2 % in turns at one length; each step follows a dense pass."""
-    plans = {"plain": make_plan(Budget(FRACTION)), "other": make_plan(budget)}
-    q = torch.randn(1, HQ, 1, D).to(dtype)
-    caches = {name: [make_cache(plan, n, dtype) for _ in range(COPIES)] for name, plan in plans.items()}
-    ways = {name: sparse_step(plan, caches[name], q) for name, plan in plans.items()}
-    dense = dense_ways(caches["plain"], q)["SDPA, group as rows"]
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(repeats + COPIES):
-        for name in (*ways,) if i % 2 else (*reversed(ways),):
-            dense(i + 1)
-            times[name].append(seconds(ways[name], i))
-    kept = {name: taken[COPIES:] for name, taken in times.items()}  # the first steps of a cache may grow its buffers
-    ratios = [plain / other for plain, other in zip(*kept.values(), strict=True)]
-    return {
-        "n": n,
-        "dtype": str(dtype).removeprefix("torch."),
-        **{f"{name}_ms": 1e3 * statistics.median(taken) for name, taken in kept.items()},
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
-        "asked": EQUAL_BAR,
-    }
-
-
-def measure(n: int, dtype: torch.dtype, repeats: int, budget: Budget) -> dict[str, object]:
+def measure(n: int, dtype: torch.dtype, repeats: int, budget: LayerBudget) -> dict[str, object]:
     """Time sparse and dense steps at one length."""
     plan, q = make_plan(budget), torch.randn(1, HQ, 1, D).to(dtype)
     caches = [make_cache(plan, n, dtype) for _ in range(COPIES)]
@@ -176,28 +149,22 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--against", action="store_true", help="compare a budget with plain 2 %%, not with dense")
-    parser.add_argument("--fraction", type=float, help="share of the tokens; by default 0.02, or that of frugal()")
-    parser.add_argument("--shortlist", type=int, help="the budget's shortlist")
-    parser.add_argument("--values", type=float, help="the budget's share of values")
+    parser.add_argument("--fraction", type=float, default=FRACTION, help="share of the tokens")
     parser.add_argument("--out", type=pathlib.Path)
     given = parser.parse_args()
-    chosen = {name: x for name in ("fraction", "shortlist", "values") if (x := getattr(given, name)) is not None}
-    budget = Budget.frugal(**chosen) if given.against else Budget(**{"fraction": FRACTION, **chosen})
+    budget = LayerBudget(given.fraction)
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     shape = {"query_heads": HQ, "kv_heads": HKV, "head_dim": D, "fraction": budget.fraction}
-    shape |= {"shortlist": budget.shortlist, "values": budget.values}
     shape["planes"] = HasherConfig("transform", ModelShape(1, HQ, HKV, D)).planes
     result = {**shape, **machine(), "repeats": given.repeats, "rows": []}
     with torch.no_grad():
         for n in given.lengths:
             for name in given.dtypes:
                 dtype = getattr(torch, name)
-                plain = 1 if not given.against else step_bytes(n, Budget(FRACTION), D, element=dtype.itemsize).share
-                allowed = plain / step_bytes(n, budget, D, element=dtype.itemsize).share
+                allowed = 1 / step_bytes(n, budget, D, element=dtype.itemsize).share
                 print(f"{n:,} tokens, {name}: bytes allow {allowed:.1f} x", flush=True)
-                row = (compare if given.against else measure)(n, dtype, given.repeats, budget)
+                row = measure(n, dtype, given.repeats, budget)
                 result["rows"].append(row)
                 print(f"  {row['ratio']:.1f} x (target {row['asked']}): {json.dumps(row)}", flush=True)
     store(result, given.out)

@@ -25,6 +25,7 @@ import torch
 from results import machine, store
 from shapes import SHAPES, make_hasher, make_model
 from sparse_decode import Budget, attach
+from sparse_decode.budget import LayerBudget
 from transformers import DynamicCache, PreTrainedModel
 
 LENGTHS = [1, 16, 64, 256, 1024, 4096, 8192]
@@ -38,7 +39,7 @@ Step = Callable[[], object]
 def attached_models(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     """Return the plain model and copies that are attached with different budgets; all share the same weights."""
     hasher, models = make_hasher(model), {"as it is": model}
-    budgets = {"attached": None, "dense layers": Budget(dense_below=NEVER), "sparse": Budget()}
+    budgets = {"attached": None, "dense layers": LayerBudget(dense_below=NEVER), "sparse": Budget()}
     for name, budget in budgets.items():
         models[name] = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         attach(models[name], hasher, budget)

@@ -9,7 +9,6 @@ import copy
 import functools
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 from unittest import mock
 
@@ -18,7 +17,8 @@ import torch
 from hashcore.cuda import operands, tensor_search, tensors
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
-from sparse_decode import Budget, attach
+from sparse_decode import attach
+from sparse_decode.budget import LayerBudget
 from sparse_decode.hashing.hashers import QueryHeadHasher
 from sparse_decode.select import HashSelector
 from sparse_decode.unselected.remainder import RunningMoments
@@ -116,7 +116,6 @@ class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launching: list[str] = []
-        self._by_shortlist: list[bool] = []
         self.copies: list[str] = []
         self.on_host: list[str] = []
         """A CUDA graph would do them once, while it is captured."""
@@ -125,7 +124,6 @@ class Operators(TorchDispatchMode):
     def forget(self) -> None:
         """Begin anew."""
         self.launching.clear()
-        self._by_shortlist.clear()
         self.copies.clear()
         self.on_host.clear()
 
@@ -135,8 +133,7 @@ class Operators(TorchDispatchMode):
 
     def counts(self) -> tuple[int, int, int]:
         """Return how many operators, launches and copies there were; call it outside of the mode."""
-        launches = map(launches_of, self.launching, self._by_shortlist)
-        return len(self.launching), sum(launches), len(self.copies)
+        return len(self.launching), sum(map(launches_of, self.launching)), len(self.copies)
 
     def __torch_dispatch__(self, func: OpOverload, types: object, args=(), kwargs=None) -> object:
         out = func(*args, **(kwargs or {}))
@@ -151,8 +148,6 @@ class Operators(TorchDispatchMode):
             self.on_host.append(name)
         if not func.is_view and name not in NOTHING:
             self.launching.append(name)
-            named = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | (kwargs or {})
-            self._by_shortlist.append(bool(named.get("shortlist")))
         return out
 
 
@@ -165,7 +160,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-TENTH = Budget(0.1)
+TENTH = LayerBudget(0.1)
 
 
 def config_of(family: str, layers: int = 2) -> PreTrainedConfig:
@@ -208,7 +203,7 @@ def mask_of(kind: str) -> torch.Tensor | None:
 def steps(
     config: PreTrainedConfig,
     selector: HashSelector | None,
-    budget: Budget,
+    budget: LayerBudget,
     kind: str,
     whole: bool = True,
     **how: object,
@@ -260,15 +255,14 @@ class Beyond(NamedTuple):
 def counted(name: str) -> Beyond:
     """Count a case of `docs/results/gpu_step.json`: the variant, followed by its options."""
     variant, *more = name.split("+")
-    budget = replace(TENTH, shortlist=5) if "shortlist" in more else TENTH
     kind = next((kind for kind in KINDS if kind in more), "plain")
-    return beyond_dense("llama", variant, budget, kind, "heads" in more, "remainder" in more)
+    return beyond_dense("llama", variant, TENTH, kind, "heads" in more, "remainder" in more)
 
 
 def beyond_dense(
     family: str,
     variant: str,
-    budget: Budget = TENTH,
+    budget: LayerBudget = TENTH,
     kind: str = "plain",
     per_query_head: bool = False,
     remainder: bool = True,
@@ -288,21 +282,21 @@ def beyond_dense(
     return Beyond(*(mine - theirs for mine, theirs in ends))
 
 
-def launches_of(operator: str, shortlist: bool) -> int:
+def launches_of(operator: str) -> int:
     """Say how often an operator launches a kernel at a long context; those of torch count as one."""
-    ours = {"search": search_launches(shortlist), "topk": topk_launches(), "gather": 2, "gather_paged": 2}
+    ours = {"search": search_launches(), "topk": topk_launches(), "gather": 2, "gather_paged": 2}
     return ours.get(operator, 1)
 
 
 @functools.cache
-def search_launches(shortlist: bool, planes: int = 6) -> int:
-    """Count the launches of a search of 128-bit codes, of so many keys that a shortlist leaves some out."""
+def search_launches(planes: int = 6) -> int:
+    """Count the launches of a search of 128-bit codes."""
     query, keys = (torch.zeros(1, rows, 4, dtype=torch.int32, device="cpu") for rows in (planes, 4096))
     out = torch.zeros(1, 80, dtype=torch.int32, device="cpu"), torch.zeros(1, 80, dtype=torch.int64, device="cpu")
     seen: list[object] = []
     weights = hashcore.planes(torch.zeros(1, 128, device="cpu"), planes)[1]
-    how = {"run": lambda found, _: seen.extend(found), "shortlist": 5 if shortlist else 0}
-    tensor_search.search(query, keys, 80, weights, operands.Bounds(4096), *out, **how)
+    bounds = operands.Bounds(4096)
+    tensor_search.search(query, keys, 80, weights, bounds, *out, run=lambda found, _: seen.extend(found))
     return len(seen)
 
 

@@ -20,7 +20,7 @@ import torch
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.unselected.remainder import RunningMoments
-from sparse_decode_layers import KINDS, ROOM, encode, stored
+from sparse_decode_layers import KINDS, ROOM, encode
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
@@ -45,7 +45,6 @@ ACTS = ("append",) * 4 + (
     "attend",
 )
 FEW = {"static": ("append", "reorder", "reset", "scale_in_place", "copy", "pickle", "attend")}
-FEW["quantised"] = ("append", "append_long", "reorder", "reset", "copy", "pickle")
 
 
 class Pair:
@@ -161,12 +160,9 @@ class Pair:
         assert int(self.layers[0].get_seq_length()) == n
         if not n:
             return
-        if self.kind == "quantised":
-            (keys, values), fresh = stored(self.layers[0]), None
-        else:
-            keys, values = (x[:, :, :n] for x in (self.layers[0].keys, self.layers[0].values))
-            fresh = self.layers[1].keys[:, :, :n], self.layers[1].values[:, :, :n]
-        assert fresh is None or (torch.equal(keys, fresh[0]) and torch.equal(values, fresh[1]))
+        keys, values = (x[:, :, :n] for x in (self.layers[0].keys, self.layers[0].values))
+        assert torch.equal(keys, self.layers[1].keys[:, :, :n])
+        assert torch.equal(values, self.layers[1].values[:, :, :n])
         assert torch.equal(self.layers[0].codes[:, :, :n], encode(keys.float()))
 
 

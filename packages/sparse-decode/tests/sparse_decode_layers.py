@@ -4,10 +4,9 @@ import hashcore
 import torch
 from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.caches.cache_types import QUANTISED, CodedQuantisedLayer, carry_codes, coded_type
+from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.unselected.remainder import RunningMoments
-from sparse_decode_doubles import WholeNumberLayer
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
@@ -17,8 +16,6 @@ KINDS = {
     "host": (DynamicLayer, HostLayer),
     "static": (lambda: StaticLayer(ROOM), CodedStaticLayer),
 }
-if QUANTISED:  # older versions of transformers have none that are whole
-    KINDS["quantised"] = (lambda: WholeNumberLayer(residual_length=4), coded_type(WholeNumberLayer))
 RESIZABLE = ("dynamic", "host")
 
 
@@ -34,8 +31,6 @@ def make(kind, encoder=None):
 def cached_keys(layer):
     """The keys the layer would attend to, and their number."""
     length = int(layer.get_seq_length())
-    if isinstance(layer, CodedQuantisedLayer):
-        return layer._all_keys()
     return layer.keys[:, :, :length]
 
 
@@ -62,10 +57,6 @@ def update(layer, tokens, seed, batch=2):
 def stored(layer):
     """The keys and values the layer would attend to."""
     length = int(layer.get_seq_length())
-    if isinstance(layer, CodedQuantisedLayer):
-        values = layer._dequantize(layer._quantized_values)
-        values = layer._apply_pending_reorder(values, values)[0]
-        return layer._all_keys(), torch.cat([values, layer.values], dim=-2)
     return layer.keys[:, :, :length], layer.values[:, :, :length]
 
 

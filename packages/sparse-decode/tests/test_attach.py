@@ -6,6 +6,9 @@ import pytest
 import torch
 import transformers
 from sparse_decode import Budget, OracleSelector, RecentSelector, attach
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
+from sparse_decode.removed import OF_ATTACH
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -32,8 +35,8 @@ def test_density_by_hand():
 @pytest.mark.parametrize(("of", "expected"), [("visible", sum(max(n // 10, 1) for n in range(1, 41))), ("length", 154)])
 def test_density_of_the_evaluation_rule_by_hand(of, expected):
     model, (ids, _) = tiny_model(), prompts((40,))
-    with attach(
-        model, OracleSelector(per_query_head=True), Budget(0.1, sink=0, recent=0, of=of), sparse_rows=0
+    with attach_rows(
+        model, OracleSelector(per_query_head=True), LayerBudget(0.1, sink=0, recent=0, of=of), sparse_rows=0
     ) as attachment:
         model(ids)
         assert attachment.counts()[3] == (4 * expected, 4 * 820)  # four query heads; 1 + 2 + 3 + 37 * 4 = 154
@@ -42,7 +45,7 @@ def test_density_of_the_evaluation_rule_by_hand(of, expected):
 def test_detaching_restores_the_model():
     model, (ids, mask) = tiny_model(), prompts()
     before, modules = model(ids, attention_mask=mask).logits, hooks(model)
-    attachment = attach(model, SignHasher(), Budget(0.1), sparse_rows=0)
+    attachment = attach_rows(model, SignHasher(), Budget(0.1), sparse_rows=0)
     assert not torch.equal(model(ids, attention_mask=mask).logits, before)
     attachment.detach()
     attachment.detach()
@@ -71,7 +74,7 @@ def test_the_prefill_is_bitwise_dense():
 
 def test_a_forward_pass_with_gradients_on_works():
     model, (ids, _) = tiny_model(), prompts((40,))
-    with torch.enable_grad(), attach(model, SignHasher(), sparse_rows=0):
+    with torch.enable_grad(), attach_rows(model, SignHasher(), sparse_rows=0):
         loss = model(ids, labels=ids).loss
         with pytest.raises(RuntimeError, match="no backward"):
             loss.backward()
@@ -89,9 +92,8 @@ def test_a_hasher_of_another_model_is_refused():
     refused("expected KV heads 8, got 2", tiny_model(), SignHasher(kv_heads=8))
 
 
-@pytest.mark.parametrize("given", [{"budget": 0.02}, {"layer_budgets": {1: 0.1}}])
-def test_a_number_as_a_budget_is_refused(given):
-    refused(r"must be a Budget, got 0.+; write Budget\(fraction=0.02\)", tiny_model(), SignHasher(), **given)
+def test_a_number_as_a_budget_is_refused():
+    refused(r"must be a Budget, got 0.+; write Budget\(fraction=0.02\)", tiny_model(), SignHasher(), 0.02)
 
 
 def test_something_else_than_a_hasher_is_refused():
@@ -99,11 +101,11 @@ def test_something_else_than_a_hasher_is_refused():
     refused("got the path runs/mine; read it first with hashtrain.Hasher", tiny_model(), "runs/mine")
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("name", ["flash_attention_3", "flex_attention"])
 def test_other_attention_implementations_are_refused(name):
     model = tiny_model()
     model.config._attn_implementation_internal = name
-    refused(f'must be "sdpa" or "eager", got "{name}"', model, SignHasher())
+    refused(f'must be "sdpa", "eager" or "flash_attention_2", got "{name}"', model, SignHasher())
 
 
 def test_attaching_twice_is_refused():
@@ -141,12 +143,14 @@ def test_dense_layers_that_the_model_does_not_have_are_refused():
         ("dense_layers", -1),
         ("sparse_rows", -1),
         ("sparse_rows", "prefill"),
-        ("max_decode_rows", 0),
         ("dense_layers", 1.5),
     ],
 )
 def test_wrong_options_are_named(option, value):
-    refused(f"^{option} must be", tiny_model(), SignHasher(), **{option: value})
+    model = tiny_model()
+    with pytest.raises(ValueError, match=f"^{option} must be"):
+        attach_rows(model, SignHasher(), **{"sparse_rows": None, option: value})
+    assert hooks(model) == 0
 
 
 def test_compressed_keys_are_refused():
@@ -215,11 +219,27 @@ def test_something_else_than_a_cache_is_refused():
 )
 def test_attention_of_another_kind_is_refused(asked, sentence):
     model, (ids, _) = tiny_model(), prompts((40,))
-    with attach(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=sentence):
+    with attach_rows(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=sentence):
         model(ids, **asked)
+
+
+def test_a_step_of_continuous_batching_is_refused():
+    model, (ids, _) = tiny_model(), prompts((40,))
+    with attach(model, SignHasher()), pytest.raises(ValueError, match=r"continuous batching; .*vLLM \(sparse-serve\)"):
+        model(ids, read_index=[])
+
+
+@pytest.mark.parametrize("name", [*OF_ATTACH])
+def test_arguments_of_earlier_versions_are_refused_by_name(name):
+    refused(f"attach no longer takes {name}: .+", tiny_model(), SignHasher(), **{name: 1})
+
+
+def test_an_argument_that_never_was_is_a_type_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fast'"):
+        attach(tiny_model(), SignHasher(), fast=True)
 
 
 def test_dropout_is_refused():
     model, (ids, _) = tiny_model(attention_dropout=0.5).train(), prompts((40,))
-    with attach(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=r"call model.eval\(\)"):
+    with attach_rows(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=r"call model.eval\(\)"):
         model(ids)

@@ -6,18 +6,14 @@ import pytest
 import torch
 from hashcore.cpu import threads
 from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sparse_decode import Budget, attend, attend_reference
-from sparse_decode.attention import attend_kernels, softmax
+from sparse_decode import attend, attend_reference
+from sparse_decode.attention import softmax
 from sparse_decode.attention.attend_inputs import LeftOut
 from sparse_decode.attention.attend_kernels import TILE
-from sparse_decode.attention.attend_torch import attention_weights
 from sparse_decode.attention.lanes import LANES
 from sparse_decode_doubles import as_sets, masked_attention
 
 # Parts of kernels cannot be called from Python.
-drop = numba.njit(lambda *x: attend_kernels._drop(*x))
 exponentials = numba.njit(lambda *x: softmax.exponentials(*x))
 greatest = numba.njit(lambda *x: softmax.greatest(*x))
 
@@ -88,94 +84,15 @@ def test_equals_the_reference_and_dense_attention_restricted_to_the_selection(
     torch.testing.assert_close(out, masked_attention(q, k, v, as_sets(indices, k.shape[2]), 0.3, **options), **close)
 
 
-@pytest.mark.parametrize("share", [1e-3, 0.25, 0.5, 0.99])
-@pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_values_of_the_most_attended_tokens_alone_are_read(shape, per_query_head, share):
-    q, k, v, indices = case(shape, per_query_head=per_query_head)
-    options = logits_options(False, True, shape[1])
-    out = attend(q, k, v, indices, 0.3, **options, values=share)
-    expected = attend_reference(q, k, v, indices, 0.3, **options, values=share)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
-    rest = left_out(shape, indices)
-    all_read = attend(q, k, v, indices, 0.3, **options, left_out=rest)
-    whole, stats = attend(q, k, v, indices, 0.3, **options, left_out=rest, values=share, lse=True)
-    assert torch.equal(stats, attend(q, k, v, indices, 0.3, **options, lse=True)[1])
-    part, every = (
-        attend_reference(q, k, v, indices, 0.3, **options, values=x, stand_in=rest.values) for x in (share, 1.0)
-    )
-    # The remainder joins both alike: out + (its share of the softmax) (value - out).
-    stand_in = rest.values.transpose(1, 2)
-    gap = stand_in - every
-    joined = ((all_read - every) * gap).sum(-1, keepdim=True) / (gap * gap).sum(-1, keepdim=True)
-    used = (whole != 0).any(-1, keepdim=True)
-    torch.testing.assert_close(whole, torch.where(used, part + joined * (stand_in - part), 0), atol=1e-4, rtol=1e-3)
-
-
-def test_values_that_are_not_read_may_be_anything():
-    q, k, v, indices = case((1, 6, 2, 2, 40, 16, 16, 20))
-    weights = attention_weights(q, k, indices, 0.3, None, None).unflatten(1, (2, 3)).sum(2)  # [B, Hkv, Q, N]
-    keep = ((indices >= 0).sum(-1) * 0.5).ceil().long()
-    order = weights.argsort(-1, descending=True).argsort(-1)
-    unread = (order >= keep[..., None]).all(2)  # by none of the rows
-    assert unread.any()
-    poisoned = v.masked_fill(unread[..., None], torch.nan)
-    assert torch.equal(attend(q, k, poisoned, indices, 0.3, values=0.5), attend(q, k, v, indices, 0.3, values=0.5))
-    assert attend(q, k, poisoned, indices, 0.3).isnan().any()
-
-
-def test_equal_weights_keep_the_first_values():
-    q, k, v, indices = torch.zeros(1, 2, 1, 4), torch.zeros(1, 1, 8, 4), torch.arange(8.0), torch.tensor([1, 3, 5, 7])
-    v = v[None, None, :, None].expand(1, 1, 8, 4).contiguous()
-    found = attend(q, k, v, indices[None, None, None], 1.0, values=0.5)
-    assert (found == 2).all()  # of tokens 1 and 3
-
-
-def weights_of(kind, seed, heads, used):
-    """Weights of which many sums are equal, or differ only in the last bits, or are subnormal."""
-    generator = np.random.default_rng(seed)
-    if kind == "few":
-        return generator.integers(0, 3, (heads, used), endpoint=True).astype(np.float32)
-    if kind == "wide":
-        return generator.integers(0, 1 << 20, (heads, used)).astype(np.float32)
-    start = {"neighbours": np.float32(0.1).view(np.int32), "subnormal": 0}[kind]
-    x = np.zeros((heads, used), np.float32)  # sums of one head are exact
-    x[0] = (start + generator.integers(0, 3000, used).astype(np.int32)).view(np.float32)
-    return x
-
-
-@settings(deadline=None)  # the first call compiles
-@given(st.sampled_from(["few", "wide", "neighbours", "subnormal"]), st.data(), st.integers(1, 5), st.integers(1, 200))
-def test_the_heaviest_tokens_are_kept_and_the_first_of_equal_ones(kind, data, heads, used):
-    weights = weights_of(kind, data.draw(st.integers(0, 1 << 32)), heads, used)
-    keep = data.draw(st.integers(1, used))
-    dropped = np.zeros(heads, np.float32)
-    kept = drop(np.pad(weights, ((0, 0), (0, 16)), constant_values=np.nan), used, keep, dropped)
-    expected = np.sort(np.argsort(-weights.sum(0), kind="stable")[:keep])
-    assert np.array_equal(kept, expected)
-    np.testing.assert_allclose(dropped, np.delete(weights, expected, 1).sum(1, dtype=np.float64), rtol=1e-5)
-
-
-@pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_head_that_is_not_finite_leaves_those_beside_it_alone(bad, share):
+def test_a_head_that_is_not_finite_leaves_those_beside_it_alone(bad):
     q, k, v, indices = case((1, 6, 1, 2, 40, 16, 16, 20))
     indices = torch.arange(20).expand(1, 1, 2, 20)
-    expected = attend_reference(q[:, 1:], k, v, indices, 0.3, values=share)
+    expected = attend_reference(q[:, 1:], k, v, indices, 0.3)
     q[:, 0, :, 3] = bad
-    found = attend(q, k, v, indices, 0.3, values=share)
+    found = attend(q, k, v, indices, 0.3)
     assert found[:, :, 0].isnan().all()
     torch.testing.assert_close(found[:, :, 1:], expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_head_all_of_whose_values_are_those_of_other_heads_is_0():
-    """With a share of the values, other heads may choose all of them, so that a head's kept weights are 0."""
-    k = torch.eye(4)[None, None] * 200
-    q = torch.stack([torch.tensor([0.0, 0, 0, 1]), *torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0]])])[None, :, None]
-    indices = torch.arange(4).expand(1, 1, 1, 4)
-    found = attend(q, k, torch.ones(1, 1, 4, 4), indices, 1.0, values=0.25)
-    assert found[0, 0].tolist() == [[0] * 4, [1] * 4, [1] * 4]
-    assert torch.equal(found, attend_reference(q, k, torch.ones(1, 1, 4, 4), indices, 1.0, values=0.25))
 
 
 def test_an_infinite_value_is_infinite_in_the_sum_whatever_its_place():
@@ -198,14 +115,6 @@ def test_heads_and_tokens_that_fill_no_tile_are_as_in_the_reference(heads, count
     torch.testing.assert_close(
         attend(q, k, v, indices, 0.3), attend_reference(q, k, v, indices, 0.3), atol=1e-5, rtol=1e-5
     )
-
-
-@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan")])
-def test_a_share_of_values_that_is_none_is_refused(share):
-    with pytest.raises(ValueError, match="values must be above 0 and at most 1"):
-        attend(*case(SHAPES[1]), 0.3, values=share)
-    with pytest.raises(ValueError, match="values must be above 0 and at most 1"):
-        Budget(values=share)
 
 
 @pytest.mark.parametrize(("capped", "sunk"), [(True, False), (False, True)])

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from sparse_decode_doubles import Auditor, SignHasher, generate, prompts, tiny_model
 from torch import nn
 
@@ -60,13 +62,6 @@ def test_changed_backbones_are_dense_at_a_full_budget_and_keep_the_laws(change, 
     assert auditor.steps == 4 * 5
 
 
-@pytest.mark.slow
-def test_the_break_even_is_measured_on_quantised_weights(monkeypatch):
-    monkeypatch.setattr("sparse_decode.costs.break_even.LENGTHS", (256,))
-    with attach(quantised(tiny_model()), SignHasher(), Budget(dense_below="measured")) as attachment:
-        assert attachment.break_even in (256, 512)
-
-
 def test_adapters_may_be_switched_while_attached():
     model, (ids, mask) = adapted(tiny_model()), prompts()
     with attach(model, SignHasher(), TENTH):
@@ -88,7 +83,7 @@ def test_attaching_to_the_adapted_model_and_to_its_base_is_attaching_twice():
 def test_a_model_compiled_by_its_owner_works():
     """Not `generate`'s own compilation, but torch.compile around the model, graph breaks allowed."""
     model, (ids, _) = tiny_model(num_hidden_layers=1), prompts((20,))
-    with attach(model, SignHasher(), Budget(0.3, min_tokens=2), dense_layers=0, sparse_rows=5):
+    with attach_rows(model, SignHasher(), Budget(0.3, min_tokens=2), dense_layers=0, sparse_rows=5):
         plain = model(ids, use_cache=False).logits
         found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
     torch.testing.assert_close(found, plain)
@@ -120,5 +115,5 @@ def test_half_precision_generation_is_dense_at_a_full_budget(dtype):
     dense = generate(model, ids, mask, **how)
     with attach(model, hasher, Budget(1.0)):
         assert not first_wrong(generate(model, ids, mask, **how), dense, dtype)
-    with attach(model, hasher, Budget(0.02, min_tokens=2, dense_below=0)):
+    with attach(model, hasher, LayerBudget(0.02, min_tokens=2, dense_below=0)):
         assert first_wrong(generate(model, ids, mask, **how), dense, dtype)

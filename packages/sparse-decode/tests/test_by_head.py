@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_gpu import beyond_dense
-from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain import ModelShape
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, attach
 from sparse_decode.attention.attend_inputs import Inputs
+from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.costs.traffic import step_bytes
 from sparse_decode.hashing import encode_cuda
@@ -18,8 +19,6 @@ from sparse_decode.layer.blocks import AttentionArgs, RowRule
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.pages.paged import PagedLayer
 from sparse_decode.pages.paged_cuda import DeviceStep
-from sparse_decode.parallel import shard_hasher
-from sparse_decode.planning import usual_budget
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from test_fused import make_hasher, tensors
 from test_paged import DIM, HKV, HQ, Batch, selector
@@ -28,13 +27,12 @@ from transformers.cache_utils import DynamicLayer
 
 SHARES = (0.5, 1.5)
 BUDGETS = [
-    Budget(0.1, sink=0, recent=0),
-    Budget(0.2, sink=3, recent=2, shortlist=2),
-    Budget(0.3, values=0.4),
-    Budget(0.8),  # the second head reads all
-    Budget(0.02, min_tokens=9, sink=2, recent=2),
-    Budget(0.2, max_tokens=20, of="length"),
-    Budget(0.1, dense_below=100),
+    LayerBudget(0.1, sink=0, recent=0),
+    LayerBudget(0.2, sink=3, recent=2),
+    LayerBudget(0.8),  # the second head reads all
+    LayerBudget(0.02, min_tokens=9, sink=2, recent=2),
+    LayerBudget(0.2, max_tokens=20, of="length"),
+    LayerBudget(0.1, dense_below=100),
 ]
 
 
@@ -71,7 +69,7 @@ PARTS = st.lists(st.floats(0.5, 2), min_size=1, max_size=6)
     st.sampled_from(["visible", "length"]),
 )
 def test_counts_are_those_of_the_reference(visible, shares, fraction, least, most, recent, dense_below, of):
-    budget = Budget(fraction, least, most, recent=recent, dense_below=dense_below, of=of, by_head=tuple(shares))
+    budget = LayerBudget(fraction, least, most, recent=recent, dense_below=dense_below, of=of, by_head=tuple(shares))
     seen = torch.tensor(visible)
     counts = budget.count(seen, seen)
     assert counts.T.tolist() == [counted(budget, shares, n) for n in visible]
@@ -85,12 +83,12 @@ def test_counts_are_those_of_the_reference(visible, shares, fraction, least, mos
 def test_the_heads_of_a_layer_read_its_total(n, shares, fraction):
     shares = [share * len(shares) / sum(shares) for share in shares]
     assume(all(fraction * share < 1 for share in shares))
-    total = sum(Budget(fraction, by_head=tuple(shares)).count_heads(n))
+    total = sum(LayerBudget(fraction, by_head=tuple(shares)).count_heads(n))
     assert abs(total - len(shares) * n * fraction) <= len(shares)
 
 
 def test_equal_shares_are_a_budget_without():
-    budget, seen = Budget(0.07, 3, dense_below=9), torch.arange(3000)
+    budget, seen = LayerBudget(0.07, 3, dense_below=9), torch.arange(3000)
     assert torch.equal(replace(budget, by_head=(1.0, 1.0)).count(seen), budget.count(seen).expand(2, -1))
 
 
@@ -101,16 +99,16 @@ class Layer:
         hasher = make_hasher()
         selector = HashSelector(QueryHeadHasher(hasher) if per_query_head else hasher)
         rest = selector.remainder(0) if remainder else None
-        self.plan = LayerPlan(0, selector, budget, RowRule(start, 1), rest)
+        self.plan = LayerPlan(0, selector, budget, RowRule(start), rest)
         self.held = carry_codes(DynamicLayer(), self.plan.encoder)
 
     def fill(self, k, v):
         n = self.held.get_seq_length()
         self.held.update(k[:, :, n:], v[:, :, n:])
 
-    def attend(self, q, mask=None, weights=None):
+    def attend(self, q, mask=None):
         held = self.held
-        given = held.keys, held.values, mask, held.codes, None, 0.25, None, None, held.moments, weights
+        given = held.keys, held.values, mask, held.codes, None, 0.25, None, None, held.moments
         return self.plan.attend(AttentionArgs(q, *given))[0]
 
     def step(self, q):
@@ -159,7 +157,7 @@ def test_a_plain_step(at_once, budget, kind):
     assert_each_head_is_as_alone(budget, stepping(kind, at_once))
 
 
-@pytest.mark.parametrize("budget", [PLAIN[0], PLAIN[3]])
+@pytest.mark.parametrize("budget", [PLAIN[0], PLAIN[2]])
 def test_a_plain_step_of_a_gpu_in_operators(budget, monkeypatch):
     monkeypatch.setattr(encode_cuda, "supports", lambda layer, x: x.device.type == "cpu" and x.shape[2] == 1)
     run = stepping(torch.float32, at_once=True)
@@ -171,23 +169,21 @@ def test_a_plain_step_of_a_gpu_in_operators(budget, monkeypatch):
     assert_each_head_is_as_alone(budget, by_operators)
 
 
-def padded(n, holes=False):
+def padded(n):
     mask = torch.ones(2, 1, 1, n, dtype=torch.bool)
     mask[0, ..., :60] = False
-    mask[1, ..., 70:90] = not holes
     return mask
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("holes", [False, True])
-def test_a_step_with_a_mask(budget, holes):
+def test_a_step_with_a_mask(budget):
     q, k, v = tensors(torch.float32, 2, 170)
 
     def run(layer):
         layer.fill(k, v)
-        return layer.attend(q, padded(170, holes))
+        return layer.attend(q, padded(170))
 
-    assert_each_head_is_as_alone(budget, run, remainder=not holes)
+    assert_each_head_is_as_alone(budget, run)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -207,14 +203,6 @@ def test_a_selection_by_query_head():
     assert_each_head_is_as_alone(
         PLAIN[0], stepping(torch.float32, at_once=False), shares, per_query_head=True, remainder=False
     )
-
-
-def test_returned_weights_are_of_what_is_read():
-    layer, (q, k, v) = Layer(Budget(0.2, by_head=SHARES), remainder=False), tensors(torch.float32, 2, 100)
-    layer.fill(k, v)
-    weights = torch.zeros(2, 6, 1, 100)
-    layer.attend(q, weights=weights)
-    assert (weights > 0).sum(-1).unique(dim=0).flatten().tolist() == [10] * 3 + [30] * 3
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -243,11 +231,11 @@ def for_model(model):
 
 def test_generation_counts_what_the_reference_counts():
     model, (ids, mask) = tiny_model(), prompts((100, 60))
-    budget = Budget(0.1, by_head=True)
+    budget = LayerBudget(0.1, by_head=True)
     with attach(model, for_model(model), budget) as attachment:
         plain = generate(model, ids, mask, new_tokens=3)
         seen = [101, 102, 61, 62]
-        read = 2 * sum(sum(counted(Budget(0.1), SHARES, n)) for n in seen)  # two query heads a KV head
+        read = 2 * sum(sum(counted(LayerBudget(0.1), SHARES, n)) for n in seen)  # two query heads a KV head
         assert attachment.counts() == {layer: (read, 4 * sum(seen)) for layer in range(4)}
         attachment.reset_density()
         cache = StaticCache(config=model.config, max_cache_len=110)
@@ -259,26 +247,19 @@ def test_shares_by_layer_and_by_head_multiply():
     model = tiny_model()
     hasher = for_model(model)
     hasher.config = replace(hasher.config, layer_shares=(0.5, 1.0, 1.0, 1.5))
-    with attach(model, hasher, Budget(0.2, by_layer=True, by_head=True)) as attachment:
+    with attach(model, hasher, LayerBudget(0.2, by_layer=True, by_head=True)) as attachment:
         budgets = {layer: plan.budget for layer, plan in attachment._plans.items()}
-    assert budgets[0] == Budget(0.1, by_head=SHARES)
-    assert budgets[3] == Budget(0.2 * 1.5, by_head=SHARES)
-    with attach(model, HashSelector(QueryHeadHasher(hasher)), Budget(0.2, by_head=True)) as attachment:
+    assert budgets[0] == LayerBudget(0.1, by_head=SHARES)
+    assert budgets[3] == LayerBudget(0.2 * 1.5, by_head=SHARES)
+    with attach(model, HashSelector(QueryHeadHasher(hasher)), LayerBudget(0.2, by_head=True)) as attachment:
         assert attachment._plans[1].budget.by_head == (0.5, 0.5, 1.5, 1.5)
-
-
-def test_a_rank_takes_the_shares_of_its_heads():
-    hasher = Hasher(HasherConfig("lsh", ModelShape(2, 8, 4, 16), head_shares=((0.5, 0.75, 1.25, 1.5), (1,) * 4)))
-    shards = [shard_hasher(hasher, rank, 2).head_shares for rank in (0, 1)]
-    assert shards == [((0.5, 0.75), (1, 1)), ((1.25, 1.5), (1, 1))]
-    assert shard_hasher(Hasher(HasherConfig("lsh", ModelShape(2, 8, 4, 16))), 0, 2).head_shares == ()
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["plain", "padded", "static", "host", "beam"])
 def test_a_step_of_a_gpu_waits_for_nothing(kind):
     even = beyond_dense("llama", "transform", kind=kind)
-    found = beyond_dense("llama", "transform", Budget(0.1, by_head=SHARES), kind=kind)
+    found = beyond_dense("llama", "transform", LayerBudget(0.1, by_head=SHARES), kind=kind)
     assert found.copies == even.copies
     assert found.launches <= even.launches + (1 if kind in ("plain", "host", "beam") else 40)
 
@@ -287,53 +268,49 @@ def test_what_is_refused():
     model = tiny_model()
     for hasher in (SignHasher(), make_hasher("planes", ModelShape.of(model.config))):
         with pytest.raises(ValueError, match="needs a hasher with head_shares, which `hashtrain` measures, got none"):
-            attach(model, hasher, Budget(by_head=True))
-    with pytest.raises(ValueError, match="needs a hasher and our own kernels, got OracleSelector; leave by_head out"):
-        attach(model, OracleSelector(), Budget(by_head=SHARES))
+            attach(model, hasher, LayerBudget(by_head=True))
+    with pytest.raises(ValueError, match="needs a hasher, got OracleSelector; leave by_head out"):
+        attach(model, OracleSelector(), LayerBudget(by_head=SHARES))
     with pytest.raises(ValueError, match="by_head must have 2 shares in layer 0, got 3"):
-        attach(model, SignHasher(), Budget(by_head=(1.0, 1.0, 1.0)))
+        attach(model, SignHasher(), LayerBudget(by_head=(1.0, 1.0, 1.0)))
     for wrong in (1, (), (1.0, 0.0), ("1",), [1.0]):
         with pytest.raises(ValueError, match="by_head must be true, false or a tuple of numbers above 0"):
-            Budget(by_head=wrong)
+            LayerBudget(by_head=wrong)
     with pytest.raises(ValueError, match="by head counts only once attached"):
-        Budget(by_head=True).count(torch.tensor([3]))
+        LayerBudget(by_head=True).count(torch.tensor([3]))
     with pytest.raises(ValueError, match="by head counts only once attached"):
-        Budget(by_head=True).count_heads(3)
+        LayerBudget(by_head=True).count_heads(3)
     with pytest.raises(ValueError, match="pages on CUDA read as many tokens in each head"):
-        DeviceStep.of(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1), Budget(by_head=SHARES), 16, 32)
+        DeviceStep.of(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1), LayerBudget(by_head=SHARES), 16, 32)
 
 
 def test_bytes_are_the_mean_over_heads():
-    shares, plain = (0.5, 1.5), Budget(0.1, shortlist=4, values=0.5)
+    shares, plain = (0.5, 1.5), LayerBudget(0.1)
     found = step_bytes(10_000, replace(plain, by_head=shares), 64)
     alone = [step_bytes(10_000, of_head(plain, head, shares), 64) for head in (0, 1)]
     assert found.share == pytest.approx(sum(x.share for x in alone) / 2)
 
 
 @pytest.mark.parametrize(("layers", "heads"), [((), ()), ((0.5, 1.5), ()), ((), ((0.5, 1.5),) * 2)])
-def test_without_a_budget_attach_divides_its_own_as_far_as_the_hasher_has_shares(layers, heads):
+@pytest.mark.parametrize("own", [None, Budget(0.04)])
+def test_attach_divides_a_budget_as_far_as_the_hasher_has_shares(layers, heads, own):
     model = tiny_model(num_hidden_layers=2)
     hasher = make_hasher(shape=ModelShape.of(model.config))
     hasher.config = replace(hasher.config, layer_shares=layers, head_shares=heads)
-    with attach(model, hasher) as attachment:
+    with attach(model, hasher, own) as attachment:
         found = [plan.budget for plan in attachment._plans.values()]
-    assert [budget.fraction for budget in found] == [0.02 * share for share in layers or (1, 1)]
+    fraction = 0.02 if own is None else 0.04
+    assert [budget.fraction for budget in found] == [fraction * share for share in layers or (1, 1)]
     assert {budget.by_head for budget in found} == ({heads[0]} if heads else {False})
-    with attach(model, hasher, Budget()) as attachment:
-        assert {plan.budget for plan in attachment._plans.values()} == {Budget()}
-
-
-def test_flash_attention_reads_as_much_in_all_heads_by_default():
-    hasher = make_hasher(shape=ModelShape(2, 4, 2, 16))
-    hasher.config = replace(hasher.config, layer_shares=(0.5, 1.5), head_shares=((0.5, 1.5),) * 2)
-    assert usual_budget(hasher, decode=False, backend="flash") == Budget(by_layer=True)
+    with attach(model, hasher, LayerBudget()) as attachment:
+        assert {plan.budget for plan in attachment._plans.values()} == {LayerBudget()}
 
 
 @pytest.mark.parametrize("ends", [(0, 0), (1, 4)])
 def test_other_hashers_on_a_device_select_among_all_tokens_without_a_mask(monkeypatch, ends):
-    """The host does not read a device's numbers: there, counts by head take the way of masks with holes."""
+    """The host does not read a device's numbers: there, counts by head go to the operator."""
     model, ids = tiny_model(), prompts((60,))[0]
-    budget = Budget(0.2, sink=ends[0], recent=ends[1], by_head=SHARES)
+    budget = LayerBudget(0.2, sink=ends[0], recent=ends[1], by_head=SHARES)
     found = []
     for readable in (True, False):
         monkeypatch.setattr("sparse_decode.select.readable", lambda x, readable=readable: readable)
@@ -344,6 +321,6 @@ def test_other_hashers_on_a_device_select_among_all_tokens_without_a_mask(monkey
 
 
 def test_predictions_use_the_mean_share():
-    assert Budget(0.2, by_head=(1.0, 2.0)).mean_fraction == pytest.approx(0.3)
-    assert Budget(0.8, by_head=(0.5, 1.5)).mean_fraction == pytest.approx(0.7)  # no head reads more than all
-    assert Budget(0.2, by_head=True).mean_fraction == 0.2
+    assert LayerBudget(0.2, by_head=(1.0, 2.0)).mean_fraction == pytest.approx(0.3)
+    assert LayerBudget(0.8, by_head=(0.5, 1.5)).mean_fraction == pytest.approx(0.7)  # no head reads more than all
+    assert LayerBudget(0.2, by_head=True).mean_fraction == 0.2

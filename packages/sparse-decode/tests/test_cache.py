@@ -111,14 +111,11 @@ def machine(kind_name):
 
 
 TestDynamic, TestHost, TestStatic = map(machine, ("dynamic", "host", "static"))
-if "quantised" in KINDS:
-    TestQuantised = machine("quantised")
 
 OVERRIDES = {
     "dynamic": tuple(ACTS),
     "host": tuple(ACTS),
     "static": ("update", "reorder_cache", "lazy_initialization"),
-    "quantised": ("update", "reorder_cache", "reset"),
 }
 
 
@@ -174,17 +171,7 @@ def shorten(layer):
     layer.cumulative_length.sub_(3)
 
 
-def requantise(layer):
-    """What a press does to a quantised layer."""
-    keys, values = stored(layer)
-    layer._quantized_keys = layer._quantize(keys[:, :, 2:], axis=layer.axis_key)
-    layer._quantized_values = layer._quantize(values[:, :, 2:], axis=layer.axis_value)
-    layer.keys, layer.values = torch.zeros(0), torch.zeros(0)
-    layer.cumulative_length = keys.shape[2] - 2
-
-
 EDITS = [(kind, edit) for kind in RESIZABLE for edit in (prune, scale)] + [("static", scale), ("static", shorten)]
-EDITS += [("quantised", requantise)] * ("quantised" in KINDS)
 
 
 @pytest.mark.parametrize(("kind", "edit"), EDITS)

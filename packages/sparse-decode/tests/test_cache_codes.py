@@ -4,18 +4,14 @@ import copy
 
 import pytest
 import torch
-import transformers
-from sparse_decode.caches import cache_encoder, cache_types
+from sparse_decode.caches import cache_encoder
 from sparse_decode.caches.cache_encoder import Encoder, drop_codes
 from sparse_decode.caches.cache_types import carry_codes, coded_type
 from sparse_decode.caches.offload import HostLayer
-from sparse_decode_doubles import NO_QUANTISED, WholeNumberLayer
-from sparse_decode_layers import ACTS, KINDS, ROOM, cached_keys, check, encode, make, update
+from sparse_decode_doubles import RoundedLayer
+from sparse_decode_layers import KINDS, ROOM, cached_keys, check, encode, make, update
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-quantised = pytest.mark.skipif(not cache_types.QUANTISED, reason=NO_QUANTISED)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +79,7 @@ def test_codes_are_sixteen_bytes_per_token_and_head():
         update(layer, ROOM, 0)
         kv, codes = layer.memory()
         assert codes - layer.moments.nbytes == 2 * 2 * ROOM * 16
-        assert kv == 2 * 2 * 2 * ROOM * 16 * (1 if kind == "quantised" else 4)
+        assert kv == 2 * 2 * 2 * ROOM * 16 * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,42 +125,11 @@ def test_a_compiled_step_writes_the_codes_of_its_keys():
     check(layer)
 
 
-def test_quantised_layers_are_whole_from_the_version_on_that_the_refusal_names():
-    """Else a name that transformers changes would refuse them to everybody, and skip their tests."""
-    major, minor = map(int, transformers.__version__.split(".")[:2])
-    assert ((major, minor) >= (5, 21)) == cache_types.QUANTISED
-
-
-def test_quantised_layers_that_are_not_whole_are_refused_before_anything_is_changed(monkeypatch):
-    monkeypatch.setattr(cache_types, "QUANTISED", False)
-    layer = WholeNumberLayer()
-    with pytest.raises(ValueError, match=r"needs transformers 5\.21 or newer, got \d.*; use DynamicCache\(\)"):
-        carry_codes(layer, Encoder(encode))
-    assert type(layer) is WholeNumberLayer
-
-
-@quantised
-def test_a_quantised_layer_filled_before_is_hashed_from_what_it_holds():
-    layer = cache_utils.Fp8QuantizedLayer()
-    update(layer, 6, 0)
-    carry_codes(layer, Encoder(encode))
-    assert torch.equal(layer.codes, encode(layer._dequantize(layer._quantized_keys)))
-
-
-@quantised
-@pytest.mark.parametrize("act", ["crop", "batch_repeat_interleave", "batch_select_indices"])
-def test_what_a_quantised_layer_cannot_do_is_refused(act):
-    layer = make("quantised")
-    update(layer, 9, 0)
-    layer.crop(0)
-    with pytest.raises(ValueError, match=r"a quantised cache cannot .* use DynamicCache\(\)"):
-        ACTS[act](layer)
-
-
-def test_other_layers_are_refused():
-    assert coded_type(DynamicSlidingWindowLayer) is None
-    with pytest.raises(ValueError, match="got DynamicSlidingWindowLayer"):
-        carry_codes(DynamicSlidingWindowLayer(8), Encoder(encode))
+@pytest.mark.parametrize("other", [DynamicSlidingWindowLayer(8), RoundedLayer()])
+def test_other_layers_are_refused(other):
+    assert coded_type(type(other)) is None
+    with pytest.raises(ValueError, match=f"got {type(other).__name__}"):
+        carry_codes(other, Encoder(encode))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,8 @@ import torch
 import transformers
 from sparse_decode import Budget, LshSelector, OracleSelector, RecentSelector, attach
 from sparse_decode import model as model_module
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from sparse_decode_doubles import Auditor, SignHasher, generate, prompts
 from test_families import gemma4
 
@@ -76,7 +78,7 @@ def mllama():
     return model
 
 
-@pytest.mark.parametrize("rule", ["decode", 0])
+@pytest.mark.parametrize("rule", [None, 0])
 def test_cross_attention_stays_dense(rule):
     model, (ids, _) = mllama(), prompts((30,))
     image = {"cross_attention_states": torch.randn(1, 60, 64)}
@@ -90,7 +92,7 @@ def test_cross_attention_stays_dense(rule):
         return first, model(ids[:, :1], past_key_values=cache, **step).logits
 
     dense = logits()
-    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule) as attachment:
+    with attach_rows(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule) as attachment:
         assert attachment.layers == (0, 2)
         for found, expected in zip(logits(), dense, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -136,7 +138,7 @@ def test_a_model_with_other_heads_than_its_config_says_is_refused_at_prefill(bel
     model = check_families.build("xmod", {"is_decoder": True, "default_language": "en_XX"})
     ids = prompts((30,))[0]
     with (
-        attach(model, LshSelector(model.config), Budget(dense_below=below), dense_layers=0),
+        attach(model, LshSelector(model.config), LayerBudget(dense_below=below), dense_layers=0),
         pytest.raises(ValueError, match="layer 0 must have the 2 KV heads that the hasher is for, got keys of 4; the"),
     ):
         model(ids)

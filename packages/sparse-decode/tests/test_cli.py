@@ -10,7 +10,6 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.demo import demo_model_path
 from sparse_decode import streaming
 from sparse_decode.cli import main
-from sparse_decode.costs import pace
 from sparse_decode.streaming import _last_tokens, load_selector
 from sparse_decode_doubles import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, ModernBertDecoderConfig
@@ -68,24 +67,6 @@ def test_a_whole_budget_gives_the_dense_tokens(folder, capsys):
     assert found["dense"]["kv_bytes"] == found["sparse"]["kv_bytes"]
 
 
-def test_exact_mode_writes_the_dense_text_and_says_what_was_accepted(folder, capsys, monkeypatch):
-    assert main(arguments(folder, "--exact", "3", "--fraction", "0.1", "--compare")) == 0
-    found = last_line(capsys)
-    assert "sparse" not in found
-    assert found["same_tokens"] == found["exact"]["new_tokens"] == 6
-    short = {"checks": 0, "drafted": 0, "accepted": 0, "acceptance": None}
-    assert short.items() <= found["exact"].items(), "it is too short to pay"
-    monkeypatch.setattr(pace.Pace, "next", lambda *_: 3)
-    monkeypatch.setattr(pace.Pace, "could", lambda *_: True)
-    assert main(arguments(folder, "--exact", "3", "--fraction", "1", "--compare")) == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out.strip().splitlines()[-1])
-    assert found["same_tokens"] == found["exact"]["new_tokens"] == 6
-    assert {"checks": 2, "drafted": 3, "accepted": 3, "acceptance": 1.0}.items() <= found["exact"].items()
-    assert found["exact"]["density"] == 1
-    assert "accepted of drafted" in captured.err + captured.out
-
-
 def test_untrained_codes_and_a_part_of_the_prompt(folder, capsys):
     assert main(arguments(folder, "--hasher", "lsh", "--max-prompt-tokens", "11", "--max-new-tokens", "1")) == 0
     found = last_line(capsys)
@@ -133,8 +114,6 @@ def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, c
     [
         (["--fraction", "0"], "--fraction must be above 0 and at most 1, got 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--exact", "0"], "--exact must be at least 1, got 0"),
-        (["--exact", "16"], "exact must be an integer from 1 to 15"),
         (["--recent", "-1"], "--recent must be at least 0, got -1"),
         (["--dense-layers", "4"], "dense_layers must leave at least one of the full-attention layers"),
         (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got gpu"),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, attach
+from sparse_decode import attach
+from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.opaque import attend_step
 from sparse_decode.layer.blocks import RowRule
 from sparse_decode.layer.plan import LayerPlan
@@ -11,8 +12,7 @@ from sparse_decode.select import HashSelector, RecentSelector
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 OURS = {
-    "hashcore.score",
-    "hashcore.topk",
+    "hashcore.search",
     "sparse_decode.gather",
     "sparse_decode.hash_keys",
     "sparse_decode.hash_queries",
@@ -53,7 +53,7 @@ def test_a_compiled_step_is_operators_alone(variant, remainder):
         return graph
 
     caches = StaticCache(config=CONFIG, max_cache_len=ROOM), DynamicCache(config=CONFIG)
-    with torch.no_grad(), attach(model, selector, Budget(0.2), remainder=remainder) as attachment:
+    with torch.no_grad(), attach(model, selector, LayerBudget(0.2), remainder=remainder) as attachment:
         assert attachment.remainder == remainder
         for cache, step in zip(caches, (torch.compile(model, fullgraph=True, backend=backend), model), strict=True):
             attachment.reset_density()
@@ -81,7 +81,7 @@ def test_inductor_compiles_a_step_of_the_opaque_operator():
     config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 1})
     model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.randint(1, 64, (1, END))
     logits = []
-    with torch.no_grad(), attach(model, RecentSelector(), Budget(0.2), dense_layers=0):
+    with torch.no_grad(), attach(model, RecentSelector(), LayerBudget(0.2), dense_layers=0):
         for step in (model, torch.compile(model, fullgraph=True)):
             cache = StaticCache(config=config, max_cache_len=ROOM)
             model(ids[:, :PROMPT], past_key_values=cache)
@@ -92,7 +92,7 @@ def test_inductor_compiles_a_step_of_the_opaque_operator():
 
 @pytest.mark.parametrize(("dense_below", "read"), [(0, 10), (100, 50)])
 def test_the_opaque_operator_counts_a_step_without_a_mask(dense_below, read):
-    plan = LayerPlan(0, RecentSelector(), Budget(0.2, dense_below=dense_below), RowRule(None, 1))
+    plan = LayerPlan(0, RecentSelector(), LayerBudget(0.2, dense_below=dense_below), RowRule(None))
     q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, 50), (2, 50)))
     for _ in range(3):
         attend_step(q, k, v, None, None, None, None, [plan.unused], plan.number, 0.25, None)

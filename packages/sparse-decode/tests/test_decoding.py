@@ -5,16 +5,17 @@ import copy
 import pytest
 import torch
 from sparse_decode import Budget, OracleSelector, RecentSelector, attach
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from sparse_decode.caches import offload
-from sparse_decode.caches.cache_types import QUANTISED
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.unselected import sums
 from sparse_decode_doubles import (
-    NO_QUANTISED,
     Auditor,
     Calibrated,
     PaperLikeHasher,
+    RoundedLayer,
     SignHasher,
     generate,
     prompts,
@@ -22,21 +23,11 @@ from sparse_decode_doubles import (
     tiny_model,
 )
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache, cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
+from transformers import CompileConfig, DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 BUDGET = Budget(0.1, min_tokens=2, sink=1, recent=2)
 WAYS = {"greedy": {}, "beam": {"num_beams": 3}, "sampling": {"do_sample": True}}
-
-
-class LosslessLayer(QuantizedLayer):
-    """A quantised cache layer whose quantiser loses nothing, so that tokens can be compared."""
-
-    def _quantize(self, tensor, axis):
-        return tensor.clone()
-
-    def _dequantize(self, q_tensor):
-        return q_tensor
 
 
 def run(model, ids, mask=None, **options):
@@ -49,19 +40,12 @@ def make_cache(kind, model):
         return StaticCache(config=model.config, max_cache_len=80)
     if kind == "dynamic":
         return DynamicCache(config=model.config)
-    if not QUANTISED:
-        pytest.skip(NO_QUANTISED)
-    layer = {"lossless": lambda: LosslessLayer(residual_length=8), "fp8": cache_utils.Fp8QuantizedLayer}[kind]
-    return Cache(layers=[layer() for _ in range(model.config.num_hidden_layers)])
+    return Cache(layers=[RoundedLayer() for _ in range(model.config.num_hidden_layers)])
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("kind", "family"),
-    # Hugging Face quantises caches of models without sliding layers only.
-    [("static", "llama"), ("static", "gpt_oss"), ("static", "gemma3"), ("lossless", "llama")],
-)
+@pytest.mark.parametrize(("kind", "family"), [("static", "llama"), ("static", "gpt_oss"), ("static", "gemma3")])
 def test_other_caches_give_the_tokens_of_a_dynamic_one(kind, family, way, monkeypatch):
     model, (ids, mask) = tiny_model(family), prompts()
     with attach(model, SignHasher(), BUDGET) as attachment:
@@ -87,13 +71,12 @@ def test_a_static_cache_works_with_every_selector(selector, monkeypatch):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["static", "lossless"])
-def test_other_caches_keep_the_remainder(kind, way):
+def test_static_caches_keep_the_remainder(way):
     model, (ids, mask) = tiny_model(), prompts()
     with attach(model, Calibrated(), BUDGET) as attachment:
         assert attachment.remainder
         expected = run(model, ids, mask, **WAYS[way])
-        assert torch.equal(run(model, ids, mask, past_key_values=make_cache(kind, model), **WAYS[way]), expected)
+        assert torch.equal(run(model, ids, mask, past_key_values=make_cache("static", model), **WAYS[way]), expected)
     with attach(model, Calibrated(), BUDGET, remainder=False):
         assert not torch.equal(run(model, ids, mask, **WAYS[way]), expected)
 
@@ -109,7 +92,7 @@ def test_token_by_token_with_a_static_cache_and_no_mask():
     torch.testing.assert_close(logits["static"], logits["dynamic"], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["static", "fp8", "lossless"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_caches_filled_before_attaching_and_used_after_detaching(kind):
     model, (ids, _) = tiny_model(), prompts((40,), seed=2)
     mask = torch.ones_like(ids)
@@ -123,8 +106,7 @@ def test_caches_filled_before_attaching_and_used_after_detaching(kind):
     dense = run(model, ids, past_key_values=prefilled())
     with attach(model, SignHasher(), BUDGET):
         late = run(model, ids, past_key_values=prefilled())
-        if kind != "fp8":  # eight bits change keys, so codes of keys before and after differ
-            assert torch.equal(run(model, ids, past_key_values=copy.deepcopy(early)), late)
+        assert torch.equal(run(model, ids, past_key_values=copy.deepcopy(early)), late)
         assert not torch.equal(late, dense)
         model(ids[:, 30:31], attention_mask=mask[:, :31], past_key_values=early)
     with attach(model, SignHasher(), Budget(1.0)):
@@ -132,12 +114,10 @@ def test_caches_filled_before_attaching_and_used_after_detaching(kind):
     assert run(model, ids, past_key_values=early).shape == dense.shape
 
 
-def test_a_full_budget_on_a_quantised_cache_is_dense_on_it():
+def test_a_quantised_cache_is_refused():
     model, (ids, mask) = tiny_model(), prompts()
-    for way in WAYS.values():
-        dense = run(model, ids, mask, past_key_values=make_cache("fp8", model), **way)
-        with attach(model, SignHasher(), Budget(1.0)):
-            assert torch.equal(run(model, ids, mask, past_key_values=make_cache("fp8", model), **way), dense)
+    with attach(model, SignHasher(), Budget(1.0)), pytest.raises(ValueError, match=r"RoundedLayer.*DynamicCache"):
+        run(model, ids, mask, past_key_values=make_cache("quantised", model))
 
 
 def compiling(**options):
@@ -159,7 +139,7 @@ def graphs():
 def test_a_compiled_step_is_one_graph_with_the_same_tokens_and_counts(family, graphs):
     kinds = {"gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]}}.get(family, {})
     model, (ids, mask) = tiny_model(family, num_hidden_layers=2, **kinds), prompts()
-    budget = Budget(0.1, min_tokens=2, sink=1, dense_below=30)
+    budget = LayerBudget(0.1, min_tokens=2, sink=1, dense_below=30)
     # The sliding layer of gpt-oss has a second graph, from the moment its window is full; so it has without us.
     expected_graphs = {"llama": 1, "gpt_oss": 2}[family]
     with attach(model, SignHasher(), budget, dense_layers=0) as attachment:
@@ -198,7 +178,7 @@ def test_a_compiled_step_keeps_the_means(graphs, monkeypatch):
 def test_a_compiled_call_of_short_rows_is_dense(graphs):
     model, (ids, mask) = tiny_model(num_hidden_layers=1), prompts()
     dense = run(model, ids, mask, new_tokens=4)
-    with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=0) as attachment:
+    with attach(model, SignHasher(), LayerBudget(0.1, dense_below=1000), dense_layers=0) as attachment:
         assert torch.equal(run(model, ids, mask, new_tokens=4, cache_implementation="static", **compiling()), dense)
         assert attachment.density() == {0: 1.0}
         assert graphs() == (1, 0)
@@ -218,12 +198,11 @@ def test_chunked_prefill_compiled_from_the_first_call(graphs):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("rows", [{"max_decode_rows": 32}, {"sparse_rows": 40}])
 @pytest.mark.parametrize("helper", ["assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"])
-def test_assisted_decoding_gives_the_greedy_tokens(helper, rows, monkeypatch):
+def test_assisted_decoding_gives_the_greedy_tokens(helper, monkeypatch):
     model, (ids, _) = tiny_model(), prompts((40,))
     options = {helper: {"assistant_model": tiny_model(num_hidden_layers=3), "assistant_early_exit": 3}.get(helper, 4)}
-    with attach(model, SignHasher(), BUDGET, **rows):
+    with attach_rows(model, SignHasher(), BUDGET, sparse_rows=40):
         greedy = run(model, ids, new_tokens=20)
         auditor = Auditor(monkeypatch)
         assert torch.equal(run(model, ids, new_tokens=20, **options), greedy)
@@ -232,7 +211,7 @@ def test_assisted_decoding_gives_the_greedy_tokens(helper, rows, monkeypatch):
 
 def test_an_assistant_may_be_sparse_too():
     model, assistant, (ids, _) = tiny_model(), tiny_model(num_hidden_layers=3), prompts((40,))
-    with attach(model, SignHasher(), BUDGET, max_decode_rows=32):
+    with attach_rows(model, SignHasher(), BUDGET, sparse_rows=40):
         greedy = run(model, ids, new_tokens=20)
         assistant.generation_config.update(assistant_confidence_threshold=0.0, num_assistant_tokens=4)
         with attach(assistant, SignHasher(seed=3), BUDGET) as attachment:
@@ -243,7 +222,7 @@ def test_an_assistant_may_be_sparse_too():
 @pytest.mark.parametrize("chunk", [1, 7, 13, 16, 39, 40, 100])
 def test_prefill_in_chunks_is_the_whole_prefill(chunk):
     model, (ids, mask) = tiny_model(), prompts((40, 27))
-    with attach(model, SignHasher(), BUDGET, sparse_rows=40):
+    with attach_rows(model, SignHasher(), BUDGET, sparse_rows=40):
         whole = run(model, ids, mask)
         assert torch.equal(run(model, ids, mask, prefill_chunk_size=chunk), whole)
 
@@ -274,9 +253,7 @@ class DetachAt(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize(
-    ("kind", "kv"), [("dynamic", "device"), ("dynamic", "host"), ("static", "device"), ("lossless", "device")]
-)
+@pytest.mark.parametrize(("kind", "kv"), [("dynamic", "device"), ("dynamic", "host"), ("static", "device")])
 def test_detaching_in_the_middle_of_a_generation(kind, kv):
     model, (ids, _) = tiny_model(), prompts((40,), seed=2)
     with attach(model, SignHasher(), BUDGET):
@@ -348,11 +325,10 @@ def test_the_host_holds_everything_that_the_device_would():
         assert torch.equal(a.values, b.values)
 
 
-@pytest.mark.parametrize("kind", ["static", "lossless"])
-def test_other_caches_on_the_host_are_refused(kind):
+def test_static_caches_on_the_host_are_refused():
     model, (ids, _) = tiny_model(), prompts((9,))
     with attach(model, SignHasher(), kv="host"), pytest.raises(ValueError, match='kv="host" needs a DynamicCache'):
-        run(model, ids, past_key_values=make_cache(kind, model))
+        run(model, ids, past_key_values=make_cache("static", model))
 
 
 def test_selectors_without_codes_are_refused_for_keys_on_the_host():

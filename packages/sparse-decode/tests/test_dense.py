@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sparse_decode import Budget, attach, interface
 from sparse_decode.attention import bfloat_lanes, dense
 from sparse_decode.attention.dense import attend_all
+from sparse_decode.budget import LayerBudget
 from sparse_decode.layer import dense_step
 from sparse_decode_doubles import QUICK, UNUSUAL, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
@@ -239,7 +240,7 @@ def test_dense_layers_of_attached_models_are_as_dense(family, rows, monkeypatch)
         return attend_all(*given, **options)
 
     monkeypatch.setattr(dense_step, "attend_all", counted)
-    with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=[0, 2, 1]):
+    with attach(model, SignHasher(), LayerBudget(0.1, dense_below=1000), dense_layers=[0, 2, 1]):
         torch.testing.assert_close(steps(model, rows), expected, atol=2e-4, rtol=2e-4)
     assert served == [rows] * 8, "four layers, two steps, no prompt"
 
@@ -248,7 +249,7 @@ def test_prompts_training_and_returned_weights_go_the_models_own_way(monkeypatch
     model = tiny_model(implementation="eager")
     monkeypatch.setattr(dense_step, "attend_all", lambda *_, **__: pytest.fail("our kernel has none of this"))
     ids, cache = prompts((40,))[0], DynamicCache(config=model.config)
-    with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=1):
+    with attach(model, SignHasher(), LayerBudget(0.1, dense_below=1000), dense_layers=1):
         model(ids[:, :-1], past_key_values=cache)
         with torch.no_grad():
             found = model(ids[:, -1:], past_key_values=cache, output_attentions=True)
@@ -274,7 +275,7 @@ def test_a_dense_layer_grows_in_place_and_is_plain_after_detach():
 def test_a_static_cache_is_read_up_to_its_length():
     model, ids = tiny_model(), prompts((40,))[0]
     expected = model(ids).logits[:, -1]
-    with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=1):
+    with attach(model, SignHasher(), LayerBudget(0.1, dense_below=1000), dense_layers=1):
         cache = StaticCache(config=model.config, max_cache_len=600)
         model(ids[:, :-1], past_key_values=cache)
         for layer in cache.layers:
@@ -315,7 +316,7 @@ def test_a_short_step_goes_the_models_own_way(monkeypatch):
     for module in (interface, dense_step):
         monkeypatch.setattr(module, "OWN_FROM", dict.fromkeys(dense_step.OWN_FROM, 256))
     monkeypatch.setattr(dense_step, "attend_all", lambda *_, **__: pytest.fail("too short for our kernel"))
-    with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=2):
+    with attach(model, SignHasher(), LayerBudget(0.1, dense_below=1000), dense_layers=2):
         found = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
     assert all(torch.equal(*pair) for pair in zip(found.logits, expected.logits, strict=True))
 

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from hashcore.cuda import layout
 from hashcore.cuda.kept import Memory, Table
 from hashcore.cuda.source import read_source
 from hostsim import SimulationError, Simulator, check_slack, guarded

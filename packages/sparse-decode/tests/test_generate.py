@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from sparse_decode_doubles import (
     FAMILIES,
     QUICK,
@@ -90,7 +92,7 @@ def test_padding_counts_for_nothing_without_its_mask(monkeypatch):
 
 
 BUDGETS = st.builds(
-    Budget,
+    LayerBudget,
     fraction=st.sampled_from([0.001, 0.1, 0.5, 1.0]),
     min_tokens=st.integers(1, 4),
     max_tokens=st.none() | st.integers(4, 6),
@@ -106,12 +108,12 @@ SMALL = tiny_model("gpt_oss", num_hidden_layers=2, layer_types=["sliding_attenti
 @given(
     BUDGETS,
     st.lists(st.integers(1, 7), min_size=1, max_size=3),
-    st.sampled_from(["decode", 0, 2]),
+    st.sampled_from([None, 0, 2]),
     st.sampled_from([SignHasher(), OracleSelector(True), RecentSelector()]),
 )
 def test_any_context_any_batch_and_any_budget_work(budget, lengths, rows, selector):
     ids, mask = prompts(lengths)
-    with torch.no_grad(), attach(SMALL, selector, budget, dense_layers=0, sparse_rows=rows):
+    with torch.no_grad(), attach_rows(SMALL, selector, budget, dense_layers=0, sparse_rows=rows):
         cache = DynamicCache(config=SMALL.config)
         for first, last in ((0, max(lengths)), (0, 1), (0, 2)):
             ids_now, mask = (
@@ -128,8 +130,8 @@ def test_short_contexts_are_dense_at_a_full_budget(length):
     model = tiny_model()
     ids, mask = prompts((length, 1))
     dense = model(ids, attention_mask=mask).logits
-    for rows in ("decode", 0, 2):
-        with attach(model, SignHasher(), Budget(1.0, sink=4, recent=4), sparse_rows=rows):
+    for rows in (None, 0, 2):
+        with attach_rows(model, SignHasher(), Budget(1.0, sink=4, recent=4), sparse_rows=rows):
             assert generate(model, ids, mask, new_tokens=4).shape == (2, length + 4)
             logits = model(ids, attention_mask=mask).logits
             torch.testing.assert_close(logits[:, -1], dense[:, -1], atol=1e-4, rtol=1e-4)
@@ -138,13 +140,9 @@ def test_short_contexts_are_dense_at_a_full_budget(length):
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
-        ({"max_decode_rows": 8}, {"prompt_lookup_num_tokens": 4}),
-        ({"sparse_rows": 40}, {"prompt_lookup_num_tokens": 4}),
-        ({}, {"prefill_chunk_size": 16}),
-        (
-            {"sparse_rows": 40},
-            {"prefill_chunk_size": 13},
-        ),  # a last chunk of one token, told from decoding by its position
+        (40, {"prompt_lookup_num_tokens": 4}),
+        (None, {"prefill_chunk_size": 16}),
+        (40, {"prefill_chunk_size": 13}),  # a last chunk of one token, told from decoding by its position
     ],
 )
 def test_assisted_decoding_and_chunked_prefill_give_the_greedy_tokens(rows, options, monkeypatch):
@@ -153,7 +151,7 @@ def test_assisted_decoding_and_chunked_prefill_give_the_greedy_tokens(rows, opti
     with attach(model, SignHasher(), TENTH):
         greedy = run(model, ids, new_tokens=20)
     alone = auditor.steps
-    with attach(model, SignHasher(), TENTH, **rows):
+    with attach_rows(model, SignHasher(), TENTH, sparse_rows=rows):
         assert torch.equal(run(model, ids, new_tokens=20, **options), greedy)
     assert auditor.steps > alone
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, attach, interface
+from sparse_decode import attach, interface
+from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.growing import GrowingLayer, grow, stop_growing
 from sparse_decode_doubles import SignHasher, prompts, tiny_model
 from transformers import DynamicCache
@@ -98,7 +99,7 @@ def test_a_cache_carries_codes_from_the_break_even_on(below, monkeypatch):
     model, ids = tiny_model(), prompts((40,))[0]
     monkeypatch.setattr(interface, "FROM", 20)
     cache, kinds = DynamicCache(config=model.config), []
-    with attach(model, SignHasher(), Budget(0.1, dense_below=below)) as attachment:
+    with attach(model, SignHasher(), LayerBudget(0.1, dense_below=below)) as attachment:
         for first, last in ((0, 10), (10, 11), (11, 20), (20, 21), (21, 35), (35, 36)):
             model(ids[:, first:last], past_key_values=cache)
             kinds.append({type(layer).__name__ for layer in cache.layers})

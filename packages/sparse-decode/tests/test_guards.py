@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from sparse_decode import Budget, attach
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.layer import blocks
 from sparse_decode.layer.blocks import RowRule
@@ -45,7 +47,7 @@ def padded_is_alone(monkeypatch):
 def split_is_whole(monkeypatch):
     """A prefill in chunks is the whole prefill, in a padded batch too."""
     model, (ids, mask) = tiny_model(), padded((40, 27))
-    with attach(model, SignHasher(), TENTH, sparse_rows=24):
+    with attach_rows(model, SignHasher(), TENTH, sparse_rows=24):
         logits = generate(model, ids, mask, new_tokens=1, output_logits=True, return_dict_in_generate=True).logits
         options = {"prefill_chunk_size": 7, "output_logits": True, "return_dict_in_generate": True}
         split = generate(model, ids, mask, new_tokens=1, **options).logits
@@ -70,7 +72,7 @@ def selector_sees_everything(monkeypatch):
     original = LayerPlan._rows
 
     def blind(whose, *arguments, **known):
-        return replace(original(whose, *arguments, **known), visible=None)
+        return replace(original(whose, *arguments, **known), visible=None, known_span=None)
 
     monkeypatch.setattr(LayerPlan, "_rows", blind)
 
@@ -83,12 +85,12 @@ def no_mask(monkeypatch):
 
 
 def budget_of_all_positions(monkeypatch):
-    original = Budget.count
+    original = LayerBudget.count
 
     def count(budget, visible, length=None):
         return original(budget, torch.full_like(visible, int(visible.max()))).minimum(visible)
 
-    monkeypatch.setattr(Budget, "count", count)
+    monkeypatch.setattr(LayerBudget, "count", count)
 
 
 def means_with_padding(monkeypatch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_decode.hashing.hashers import QueryHeadHasher
 from sparse_decode.layer.plan import AttentionArgs, LayerPlan, RowRule
 from sparse_decode.pages.paged import PagedLayer, Pages, Step, tail_bytes
@@ -14,12 +14,11 @@ HQ, HKV, DIM, BITS = 4, 2, 64, 128
 SHAPE = ModelShape(2, HQ, HKV, DIM)
 SIZES = [16, 32, 128]
 BUDGETS = {
-    "half of the values": Budget(0.1, values=0.5),
-    "2 %": Budget(0.02, min_tokens=8, sink=4, recent=1),
-    "25 %": Budget(0.25, sink=2, recent=3),
-    "100 %": Budget(1.0),
-    "dense below": Budget(0.1, dense_below=200),
-    "no ends": Budget(0.1, sink=0, recent=0),
+    "2 %": LayerBudget(0.02, min_tokens=8, sink=4, recent=1),
+    "25 %": LayerBudget(0.25, sink=2, recent=3),
+    "100 %": LayerBudget(1.0),
+    "dense below": LayerBudget(0.1, dense_below=200),
+    "no ends": LayerBudget(0.1, sink=0, recent=0),
 }
 LENGTHS = [1, 5, 100, 199, 200, 700, 1500]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -73,13 +72,13 @@ class Batch:
             slots = self.blocks[row].long()[at // self.size] * self.size + at % self.size
             self.pages.write(slots, self.k[row], self.v[row], layer.encode(self.k[row]))
 
-    def step(self, budget: Budget) -> Step:
+    def step(self, budget: LayerBudget) -> Step:
         return Step.of(self.blocks, torch.tensor(self.lengths), budget, len(self.pages.k), self.size)
 
-    def alone(self, row: int, chosen: HashSelector, budget: Budget) -> tuple[torch.Tensor, tuple[int, int]]:
+    def alone(self, row: int, chosen: HashSelector, budget: LayerBudget) -> tuple[torch.Tensor, tuple[int, int]]:
         """The row as `attach` does it: one sequence, one contiguous cache, no mask."""
         k, v, q = (x.transpose(0, 1)[None] for x in (self.k[row], self.v[row], self.q[row][None]))
-        plan = LayerPlan(1, chosen, budget, RowRule(None, 1))
+        plan = LayerPlan(1, chosen, budget, RowRule(None))
         inputs = AttentionArgs(q, k, v, None, chosen.encode_keys(1, k), None, DIM**-0.5, None, None)
         return plan.attend(inputs)[0][0, 0], plan.tally.totals()
 
@@ -109,7 +108,7 @@ def test_a_row_in_pages_is_the_row_alone(name, size, dtype):
 def test_whole_budgets_are_dense_attention(dtype):
     layer, batch = PagedLayer(1, selector(), DIM**-0.5), Batch([700, 33], 32, dtype)
     batch.fill(layer)
-    out = layer.decode(batch.q, batch.pages, batch.step(Budget(1.0)))
+    out = layer.decode(batch.q, batch.pages, batch.step(LayerBudget(1.0)))
     for row in range(2):
         q, k, v = (x.float().transpose(0, 1)[None] for x in (batch.q[row][None], batch.k[row], batch.v[row]))
         dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0, :, 0]
@@ -164,16 +163,25 @@ def test_a_page_holds_its_codes_in_an_odd_number_of_lines(size, others):
 
 BATCH = Batch([40, 20], 16, torch.float32)
 REFUSED = {
-    "a page of none": (lambda: Step.of(BATCH.blocks + 99, torch.tensor([40, 20]), Budget(), 10, 16), "pages in 0..9"),
-    "too long": (lambda: Step.of(BATCH.blocks, torch.tensor([40, 99]), Budget(), 10, 16), "lengths must be in 1..80"),
-    "no token": (lambda: Step.of(BATCH.blocks, torch.tensor([40, 0]), Budget(), 10, 16), "got 0..40"),
-    "one length": (lambda: Step.of(BATCH.blocks, torch.tensor([40]), Budget(), 10, 16), r"got \(2, 5\) and \(1,\)"),
+    "a page of none": (
+        lambda: Step.of(BATCH.blocks + 99, torch.tensor([40, 20]), LayerBudget(), 10, 16),
+        "pages in 0..9",
+    ),
+    "too long": (
+        lambda: Step.of(BATCH.blocks, torch.tensor([40, 99]), LayerBudget(), 10, 16),
+        "lengths must be in 1..80",
+    ),
+    "no token": (lambda: Step.of(BATCH.blocks, torch.tensor([40, 0]), LayerBudget(), 10, 16), "got 0..40"),
+    "one length": (
+        lambda: Step.of(BATCH.blocks, torch.tensor([40]), LayerBudget(), 10, 16),
+        r"got \(2, 5\) and \(1,\)",
+    ),
     "per query head": (
         lambda: PagedLayer(0, HashSelector(QueryHeadHasher(Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0))), 1.0),
         "need codes per KV head",
     ),
     "another type": (
-        lambda: PagedLayer(0, selector(), 1.0).decode(BATCH.q.half(), BATCH.pages, BATCH.step(Budget())),
+        lambda: PagedLayer(0, selector(), 1.0).decode(BATCH.q.half(), BATCH.pages, BATCH.step(LayerBudget())),
         "q must be torch.float32",
     ),
     "a slot beyond": (
@@ -195,7 +203,7 @@ def test_what_does_not_fit_is_refused(name):
 
 
 def test_rows_differ_in_what_they_read():
-    step = BATCH.step(Budget(0.1, min_tokens=1, sink=1, recent=1, dense_below=30))
+    step = BATCH.step(LayerBudget(0.1, min_tokens=1, sink=1, recent=1, dense_below=30))
     assert step.reads.tolist() == [[4], [20]]
     assert step.dense.tolist() == [False, True]
     np.testing.assert_array_equal(step.blocks[1, 2:], 0)

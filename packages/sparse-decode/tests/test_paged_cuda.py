@@ -13,8 +13,8 @@ from hashcore import torch_library
 from hashcore.cuda.source import read_source
 from hashtrain import Hasher, HasherConfig
 from hostsim import SimulationError, Simulator
-from sparse_decode import Budget
 from sparse_decode.attention import gather
+from sparse_decode.budget import LayerBudget
 from sparse_decode.pages import paged_cuda
 from sparse_decode.pages.paged import PagedLayer, Pages
 from sparse_decode.pages.paged_cuda import DeviceStep
@@ -25,12 +25,12 @@ from test_paged import DIM, HKV, HQ, SHAPE, Batch, selector
 ORDERS = [0, 1, 7]
 LENGTHS = [5, 199, 200, 700, 1500]
 BUDGETS = {
-    "2 %": Budget(0.02, min_tokens=8, sink=4, recent=1),
-    "25 %": Budget(0.25, sink=2, recent=3),
-    "100 %": Budget(1.0),
-    "dense below": Budget(0.1, dense_below=200),
-    "no ends": Budget(0.1, sink=0, recent=0),
-    "the ends alone": Budget(0.001, sink=3, recent=2),
+    "2 %": LayerBudget(0.02, min_tokens=8, sink=4, recent=1),
+    "25 %": LayerBudget(0.25, sink=2, recent=3),
+    "100 %": LayerBudget(1.0),
+    "dense below": LayerBudget(0.1, dense_below=200),
+    "no ends": LayerBudget(0.1, sink=0, recent=0),
+    "the ends alone": LayerBudget(0.001, sink=3, recent=2),
 }
 CLOSE = 2e-2  # bfloat16: weights are rounded before they multiply values
 
@@ -124,7 +124,7 @@ def test_pages_change_no_bit_of_attention(order, dtype, simulated):
     """The same tokens, gathered into contiguous keys and values, through the kernels without pages."""
     layer, batch = filled([700, 33, 400], 16, dtype)
     simulated(order)
-    step = batch.on_device(Budget(0.2, sink=2, recent=3))
+    step = batch.on_device(LayerBudget(0.2, sink=2, recent=3))
     rows = batch.q[:, :, None]
     out = paged_cuda.decode(layer, batch.q, batch.pages, step)
     chosen = paged_cuda.choose(layer, rows, batch.pages.codes, step)
@@ -159,7 +159,7 @@ def test_a_bound_of_the_lengths_changes_nothing_but_room(simulated):
     """A graph is captured for the longest context that an engine allows, and with rows that are not there."""
     layer, batch = filled([700, 33], 16)
     simulated()
-    budget = Budget(0.2, sink=2, recent=3)
+    budget = LayerBudget(0.2, sink=2, recent=3)
     exact = paged_cuda.decode(layer, batch.q, batch.pages, batch.on_device(budget))
     wide = batch.on_device(budget, longest=batch.blocks.shape[1] * batch.size)
     assert wide.width > batch.on_device(budget).width
@@ -190,7 +190,7 @@ def test_codes_go_to_their_slots_and_nowhere_else(order, simulated):
 def test_the_guard_pages_catch_a_place_that_is_wrong():
     """These tests can fail: a kernel that looks up the wrong page is stopped or seen."""
     _, batch = filled([700, 33], 16)
-    step = batch.on_device(Budget(0.2))
+    step = batch.on_device(LayerBudget(0.2))
     indices = torch.full((2, HKV, 1, 4), -1)
     text = read_source(gather.KERNELS, "gather.cu")
     assert text.count("pages.table + (token >> pages.shift)") == 1
@@ -217,7 +217,7 @@ def decoded(rows: int, variant: str, pages: int = 50, size: int = 16, longest: i
         )
         layer.encode(k)  # moves the hasher's weights
         with Operators() as making:
-            step = DeviceStep.of(blocks, lengths, Budget(0.02), size, longest)
+            step = DeviceStep.of(blocks, lengths, LayerBudget(0.02), size, longest)
         with Operators() as seen:
             paged_cuda.write_codes(pool, slots, layer.encode(k))
             out = paged_cuda.decode(layer, q, pool, step)
@@ -230,7 +230,7 @@ def test_a_step_waits_for_nothing_and_its_launches_are_counted(variant):
     making, seen = decoded(4, variant)
     launching = [name for name in seen.launching if name not in ("clone", "contiguous")]
     assert launching == ["hash_keys", "place_codes", "hash_queries", "search", "gather_paged"]
-    assert sum(launches_of(name, False) for name in launching) == 7
+    assert sum(launches_of(name) for name in launching) == 7
     assert len(seen.launching) - len(launching) <= 2  # keys and queries in the order that the hash functions read
     assert not seen.copies + seen.on_host + making.copies + making.on_host
     assert len(making.launching) <= 30  # once a step, for all layers
@@ -243,10 +243,9 @@ def test_many_rows_are_hashed_by_torch_and_wait_for_nothing():
 
 
 REFUSED = {
-    "int64 tables": (lambda t, n: DeviceStep.of(t.long(), n, Budget(), 16, 64), "blocks must be int32"),
-    "one length": (lambda t, n: DeviceStep.of(t, n[:1], Budget(), 16, 64), r"got torch.int32 \(2, 4\) and \(1,\)"),
-    "too long": (lambda t, n: DeviceStep.of(t, n, Budget(), 16, 65), "longest must be in 1..64"),
-    "some values": (lambda t, n: DeviceStep.of(t, n, Budget(values=0.5), 16, 64), "got values=0.5; use 1"),
+    "int64 tables": (lambda t, n: DeviceStep.of(t.long(), n, LayerBudget(), 16, 64), "blocks must be int32"),
+    "one length": (lambda t, n: DeviceStep.of(t, n[:1], LayerBudget(), 16, 64), r"got torch.int32 \(2, 4\) and \(1,\)"),
+    "too long": (lambda t, n: DeviceStep.of(t, n, LayerBudget(), 16, 65), "longest must be in 1..64"),
     "pages of 24": (
         lambda t, n: gather.attend(
             torch.zeros(2, HQ, 1, DIM).half(), *torch.zeros(2, 3, HKV, 24, DIM).half(),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparse_decode import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_decode.pages import paged_cuda
 from sparse_decode.pages.paged import PagedLayer, Pages
 from sparse_decode.pages.paged_cuda import DeviceStep
@@ -14,7 +14,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; test_paged_cuda.py runs on the CPU"),
 ]
 CLOSE = {"rtol": 1e-2, "atol": 2e-2}  # bfloat16: weights are rounded before they multiply values
-BUDGETS = [Budget(0.02, min_tokens=8), Budget(0.25, sink=2, recent=3), Budget(1.0), Budget(0.1, dense_below=200)]
+BUDGETS = [
+    LayerBudget(0.02, min_tokens=8),
+    LayerBudget(0.25, sink=2, recent=3),
+    LayerBudget(1.0),
+    LayerBudget(0.1, dense_below=200),
+]
 
 
 def on_device(batch: Batch) -> Pages:
@@ -54,7 +59,7 @@ def test_a_graph_replays_at_other_lengths():
     """Captured for the longest context, the step included; replayed as requests grow."""
     layer, batch = PagedLayer(1, selector(), DIM**-0.5), Batch([700, 400], 16, torch.bfloat16)
     batch.fill(layer)
-    budget, pages, q = Budget(0.1, sink=2, recent=3), on_device(batch), batch.q.cuda()
+    budget, pages, q = LayerBudget(0.1, sink=2, recent=3), on_device(batch), batch.q.cuda()
     blocks, lengths = batch.blocks.cuda(), torch.tensor([700, 400], dtype=torch.int32, device="cuda")
 
     def step() -> torch.Tensor:

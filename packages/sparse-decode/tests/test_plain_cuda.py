@@ -3,8 +3,9 @@
 import pytest
 import torch
 from hashtrain import ModelShape
-from sparse_decode import Budget, QueryHeadHasher, attach
+from sparse_decode import QueryHeadHasher, attach
 from sparse_decode.attention.attend_inputs import Inputs
+from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.hashing import encode_cuda
 from sparse_decode.layer.blocks import AttentionArgs, RowRule
@@ -15,7 +16,7 @@ from test_fused import make_hasher, tensors
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-BUDGETS = [Budget(0.1), Budget(0.1, sink=0, recent=0), Budget(1.0), Budget(0.01, sink=2, recent=2)]
+BUDGETS = [LayerBudget(0.1), LayerBudget(0.1, sink=0, recent=0), LayerBudget(1.0), LayerBudget(0.01, sink=2, recent=2)]
 SCALING = 0.25
 
 
@@ -29,7 +30,7 @@ class Layer:
 
     def __init__(self, selector, budget=BUDGETS[0], remainder=False):
         fitted = selector.remainder(0) if remainder else None
-        self.plan = LayerPlan(0, selector, budget, RowRule(None, 1), fitted)
+        self.plan = LayerPlan(0, selector, budget, RowRule(None), fitted)
         self.held = carry_codes(DynamicLayer(), self.plan.encoder)
         own = self.plan.plain.get("cuda")
         self.plan.plain = {"cpu": own} if own else {}
@@ -81,7 +82,7 @@ def test_generation_with_and_without(family, monkeypatch):
     hasher, done = make_hasher(shape=ModelShape.of(model.config)), []
 
     def run(at_once):
-        with attach(model, hasher, Budget(0.2, min_tokens=4)) as attachment:
+        with attach(model, hasher, LayerBudget(0.2, min_tokens=4)) as attachment:
             for plan in attachment._plans.values():
                 plan.plain = {"cpu": plan.plain["cuda"]} if at_once else {}
             found = generate(model, ids, past_key_values=DynamicCache(config=model.config), num_beams=3)
@@ -115,11 +116,9 @@ class Other(HashSelector):
     [
         {"selector": HashSelector(SignHasher())},
         {"selector": Other(make_hasher())},
-        {"budget": Budget(0.1, shortlist=2)},
-        {"budget": Budget(0.1, values=0.5)},
-        {"budget": Budget(0.1, dense_below=91)},
+        {"budget": LayerBudget(0.1, dense_below=91)},
     ],
-    ids=["another hasher", "a subclass", "shortlist", "values", "short"],
+    ids=["another hasher", "a subclass", "short"],
 )
 def test_layers_that_are_not_plain_go_the_other_way(changed):
     layer, q = a_step(**changed)

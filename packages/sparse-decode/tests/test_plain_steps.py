@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, attach
+from sparse_decode import attach
 from sparse_decode.attention.attend_torch import attend_reference
+from sparse_decode.budget import LayerBudget
 from sparse_decode.hashing import encode_cuda, hashers
 from sparse_decode.hashing.hashers import QueryHeadHasher
 from sparse_decode.layer.blocks import AttentionArgs, RowRule
@@ -37,7 +38,7 @@ def inputs(tokens=100, **more):
 
 def test_a_selector_that_does_as_it_likes_reads_each_token_once():
     x = inputs()
-    plan = LayerPlan(0, Pages(), Budget(0.1, sink=2, recent=3), RowRule(None, 1))
+    plan = LayerPlan(0, Pages(), LayerBudget(0.1, sink=2, recent=3), RowRule(None))
     out, _ = plan.attend(x)
     union = torch.tensor([0, 1, 2, 3, 96, 97, 98, 99]).expand(2, 2, 1, -1)
     torch.testing.assert_close(out, attend_reference(x.q, x.k, x.v, union, 0.25))
@@ -48,14 +49,14 @@ def test_what_a_hash_selects_is_counted_without_a_look():
     hasher = Hasher(HasherConfig("lsh", ModelShape(1, 4, 2, 16), bits=64), 0)
     selector, x = HashSelector(hasher), inputs()
     x = AttentionArgs(x.q, x.k, x.v, None, selector.encode_keys(0, x.k), None, 0.25, None, None)
-    plan = LayerPlan(0, selector, Budget(0.1, sink=2, recent=3), RowRule(None, 1))
+    plan = LayerPlan(0, selector, LayerBudget(0.1, sink=2, recent=3), RowRule(None))
     plan.attend(x)
     assert plan.tally.totals() == (2 * 4 * 10, 2 * 4 * 100)
 
 
 def test_what_one_mode_left_another_can_use():
     remainder = torch.rand(4, 6)
-    plan = LayerPlan(0, RecentSelector(), Budget(0.1), RowRule(None, 1), remainder)
+    plan = LayerPlan(0, RecentSelector(), LayerBudget(0.1), RowRule(None), remainder)
     with torch.inference_mode():
         first, _ = plan.attend(inputs())
     x = inputs()
@@ -64,7 +65,7 @@ def test_what_one_mode_left_another_can_use():
 
 
 def test_two_steps_with_gradients_on():
-    plan = LayerPlan(0, RecentSelector(), Budget(0.1), RowRule(None, 1), torch.rand(4, 6))
+    plan = LayerPlan(0, RecentSelector(), LayerBudget(0.1), RowRule(None), torch.rand(4, 6))
     from sparse_decode.unselected.remainder import RunningMoments
 
     moments, x = RunningMoments(), inputs(101)
@@ -75,7 +76,7 @@ def test_two_steps_with_gradients_on():
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("budget", [Budget(0.2), Budget(0.2, dense_below=200)])
+@pytest.mark.parametrize("budget", [LayerBudget(0.2), LayerBudget(0.2, dense_below=200)])
 def test_eager_attention_that_adds_its_mask_unasked_gets_one(budget):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
     config = ModernBertDecoderConfig(vocab_size=64, **sizes, max_position_embeddings=256, pad_token_id=0)
@@ -109,7 +110,7 @@ def test_a_step_that_hashes_keys_and_queries_at_once_is_one_that_hashes_them_apa
             monkeypatch.setattr("sparse_decode.layer.calls.readable", lambda x: False)
             monkeypatch.setattr(encode_cuda, "supports", lambda layer, x: x.shape[2] == 1)
             monkeypatch.setattr(hashers, "encode_cuda", SimpleNamespace(**vars(encode_cuda) | {"step": step}))
-        with torch.no_grad(), attach(model, of(hasher), Budget(0.2)):
+        with torch.no_grad(), attach(model, of(hasher), LayerBudget(0.2)):
             logits = [model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache).logits]
             for i in range(40, 46):
                 seen = mask[:, : i + 1]

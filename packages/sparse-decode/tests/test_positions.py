@@ -1,20 +1,11 @@
-"""Visibility, first and last tokens, merged sets: against Python lists."""
+"""Visibility, spans, and the tokens around a selection: against Python lists."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode.positions import (
-    between,
-    count_visible,
-    ends_by_sorting,
-    first_visible,
-    last_visible,
-    merge,
-    visible_rows,
-    visible_span,
-    with_ends,
-)
+from sparse_decode.positions import count_visible, ends_by_sorting, see, visible_rows, visible_span, with_ends
+from sparse_decode.select import Rows
 from sparse_decode_doubles import as_sets
 
 CPU = torch.device("cpu")
@@ -24,40 +15,6 @@ ENDS = st.integers(0, 11)
 def lists(indices):
     as_sets(indices, 10_000)
     return [[token for token in row if token >= 0] for row in indices.flatten(0, -2).tolist()]
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4), st.integers(0, 10))
-def test_first_and_last_visible_tokens(rows, wanted):
-    visible = torch.tensor(rows)[None, None]
-    counts = visible[:, 0].sum(-1).clamp(max=wanted)
-    seen = [[i for i, bit in enumerate(row) if bit] for row in rows]
-    assert lists(first_visible(visible, counts, 9)) == [row[:wanted] for row in seen]
-    assert lists(last_visible(visible, counts, 9)) == [
-        row[len(row) - wanted if len(row) > wanted else 0 :] for row in seen
-    ]
-
-
-def test_everything_visible_needs_no_mask():
-    counts = torch.tensor([[0, 2, 5]])
-    assert lists(first_visible(None, counts, 5)) == [[], [0, 1], [0, 1, 2, 3, 4]]
-    assert lists(last_visible(None, counts, 5)) == [[], [3, 4], [0, 1, 2, 3, 4]]
-
-
-SETS = st.lists(st.lists(st.sets(st.integers(0, 11)), min_size=3, max_size=3), min_size=2, max_size=2)
-
-
-@settings(deadline=None)
-@given(SETS, st.lists(st.sets(st.integers(0, 11)), min_size=3, max_size=3))
-def test_merging_keeps_each_token_once(selected, extra):
-    def padded(sets):
-        width = max(map(len, sets))
-        return [sorted(s) + [-1] * (width - len(s)) for s in sets]
-
-    wide = torch.tensor(padded([s for head in selected for s in head]), dtype=torch.int64).view(1, 2, 3, -1)
-    merged = merge(wide, torch.tensor([padded(extra)], dtype=torch.int64), 12)
-    assert lists(merged) == [sorted(s | e) for head in selected for s, e in zip(head, extra, strict=True)]
-    assert merged.shape[-1] == max(len(s | e) for head in selected for s, e in zip(head, extra, strict=True))
 
 
 @pytest.mark.parametrize("n", [6, 10])
@@ -83,19 +40,22 @@ def test_masks_with_biases_or_heads_are_refused():
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=5))
-def test_a_span_is_what_a_row_sees_or_none(rows):
+def test_a_span_is_what_a_row_sees_and_holes_are_refused(rows):
     visible = torch.tensor(rows)[:, None, None]
-    whole = all("".join("01"[x] for x in row).strip("0").count("0") == 0 for row in rows)
-    span = visible_span(visible, 7)
-    assert (span is not None) == whole
-    if span is not None:
-        positions = torch.arange(7)
-        first, end = (x[..., None] for x in span)
-        assert torch.equal((positions >= first) & (positions < end), visible[:, 0])
+    if any("".join("01"[x] for x in row).strip("0").count("0") for row in rows):
+        with pytest.raises(ValueError, match=r"consecutive tokens .* with holes; pad on the left only"):
+            visible_span(visible)
+        return
+    positions = torch.arange(7)
+    first, end = (x[..., None] for x in visible_span(visible))
+    assert torch.equal((positions >= first) & (positions < end), visible[:, 0])
 
 
-def test_without_a_mask_the_span_is_all():
-    assert visible_span(None, 7) == (0, 7)
+def test_on_a_device_holes_are_an_error_of_the_device(monkeypatch):
+    monkeypatch.setattr("sparse_decode.positions.readable", lambda x: False)
+    visible_span(torch.tensor([True, True, False])[None, None, None])
+    with pytest.raises(RuntimeError, match=r"consecutive tokens .* with holes"):
+        visible_span(torch.tensor([True, False, True])[None, None, None])
 
 
 @settings(deadline=None)
@@ -121,16 +81,17 @@ def test_ends_stand_around_what_is_selected_of_the_others(heads, spans, sink, re
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4), ENDS, ENDS)
-def test_candidates_are_what_a_row_sees_but_its_ends(rows, sink, recent):
-    visible = torch.tensor(rows)[:, None, None]
-    found = between(visible, sink, recent, 1, 9, CPU)
-    for row, kept in zip(rows, found[:, 0, 0].tolist(), strict=True):
-        seen = [i for i, bit in enumerate(row) if bit]
+@given(st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=1, max_size=4), ENDS, ENDS, ENDS)
+def test_a_step_reads_the_ends_of_what_it_sees_and_selects_between_them(spans, sink, recent, more):
+    spans = [sorted(span) for span in spans]
+    shown = torch.tensor([[start <= token < end for token in range(9)] for start, end in spans])[:, None, None]
+    found = see(shown, lambda seen: (seen.clamp(max=sink + recent + more), seen > 0), sink, recent)
+    q, k = torch.zeros(len(spans), 1, 1, 2), torch.zeros(len(spans), 1, 9, 2)
+    rows = Rows(0, q, k, None, shown, found.chosen, 1.0, sink=sink, recent=recent, known_span=found.span)
+    among = rows.candidates().expand(len(spans), 1, 1, 9)
+    for row, (start, end) in enumerate(spans):
+        seen = list(range(start, end))
         middle = seen[sink : max(sink, len(seen) - recent)]
-        assert [i for i, bit in enumerate(kept) if bit] == middle
-
-
-def test_candidates_without_a_mask():
-    assert between(None, 0, 0, 2, 5, CPU) is None
-    assert between(None, 1, 2, 2, 5, CPU).tolist() == [[[[False, True, True, False, False]] * 2]]
+        assert sorted(x for x in found.ends[row].tolist() if x >= 0) == [x for x in seen if x not in middle]
+        assert among[row, 0, 0].nonzero().flatten().tolist() == middle
+        assert found.chosen[row].item() == min(more, max(0, len(seen) - sink - recent))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hashtrain.evaluation.remainder import Evidence, add_remainder, linear_values, log_weight
 from sparse_decode import Budget, attach, attend
+from sparse_decode.attach import attach_rows
 from sparse_decode.layer import plan
 from sparse_decode.unselected.remainder import RunningMoments
 from sparse_decode.unselected.sums import FOLD
@@ -149,7 +150,7 @@ def test_attention_with_the_remainder_is_that_of_its_equations(budget, monkeypat
         return calls[-1][-1]
 
     monkeypatch.setattr(plan, "attend", record)
-    with attach(model, hasher, Budget(budget), sparse_rows=0, dense_layers=3) as attachment:
+    with attach_rows(model, hasher, Budget(budget), sparse_rows=0, dense_layers=3) as attachment:
         assert attachment.remainder
         model(ids, attention_mask=mask, use_cache=False)
     ((q, k, v, indices, scaling, whole),) = calls
@@ -179,7 +180,7 @@ def test_the_remainder_changes_attention_and_can_be_left_out():
     ids, _ = prompts((40,))
     outs = []
     for hasher, wanted in ((Calibrated(), True), (Calibrated(), False), (SignHasher(), True)):
-        with attach(model, hasher, Budget(0.1), sparse_rows=0, remainder=wanted) as attachment:
+        with attach_rows(model, hasher, Budget(0.1), sparse_rows=0, remainder=wanted) as attachment:
             outs.append(model(ids).logits)
             assert attachment.remainder == (wanted and isinstance(hasher, Calibrated))
     assert torch.equal(outs[1], outs[2])
@@ -199,9 +200,9 @@ def test_cached_steps_equal_one_pass_over_the_text(options):
     """Beams reorder the cache, prompt lookup crops it; a forward pass over the final text keeps no state at all."""
     model = tiny_model()
     ids, _ = prompts((33,))
-    with attach(model, Calibrated(), Budget(0.2), max_decode_rows=4):
+    with attach_rows(model, Calibrated(), Budget(0.2), sparse_rows=33):
         text = generate(model, ids, new_tokens=12, **options)
-    with attach(model, Calibrated(), Budget(0.2), sparse_rows=33):
+    with attach_rows(model, Calibrated(), Budget(0.2), sparse_rows=33):
         logits = model(text, use_cache=False).logits
     if not options.get("num_beams"):
         assert torch.equal(logits[:, 32:-1].argmax(-1), text[:, 33:])
@@ -243,7 +244,7 @@ def test_a_copied_cache_goes_its_own_way():
         one = model(ids[:, 21:22], past_key_values=past).logits
         model(ids[:, 25:26], past_key_values=twin)
         again = model(ids[:, 22:23], past_key_values=past).logits
-    with attach(model, Calibrated(), Budget(0.2), sparse_rows=20):
+    with attach_rows(model, Calibrated(), Budget(0.2), sparse_rows=20):
         expected = model(ids[:, :23], use_cache=False).logits
     torch.testing.assert_close(torch.cat([one, again], 1), expected[:, 21:], atol=2e-4, rtol=2e-4)
 
@@ -255,7 +256,7 @@ def test_a_mask_that_is_not_causal_is_refused():
     mask[..., 10:, :5] = False  # two packed texts
     mask[..., 19, :] = True
     with (
-        attach(model, Calibrated(), Budget(0.2), sparse_rows=0),
+        attach_rows(model, Calibrated(), Budget(0.2), sparse_rows=0),
         pytest.raises(ValueError, match="needs a causal mask"),
     ):
         model(ids, attention_mask=mask, use_cache=False)

@@ -11,11 +11,12 @@ import transformers
 from fake_gpu import fake_gpu
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach
+from sparse_decode.attach import attach_rows
 from sparse_decode.interface import register
 from sparse_decode.layer import calls, dense_step, plan
-from sparse_decode.model import FLASH_NAME, NAMES
+from sparse_decode.model import NAMES
 from sparse_decode.select import HashSelector
-from sparse_decode_doubles import Calibrated, OwnAttention, SignHasher, generate, prompts, tiny_model
+from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 WHOLE = Budget(1.0)
@@ -206,55 +207,16 @@ def test_dropout_is_refused_at_prefill():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("rule", ["decode", 0, 36])
-def test_eager_attention_returns_the_weights_of_sparse_steps(family, rule):
+def test_attention_weights_are_those_of_dense_calls_and_refused_for_sparse_rows(family):
     model, (ids, mask) = tiny_model(family, implementation="eager"), prompts((40, 33))
-    options = {"output_attentions": True, "return_dict_in_generate": True, "new_tokens": 4}
-    dense = generate(model, ids, mask, **options)
-    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule):
-        found = generate(model, ids, mask, **options)
-    assert torch.equal(found.sequences, dense.sequences)
-    for step, expected in zip(found.attentions, dense.attentions, strict=True):
-        for one, other in zip(step, expected, strict=True):
-            torch.testing.assert_close(one[0], other[0], atol=1e-4, rtol=1e-4)  # nothing is padding
-    with attach(model, SignHasher(), Budget(0.2), dense_layers=0, sparse_rows=rule):
-        few = generate(model, ids, mask, **options).attentions[2][3]
-    assert few.shape == dense.attentions[2][3].shape
-    if rule != 36:
-        assert int((few[0, 0, 0] > 0).sum()) == int(few.shape[3] * 0.2)
-
-
-@pytest.mark.parametrize("assistant", ["lookup", "model"])
-@pytest.mark.parametrize("rule", ["decode", 0])
-def test_assisted_decoding_with_eager_attention_returns_weights(assistant, rule):
-    model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
-    helper = {"prompt_lookup_num_tokens": 3} if assistant == "lookup" else {"assistant_model": tiny_model(seed=1)}
-    options = {"output_attentions": True, "return_dict_in_generate": True, **helper}
-    dense = generate(model, ids, **options)
-    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, max_decode_rows=4):
-        found = generate(model, ids, **options)
-    assert torch.equal(found.sequences, dense.sequences)
-    assert len(found.attentions) == len(dense.attentions)
-    for step, expected in zip(found.attentions, dense.attentions, strict=True):
-        for one, other in zip(step, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
-def test_weights_with_a_remainder_are_refused():
-    model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
-    with attach(model, Calibrated(), sparse_rows=0):
-        model(ids)
-        with pytest.raises(ValueError, match="no column for the remainder; attach with remainder=False"):
-            model(ids, output_attentions=True)
-
-
-@pytest.mark.parametrize("selector", [Calibrated(), OwnAttention()], ids=["remainder", "own attention"])
-def test_weights_that_no_step_could_return_are_refused_with_the_prompt(selector):
-    model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
-    with attach(model, selector):
-        with pytest.raises(ValueError, match="output_attentions"):
-            model(ids, output_attentions=True, use_cache=True)
-        assert model(ids, output_attentions=True, use_cache=False).attentions is not None  # no step can follow
+    options = {"output_attentions": True, "return_dict_in_generate": True}
+    dense = model(ids, attention_mask=mask, output_attentions=True).attentions
+    with attach(model, SignHasher(), WHOLE, dense_layers=0):
+        found = model(ids, attention_mask=mask, output_attentions=True).attentions
+        for one, other in zip(found, dense, strict=True):
+            torch.testing.assert_close(one, other)
+        with pytest.raises(ValueError, match="sparse rows have no attention weights; do not set output_attentions"):
+            generate(model, ids, mask, **options)
 
 
 def move(model, device, dtype):
@@ -296,8 +258,8 @@ def masked(rows, n, blind, kind):
     return seen[None, None] if kind == "sdpa" else torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
 
 
-CACHES = [(way, rule, static) for way in ("sdpa", "eager") for rule in ("decode", 0) for static in (False, True)]
-COMPILED = [("sdpa", "decode", True), ("eager", 0, True)]
+CACHES = [(way, rule, static) for way in ("sdpa", "eager") for rule in (None, 0) for static in (False, True)]
+COMPILED = [("sdpa", None, True), ("eager", 0, True)]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +276,7 @@ def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, 
         return step(ids[:, 20:], past_key_values=cache, attention_mask=masked(4, 24, [1, 3], implementation)).logits
 
     dense = run()
-    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, max_decode_rows=4):
+    with attach_rows(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule):
         torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
 
 
@@ -373,16 +335,6 @@ def test_a_compiled_step_that_sees_nothing_is_as_in_dense_attention():
     torch.testing.assert_close(found, dense, atol=1e-4, rtol=1e-4)
 
 
-def test_a_step_that_sees_nothing_has_the_weights_of_eager_attention(monkeypatch):
-    model = tiny_model(implementation="eager")
-    dense = blind_step(model, output_attentions=True).attentions
-    with attach(model, SignHasher(), WHOLE, dense_layers=0):
-        for module in (plan, calls, dense_step):
-            monkeypatch.setattr(module, "readable", lambda x: False)
-        for found, expected in zip(blind_step(model, output_attentions=True).attentions, dense, strict=True):
-            torch.testing.assert_close(found, expected)
-
-
 def test_a_step_that_sees_nothing_stops_where_its_values_are_in_host_memory(monkeypatch):
     model = tiny_model(implementation="eager")
     with attach(model, SignHasher(), WHOLE, dense_layers=0, kv="host"):
@@ -392,7 +344,7 @@ def test_a_step_that_sees_nothing_stops_where_its_values_are_in_host_memory(monk
             blind_step(model)
 
 
-@pytest.mark.parametrize("rule", ["decode", 0])
+@pytest.mark.parametrize("rule", [None, 0])
 def test_a_mask_narrower_than_the_keys_is_refused_and_one_of_width_one_is_as_torch_takes_it(rule):
     model = tiny_model()
     attention = model.model.layers[3].self_attn
@@ -411,7 +363,7 @@ def test_a_mask_narrower_than_the_keys_is_refused_and_one_of_width_one_is_as_tor
 
     wide = torch.ones(1, 1, 4, 1, dtype=torch.bool)
     dense = call(wide, prefilled())
-    with attach(model, SignHasher(), WHOLE, sparse_rows=rule, max_decode_rows=4):
+    with attach_rows(model, SignHasher(), WHOLE, sparse_rows=rule):
         torch.testing.assert_close(call(wide, prefilled()), dense, atol=1e-5, rtol=1e-5)
         cache = prefilled()
         with pytest.raises(ValueError, match=r"4 rows and 24 keys, got shape \(1, 1, 4, 12\)"):
@@ -433,11 +385,11 @@ def test_a_query_head_hasher_adds_the_remainder_too():
     assert not attach_and_detach(model, QueryHeadHasher(hasher)).remainder
     for layer in hasher.layers:
         layer.remainder.copy_(Calibrated.coefficients)
-    attachment = attach(model, QueryHeadHasher(hasher), Budget(0.1), sparse_rows=0)
+    attachment = attach_rows(model, QueryHeadHasher(hasher), Budget(0.1), sparse_rows=0)
     with attachment:
         whole = model(ids).logits
     assert attachment.remainder
-    with attach(model, QueryHeadHasher(hasher), Budget(0.1), sparse_rows=0, remainder=False):
+    with attach_rows(model, QueryHeadHasher(hasher), Budget(0.1), sparse_rows=0, remainder=False):
         assert not torch.allclose(model(ids).logits, whole, atol=1e-3)
 
 
@@ -451,7 +403,7 @@ def test_our_attention_takes_its_arguments_in_the_order_of_transformers_own():
     """Whoever wraps all attention functions, as kvpress does, hands the first six on by their places."""
     register()
     own = list(inspect.signature(transformers.AttentionInterface()["sdpa"]).parameters)
-    for name in (*NAMES.values(), FLASH_NAME):
+    for name in NAMES.values():
         assert list(inspect.signature(transformers.AttentionInterface()[name]).parameters)[:7] == own[:7]
 
 

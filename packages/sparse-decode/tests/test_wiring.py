@@ -4,6 +4,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, KeyQueryHasher, QueryHeadHasher, attach
+from sparse_decode.attach import attach_rows
 from sparse_decode_doubles import Auditor, generate, prompts, tiny_model
 
 
@@ -22,7 +23,7 @@ def test_every_variant_generates_and_scores(variant, per_query_head, monkeypatch
         generate(model, ids, mask, new_tokens=4)
     assert auditor.steps == 12
     assert attachment.counts()[2][1] == 4 * sum(n + step for n in (40, 27, 33) for step in (1, 2, 3))
-    with attach(model, selector, Budget(0.1), sparse_rows=0):
+    with attach_rows(model, selector, Budget(0.1), sparse_rows=0):
         assert model(ids[:1]).logits.isfinite().all()
 
 
@@ -41,5 +42,5 @@ def test_a_hasher_of_another_model_is_refused(change, fact, wrap):
     model, (ids, _) = tiny_model(), prompts((9,))
     dense = model(ids).logits
     with pytest.raises(ValueError, match=f"belongs to another model .*expected {fact}"):
-        attach(model, wrap(other), sparse_rows=0)
+        attach_rows(model, wrap(other), sparse_rows=0)
     assert torch.equal(model(ids).logits, dense)

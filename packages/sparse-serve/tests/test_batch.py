@@ -7,7 +7,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from serve_engine import Impl
-from sparse_decode import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_decode.pages.paged import tail_bytes
 from sparse_serve.batch import Batch
 from sparse_serve.layout import Moves, RowPages
@@ -39,7 +39,7 @@ class ByRows:
 
 def batch(queries, lengths, prefilling, held=None, budget=None):
     said = None if prefilling is None else torch.tensor(prefilling)
-    given = SIZE, said, budget or Budget(), lambda starts, lengths: "a schedule", held or ByRows()
+    given = SIZE, said, budget or LayerBudget(), lambda starts, lengths: "a schedule", held or ByRows()
     return Batch.of(metadata(queries, lengths), *given)
 
 
@@ -69,7 +69,7 @@ def test_rows_are_told_apart(queries, lengths, prefilling, decoding, prompts):
 
 
 def test_rows_below_the_break_even_are_vllms():
-    budget, held = Budget(dense_below=60), RowPages()
+    budget, held = LayerBudget(dense_below=60), RowPages()
     assert batch([1, 5], [40, 5], [False, True], held, budget).plain
     found = batch([1, 5, 1, 2], [40, 70, 70, 33], [False, True, False, True], held, budget)
     assert (found.plain, found.read) == (False, 40)

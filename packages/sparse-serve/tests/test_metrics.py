@@ -7,16 +7,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_decode.pages.paged import PagedLayer, Pages, Step
 from sparse_decode.select import HashSelector
 from sparse_serve.spent import Spent
 
 BUDGETS = {
-    "2 %": Budget(0.02),
-    "at least 7": Budget(0.02, min_tokens=7),
-    "below 40 dense": Budget(0.1, dense_below=40),
-    "all": Budget(1.0),
+    "2 %": LayerBudget(0.02),
+    "at least 7": LayerBudget(0.02, min_tokens=7),
+    "below 40 dense": LayerBudget(0.1, dense_below=40),
+    "all": LayerBudget(1.0),
 }
 
 
@@ -38,7 +38,7 @@ def test_lengths_alone_say_what_the_layers_count(name):
 
 @pytest.mark.parametrize("generated", [0, 1])
 def test_a_request_without_a_decode_step_reads_nothing(generated):
-    assert Spent.of(Budget(), 50, generated) == (0, 0, 0, 0)
+    assert Spent.of(LayerBudget(), 50, generated) == (0, 0, 0, 0)
 
 
 class Registered:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from sparse_decode import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_serve import Settings
 
 REFUSED = {
@@ -32,7 +32,7 @@ def test_without_settings_there_is_nothing_to_do(additional):
 
 
 def test_defaults_are_those_of_the_budget():
-    assert Settings("x").budget() == Budget()
+    assert Settings("x").budget() == LayerBudget()
 
 
 def test_every_setting_arrives():
@@ -40,7 +40,7 @@ def test_every_setting_arrives():
     settings = Settings.of({"spotlight": {"hasher": "x", "dense_layers": [0, 2], **given}})
     assert settings == Settings("x", **given, dense_layers=(0, 2))
     assert settings is not None
-    assert settings.budget() == Budget(**given)
+    assert settings.budget() == LayerBudget(**given)
 
 
 def test_what_the_engine_imports_first_brings_no_numba():

@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from sparse_decode import Budget, attach
+from sparse_decode import Budget
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from transformers import PreTrainedModel
 
 from evals.methods import LoadedMethod, Sampling
@@ -47,9 +49,10 @@ def attending(
     if isinstance(selector, Sampling):
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
-    budget = replace(budget, sink=always.sink, recent=always.recent)
+    # Not divided among layers and heads, so that all methods are measured alike.
+    budget = LayerBudget.like(budget, sink=always.sink, recent=always.recent)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
-    with attach(
+    with attach_rows(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder
     ) as attachment:
         yield found

@@ -5,4 +5,4 @@ from hashcore.index import BitIndex
 from hashcore.ops import group_planes, pack, planes, quantise, score, search, topk, unpack
 
 __all__ = ["BitIndex", "group_planes", "pack", "planes", "quantise", "reference", "score", "search", "topk", "unpack"]
-__version__ = "1.0.0"
+__version__ = "2.0.0"

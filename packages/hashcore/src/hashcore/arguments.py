@@ -165,9 +165,6 @@ def layout_of(x: NDArray[Any]) -> Layout:
     return Layout(x.dtype, x.shape, x.strides)
 
 
-_LONGEST_SHORTLIST = 1 << 10
-
-
 def order(name: Any) -> bool:
     """Whether results are ordered best first."""
     if not isinstance(name, str) or name not in ("best", "index"):  # comparing an array would give an array
@@ -175,17 +172,6 @@ def order(name: Any) -> bool:
             f'order must be "best" (highest score first) or "index" (ascending), got {shown(name)}; choose one'
         )
     return name == "best"
-
-
-def shortlist(times: Any) -> int:
-    """Return the size of a shortlist in units of k; 0: no shortlist."""
-    if times is None:
-        return 0
-    if isinstance(times, bool) or not isinstance(times, int | np.integer) or not 1 <= times <= _LONGEST_SHORTLIST:
-        raise ValueError(
-            f"shortlist must be None or an integer from 1 to {_LONGEST_SHORTLIST:,}, got {shown(times)}; 4 is usual"
-        )
-    return int(times)
 
 
 def pair(out: Any) -> tuple[Any, Any]:

@@ -210,9 +210,9 @@ def search(
     sink: int = 0,
     recent: int = 0,
     order: str = "best",
-    shortlist: int | None = None,
     blocks: Array | None = None,
     out: tuple[Array, Array] | None = None,
+    **removed: object,
 ) -> tuple[Array, Array]:
     """Find the k keys that score highest against each query: topk of score in one pass, without storing the scores.
 
@@ -223,29 +223,27 @@ def search(
         weights: positive integer weight of each plane, length P.
         lengths, starts, sink, recent: which keys of a row are eligible, as in topk.
         order: "best", highest score first and equal scores by ascending index; or "index", by ascending index.
-        shortlist: score only about this many times k of the eligible keys by all words: the best by the first word of
-            the codes and the last four planes. Faster, but approximate; suits codes whose first bits matter most.
-            None: score all keys in full.
         blocks: the page table, int32 or int64 [..., T], which broadcasts like lengths. Then keys are pages
             [..., M, S, W] of S keys each, with contiguous words; position j of a row is key j % S of page
             blocks[j // S], and N = T S. Pages may be shared; entries for positions that a row does not see may be
             anything.
         out: scores int32 and indices int64 or int32, both of the results' shape, to write to.
+        removed: an argument of earlier versions, which is refused.
     Rows are [..., Q], or [...] with weights; k, lengths and starts are integers, or arrays of integers that broadcast
     to that shape.
     Returns: scores int32 and indices int64, [..., Q, K], or [..., K] with weights. K is k, or the largest k. Unused
         slots, at the end of rows that find fewer, have score 0 and index -1.
-    Raises: ValueError if the arguments do not match, sum(weights) * 32 * W is 2^16 or more, a row sees a page out of
-        range, or blocks are given with a shortlist. On CUDA, where the host sees no page numbers, those out of range
+    Raises: ValueError if the arguments do not match, sum(weights) * 32 * W is 2^16 or more, or a row sees a page out of
+        range. On CUDA, where the host sees no page numbers, those out of range
         count as the last page; pages there have a power of two of keys, in words aligned as a key's are.
-    Source: docs/algorithm.md, eq. 2, 4, 6, 13, 14 and 20.
+    Source: docs/algorithm.md, eq. 2, 4, 6, 13 and 14.
     """
+    if removed:
+        validation.refuse_removed("search", removed)
     plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
     if plain and lengths is starts is out is blocks is None and arguments.are_plain_weights(weights):
         rows = k, None, None, sink, recent
-        found = backend().plain_search(
-            query, keys, weights, rows, arguments.order(order), arguments.shortlist(shortlist)
-        )
+        found = backend().plain_search(query, keys, weights, rows, arguments.order(order))
         if found is not None:
             return found
     if arguments.for_torch((query, keys, k, lengths, starts, blocks, out)):
@@ -253,11 +251,11 @@ def search(
 
         there: Any = torch_ops.search
         how = {"lengths": lengths, "starts": starts, "sink": sink, "recent": recent, "order": order, "out": out}
-        return there(query, keys, k, weights, **how, shortlist=shortlist, blocks=blocks)
+        return there(query, keys, k, weights, **how, blocks=blocks)
     values, indices = arguments.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks, "out[0]": values, "out[1]": indices}
     (q, c, *rows, table, values, indices), restore = arguments.host_arrays(optional, query=query, keys=keys)
     best, weights = arguments.order(order), arguments.integers("weights", weights)
     pair = None if out is None else (values, indices)
-    found = backend().search(q, c, weights, (*rows, sink, recent), best, arguments.shortlist(shortlist), table, pair)
+    found = backend().search(q, c, weights, (*rows, sink, recent), best, table, pair)
     return (restore(found[0]), restore(found[1])) if out is None else out

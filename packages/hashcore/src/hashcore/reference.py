@@ -104,29 +104,6 @@ def gathered(pool: NDArray[np.int32], blocks: NDArray[Any]) -> NDArray[np.int32]
     return keys
 
 
-def shortlisted(
-    query: NDArray[np.int32],
-    keys: NDArray[np.int32],
-    k: int | NDArray[Any],
-    weights: Weights | None,
-    times: int,
-    **ranges: Any,
-) -> NDArray[np.bool_]:
-    """Mark the keys that are scored in full, about times * k of each row, [..., N] (eq. 20)."""
-    planes = query[..., :1] if weights is None else query[..., -4:, :1]
-    early = score(planes, keys[..., :1], None if weights is None else weights[-4:])
-    sizes, seen = np.broadcast_to(k, early.shape[:-1]), eligible(early.shape, **ranges)
-    for row in np.ndindex(early.shape[:-1]):
-        k, (positions,) = sizes[row], np.nonzero(seen[row])
-        n = len(positions)
-        if n < 2048 or k == 0 or times * k >= n:
-            continue
-        sample = np.sort(early[row][positions[: 1024 * (n // 1024) : n // 1024]])[::-1]
-        on = seen[row] & (early[row] >= sample[-(-times * k * 1024 // n) - 1])
-        seen[row] = on if on.sum() >= k else seen[row]
-    return seen
-
-
 def search(
     query: NDArray[np.int32],
     keys: NDArray[np.int32],
@@ -134,11 +111,7 @@ def search(
     weights: Weights | None = None,
     *,
     order: str = "best",
-    shortlist: int | None = None,
     **ranges: Any,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Select the k best keys of each row by score; with a shortlist, among about shortlist * k keys."""
-    scores = score(query, keys, weights)
-    if shortlist:
-        scores = np.where(shortlisted(query, keys, k, weights, shortlist, **ranges), scores, np.int32(-1))
-    return topk(scores, k, order=order, **ranges)
+    """Select the k best keys of each row by score."""
+    return topk(score(query, keys, weights), k, order=order, **ranges)

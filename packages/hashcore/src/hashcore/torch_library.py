@@ -25,7 +25,7 @@ SCHEMAS = {
     "score": "(Tensor query, Tensor keys, int[]? weights) -> Tensor",
     "topk": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}) -> (Tensor, Tensor)",
     "search": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
-    "SymInt shortlist, Tensor? first, Tensor? blocks) -> (Tensor, Tensor)",
+    "Tensor? blocks) -> (Tensor, Tensor)",
 }
 _WRITTEN = {"pack": "codes", "score": "scores", "topk": "scores indices", "search": "scores indices"}
 for _name, _outputs in _WRITTEN.items():
@@ -68,7 +68,7 @@ def _selected(like: torch.Tensor, dtype: torch.dtype, *shape: int) -> Outputs:
 
 
 def _found(query: torch.Tensor, keys: torch.Tensor, count: int, k: Any, weights: Any, *options: Any) -> Outputs:
-    return _selected(query, torch.int32, *rows_of(query, keys, weights is not None, options[9]), count)
+    return _selected(query, torch.int32, *rows_of(query, keys, weights is not None, options[7]), count)
 
 
 RESULTS: dict[str, Callable[..., Outputs]] = {
@@ -132,10 +132,10 @@ def _search_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *mor
     """Search; the result may have fewer than `count` slots."""
     from hashcore import cpu
 
-    best, shortlist, _, blocks = more[6:]  # the third, `first`, is for CUDA
+    best, blocks = more[6:]
     rows, weights = _rows(count if k is None else k, *more[:6]), None if weights is None else tuple(weights)
     table = None if blocks is None else _view(blocks)
-    scores, indices = cpu.search(_view(query), _view(keys), weights, rows, best, shortlist, table)
+    scores, indices = cpu.search(_view(query), _view(keys), weights, rows, best, table)
     return torch.from_numpy(scores), torch.from_numpy(indices)
 
 
@@ -194,7 +194,7 @@ def _topk_on_cuda(x: torch.Tensor, count: int, k: torch.Tensor | None, *more: An
 
 
 def _search_on_cuda(query: Any, keys: Any, count: int, k: Any, weights: Any, *more: Any) -> None:
-    best, _, _, blocks, scores, indices = more[6:]
+    best, blocks, scores, indices = more[6:]
     bounds = _bounds(*more[:6])
     tensor_search.search(query, keys, count if k is None else k, weights, bounds, scores, indices, blocks=blocks)
     if best:  # stable: ties stay in index order, and empty slots, with the lowest score, at the end

@@ -119,38 +119,30 @@ def search(
     sink: int = 0,
     recent: int = 0,
     order: str = "best",
-    shortlist: int | None = None,
     blocks: Tensor | None = None,
-    first: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Find the keys that score highest (ops.search).
-
-    Args:
-        first: for a shortlist on CUDA, a copy of the first word of each key, int32 [..., N], preferably contiguous.
-            Then only these words are read of keys that are not on the shortlist. The values are not checked.
 
     If k is a tensor and `out` is None, the host waits for the largest k. With `out` and order="index"
     only our kernels are launched. On CUDA pages have a power of two of keys, and page
     numbers out of range, which the host does not see, count as the last page.
     """
     values, indices = arguments.pair(out)
-    passed = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "first": first}
+    passed = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts}
     _check_devices(**passed, blocks=blocks, **{"out[0]": values, "out[1]": indices})
-    best, times = arguments.order(order), arguments.shortlist(shortlist)
-    checked, rows = _comparison(query, keys if blocks is None else _first_page(keys, blocks, times), weights)
+    best = arguments.order(order)
+    checked, rows = _comparison(query, keys if blocks is None else _first_page(keys, blocks), weights)
     n = keys.shape[-2] * (1 if blocks is None else blocks.shape[-1])
     if blocks is not None and not _broadcasts(blocks.shape[:-1], rows):
         raise validation.not_a_table_per_row(rows, blocks.shape)
     validation.score_bits(checked or (1,), query.shape[-1])
     wanted = _wanted((*rows, n), k, lengths, starts, sink, recent, indices)
-    if first is not None:
-        _check_first(first, keys)
-    passed_on = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times, first, blocks
+    passed_on = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, blocks
     if values is None or indices is None:
         return OPERATORS.search(*passed_on)
     shape = *rows, wanted.width
-    _check_outputs(values, indices, shape, np.int32, n, query, keys, k, lengths, starts, first, blocks)
+    _check_outputs(values, indices, shape, np.int32, n, query, keys, k, lengths, starts, blocks)
     _write(lambda *pair: OPERATORS.search_out(*passed_on, *pair), values, indices)
     return values, indices
 
@@ -215,9 +207,9 @@ def _comparison(
     return validation.plane_weights(weights, query.shape[-2], query.shape[-1]), rows
 
 
-def _first_page(keys: Tensor, blocks: Any, times: int) -> Tensor:
+def _first_page(keys: Tensor, blocks: Any) -> Tensor:
     """Check keys in pages [..., M, S, W]; return the first page [..., S, W]."""
-    validation.pages(blocks, times)
+    validation.pages(blocks)
     validation.codes("keys", _layout("keys", keys), "[..., M, S, W]")
     pages, size, _ = keys.shape[-3:]
     if keys.device.type != "cpu" and (size < 1 or size & (size - 1)):
@@ -225,14 +217,6 @@ def _first_page(keys: Tensor, blocks: Any, times: int) -> Tensor:
     if not pages:
         raise ValueError("keys in pages must have at least one page, got none")
     return keys[..., 0, :, :]
-
-
-def _check_first(first: Any, keys: Tensor) -> None:
-    if not isinstance(first, Tensor):
-        raise arguments.mixed_kinds({"first": first})
-    if first.shape != keys.shape[:-1] or first.dtype != torch.int32:
-        got = f"{_dtype(first)} {tuple(first.shape)}"
-        raise ValueError(f"first must be int32 {tuple(keys.shape[:-1])}, a copy of keys[..., 0], got {got}")
 
 
 def _broadcasts(shape: Sequence[int], rows: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
 """Checks of the public functions' arguments. Messages say what was expected, what was passed, and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,8 +176,15 @@ def _eligible(start: int, end: int, sink: int, recent: int, n: int) -> tuple[int
     return low, max(end - recent, low)
 
 
-def pages(blocks: Any, times: int) -> None:
-    """Raise an error unless blocks are an array of page tables and there is no shortlist."""
+def refuse_removed(name: str, given: Mapping[str, object]) -> None:
+    """Raise ValueError for the argument that left a search, TypeError for others."""
+    if set(given) == {"shortlist"}:
+        raise ValueError(f"{name} no longer takes shortlist: no decode step was faster with it; omit it")
+    raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(given))!r}")
+
+
+def pages(blocks: Any) -> None:
+    """Raise an error unless blocks are an array of page tables."""
     if not is_array(blocks):
         raise TypeError(f"blocks must be an array of page numbers, got {type(blocks).__name__}; convert them")
     kind = str(blocks.dtype).removeprefix("torch.")
@@ -185,8 +192,6 @@ def pages(blocks: Any, times: int) -> None:
         raise TypeError(f"blocks must be int32 or int64 page numbers, got {kind}; convert them")
     if blocks.ndim == 0:
         raise ValueError("blocks must have shape [..., T], got a scalar; add a dimension")
-    if times:
-        raise ValueError(f"a shortlist is not supported for keys in pages, got shortlist={times}; omit it")
 
 
 def not_a_table_per_row(rows: Sequence[int], got: Sequence[int]) -> ValueError:

@@ -41,4 +41,4 @@ __all__ = [
     "attend",
     "attend_reference",
 ]
-__version__ = "1.0.0"
+__version__ = "2.0.0"

@@ -1,9 +1,9 @@
 """The budget: how many tokens each row reads; and the tally of tokens read so far."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from threading import Lock
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from hashtrain import top_count
@@ -11,6 +11,7 @@ from hashtrain.config import RECENT, SINK, are_shares
 from torch import Tensor
 
 from sparse_decode.modes import in_graph
+from sparse_decode.removed import OF_BUDGET, refuse
 
 _STEPS = 256  # a tally adds up the counts of so many steps at once
 
@@ -20,6 +21,8 @@ class Budget:
     """The number of tokens that a row reads, out of its visible tokens (padding is not visible).
 
     The first `sink` and the last `recent` of them are always read and count within the budget; the others are selected.
+    `attach` divides a budget among layers and KV heads, at the same mean, if the hasher has shares for them (eq. 22 and
+    23); `min_tokens`, `max_tokens`, `sink` and `recent` hold for each head.
 
     Source: docs/algorithm.md, eq. 7 and 8.
     """
@@ -34,43 +37,46 @@ class Budget:
     """Always read this many of the first visible tokens; heads often attend strongly to the very first."""
     recent: int = RECENT
     """Always read this many of the last visible tokens; the last one is the row's own token."""
-    of: Literal["visible", "length"] = "visible"
-    """What `fraction` refers to: the row's visible tokens, or (the paper's rule) those of its sequence's last row."""
-    shortlist: int | None = None
-    """Score only about this many times the tokens to select by all bits: the best by their first 32 bits
-    (`hashcore.search`). None: score all. 4 is usual for `transform`. Steps that score all tokens ignore this: masks
-    with holes, and on CUDA any mask, so padding and static caches."""
-    values: float = 1.0
-    """Share of the tokens read whose values are read, too, above 0 and at most 1: those with the highest attention by
-    their exact logits. The others keep their weight and get the value of the remainder (`attend`). Below 1 only on the
-    CPU."""
-    by_layer: bool = False
-    """Multiply `fraction` in each layer by its share in the hasher's `layer_shares`: layers whose selections cost more
-    read more, at the same total."""
-    by_head: bool | tuple[float, ...] = False
-    """Multiply `fraction` in each KV head by its share in the hasher's `head_shares`, whose mean over a layer is 1
-    (eq. 23). `min_tokens`, `max_tokens`, `sink` and `recent` then hold for each head. A tuple: these shares, one for
-    each KV head, or query head with codes per query head; `attach` replaces true by them."""
-    dense_below: int | Literal["measured", "predicted"] = 0
-    """A row with fewer visible tokens than this attends to all of them. "measured": time dense and sparse steps when
-    attaching; "predicted": compare the bytes that they read."""
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Refuse the fields of earlier versions by name."""
+        refuse("Budget", OF_BUDGET, {name: x for name, x in given.items() if name not in cls.__dataclass_fields__})
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, remedy in (("fraction", "0.02 keeps 2 %"), ("values", "0.5 reads half of the values")):
-            value: object = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value <= 1:
-                raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}; {remedy}")
-        for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0), ("dense_below", 0)):
-            given, asks = getattr(self, name), name == "dense_below" and self.dense_below in ("measured", "predicted")
-            if not asks and (not _is_int(given) or given < least):
+        value: object = self.fraction
+        if not isinstance(value, int | float) or not 0 < value <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"fraction must be above 0 and at most 1, got {value!r}; 0.02 keeps 2 %")
+        for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0)):
+            given = getattr(self, name)
+            if not _is_int(given) or given < least:
                 raise ValueError(f"{name} must be an integer of {least} or more, got {given!r}")
         if self.max_tokens is not None and not (_is_int(self.max_tokens) and self.max_tokens >= self.min_tokens):
             raise ValueError(
                 f"max_tokens must be None or an integer of at least min_tokens = {self.min_tokens}, "
                 f"got {self.max_tokens!r}"
             )
-        if self.shortlist is not None and (not _is_int(self.shortlist) or self.shortlist < 1):
-            raise ValueError(f"shortlist must be None or an integer of 1 or more, got {self.shortlist!r}; 4 is usual")
+
+
+@dataclass(frozen=True)
+class LayerBudget(Budget):
+    """A budget with what `attach` settles for it. Evaluations give one to `attach`, which then takes it as it is."""
+
+    of: Literal["visible", "length"] = "visible"
+    """What `fraction` refers to: the row's visible tokens, or (the paper's rule) those of its sequence's last row."""
+    by_layer: bool = False
+    """Multiply `fraction` in each layer by its share in the hasher's `layer_shares`."""
+    by_head: bool | tuple[float, ...] = False
+    """Multiply `fraction` in each KV head by its share in the hasher's `head_shares`, whose mean over a layer is 1.
+    `attach` replaces true by these shares, one for each KV head, or query head with codes per query head."""
+    dense_below: int | Literal["predicted"] = 0
+    """A row with fewer visible tokens than this attends to all of them. `attach` replaces "predicted" by the length
+    from which a sparse step reads fewer bytes than a dense one, by enough to pay for its fixed cost."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dense_below != "predicted" and (not _is_int(self.dense_below) or self.dense_below < 0):
+            raise ValueError(f"dense_below must be an integer of 0 or more, got {self.dense_below!r}")
         if type(self.by_layer) is not bool:
             raise ValueError(f"by_layer must be true or false, got {self.by_layer!r}")
         if type(self.by_head) is not bool and not _are_shares(self.by_head):
@@ -79,27 +85,11 @@ class Budget:
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
     @classmethod
-    def frugal(cls, **changed: Any) -> "Budget":
-        """Return a budget that loses about as much as 2 % and requests about half the bytes at head sizes 64 and 128.
+    def like(cls, budget: Budget, **more: Any) -> "LayerBudget":
+        """Return a budget with the fields of another one, and `more`."""
+        return cls(**{field.name: getattr(budget, field.name) for field in fields(budget)} | more)
 
-        Args: changed: other fields. For `transform`, on the CPU. Source: docs/adr/0019-presets.md.
-        """
-        return replace(cls(0.026, shortlist=4, values=0.333), **changed)
-
-    @classmethod
-    def thorough(cls, head_dim: int, **changed: Any) -> "Budget":
-        """Return a budget that requests the bytes of 2 % at long contexts, and loses about a third as much.
-
-        Args:
-            head_dim: of the model's keys and values, in 16 bits: the smaller it is, the more bytes of 128-bit codes a
-                shortlist saves, and the more tokens these pay for. changed: other fields. For `transform`, on the CPU.
-        Source: docs/adr/0019-presets.md.
-        """
-        code, word, list_, values, token = 16, 4, 4, 0.333, 4 * head_dim  # bytes; what a list and a selection take
-        fraction = (code - word + 0.02 * token) / (list_ * code + (1 + values) * token / 2)
-        return replace(cls(round(fraction, 3), shortlist=list_, values=values), **changed)
-
-    def in_layer(self, share: float, heads: tuple[float, ...] = ()) -> "Budget":
+    def in_layer(self, share: float, heads: tuple[float, ...] = ()) -> "LayerBudget":
         """Return this budget for a layer with a share of the mean over layers, and these shares of its index sets."""
         found = replace(self, fraction=min(1.0, self.fraction * share), by_layer=False) if self.by_layer else self
         return replace(found, by_head=heads) if self.by_head is True else found

@@ -34,7 +34,7 @@ def _main(arguments: list[str] | None) -> int:
 
 def _table(found: dict[str, Any]) -> Table:
     """Return a table with a column for each run."""
-    runs = [name for name in ("sparse", "exact", "dense") if name in found]
+    runs = [name for name in ("sparse", "dense") if name in found]
     table = Table("", *runs, title=f"{found['prompt_tokens']:,} tokens of prompt")
     lines = {
         "new tokens": lambda run: f"{run['new_tokens']:,}",
@@ -46,9 +46,6 @@ def _table(found: dict[str, Any]) -> Table:
     }
     for title, show in lines.items():
         table.add_row(title, *(show(found[name]) for name in runs))
-    if "exact" in found:
-        made = found["exact"]
-        table.add_row("accepted of drafted", f"{made['accepted']:,} of {made['drafted']:,}", *[""] * (len(runs) - 1))
     if "same_tokens" in found:
         table.add_row("tokens alike from the start", str(found["same_tokens"]), "")
     return table
@@ -57,7 +54,7 @@ def _table(found: dict[str, Any]) -> Table:
 def _early_ends(found: dict[str, Any], most: int) -> list[str]:
     """Return a sentence for each run that generated fewer tokens than `most`."""
     said: list[str] = []
-    for name in ("sparse", "exact", "dense"):
+    for name in ("sparse", "dense"):
         if name in found and (made := found[name]["new_tokens"]) < most:
             none = "; speed and density are of the tokens after the first" if made == 1 else ""
             tokens = f"{made} token{'s' * (made != 1)} of at most {most}"

@@ -9,7 +9,7 @@ step in one go (`LayerPlan.step`). `sparse_decode.layer.calls` runs all other ca
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -25,7 +25,7 @@ from sparse_decode.caches.growing import FROM, GrowingLayer, grow
 from sparse_decode.layer import calls
 from sparse_decode.layer.dense_step import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
 from sparse_decode.layer.plan import LayerPlan
-from sparse_decode.model import CACHE_NAMES, FLASH_NAME, NAMES, OTHER_STATES, PAGED_NAMES
+from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, OTHER_STATES
 
 KEYWORD = "sparse_decode"
 NO_COPY = (
@@ -36,7 +36,6 @@ Coded = Callable[[LayerPlan, Any], CacheLayerMixin]
 Growing = WeakSet[CacheLayerMixin]
 _OTHERS = frozenset(OTHER_STATES)
 _tuple: Callable[[type[Inputs], tuple[Any, ...]], Inputs] = tuple.__new__
-_PAGED = frozenset(PAGED_NAMES.values())
 _SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
 
@@ -108,8 +107,6 @@ class Hook:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if "read_index" in kwargs or self._settings.get(_SET) is not self._name:
-            if "read_index" in kwargs and self._settings.get(_SET) in _PAGED:  # a step of continuous batching
-                return args, {**kwargs, KEYWORD: AttentionContext(self.plan, None)}
             self._require_ours(kwargs)
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
         if not _OTHERS.isdisjoint(given) and any(given.get(name) is not None for name in OTHER_STATES):
@@ -135,14 +132,17 @@ class Hook:
         return AttentionContext(self.plan, None if cache is None else self._coded(self.plan, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
-        """Raise ValueError if the call uses a paged cache without codes, or another attention was set."""
+        """Raise ValueError in a step of continuous batching, or if another attention was set."""
         if "read_index" in kwargs:
             raise ValueError(
-                "the cache of continuous batching carries no codes, because its manager was made before sparse "
-                "attention was attached; stop it, and make another one"
+                "sparse attention does not support transformers' continuous batching; call detach() first, or serve "
+                "with vLLM (sparse-serve)"
             )
         if (now := self._config._attn_implementation) != self._name:
-            refuse_attention(now)
+            raise ValueError(
+                f'attention was set to "{now}" while sparse attention is attached; call detach() before '
+                "set_attn_implementation, and attach again"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
@@ -168,25 +168,12 @@ def may_grow(hidden: Tensor) -> bool:
     return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
 
 
-def refuse_attention(now: str) -> NoReturn:
-    """Raise ValueError because another attention implementation was set."""
-    if now in _PAGED:
-        raise ValueError(
-            "a manager of continuous batching is open on this model, whose attention now reads only its cache; call "
-            "the manager's stop() before other calls"
-        )
-    raise ValueError(
-        f'attention was set to "{now}" while sparse attention is attached; call detach() before '
-        "set_attn_implementation, and attach again"
-    )
-
-
 def register() -> None:
     """Register our attention with Hugging Face, and its masks, without which padding would be ignored."""
-    masks = {NAMES["sdpa"]: sdpa_mask, NAMES["eager"]: mask_of_eager, FLASH_NAME: flash_attention_mask}
+    masks = {"sdpa": sdpa_mask, "eager": mask_of_eager, FLASH: mask_of_flash}
     for name, mask in masks.items():
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, mask)
+        AttentionInterface.register(NAMES[name], attention)
+        AttentionMaskInterface.register(NAMES[name], mask)
 
 
 def mask_of_eager(*, q_length: int, **how: Any) -> Tensor | None:
@@ -197,6 +184,14 @@ def mask_of_eager(*, q_length: int, **how: Any) -> Tensor | None:
     if q_length == 1 and sdpa_mask(q_length=1, **how) is None:
         return None
     return eager_mask(q_length=q_length, **how)
+
+
+def mask_of_flash(*, q_length: int, **how: Any) -> Tensor | None:
+    """Build flash attention's mask, bool [B, N] or None; for one row torch's, which sparse steps read.
+
+    Args: those of transformers' mask functions, by name.
+    """
+    return (sdpa_mask if q_length == 1 else flash_attention_mask)(q_length=q_length, **how)
 
 
 def attention(

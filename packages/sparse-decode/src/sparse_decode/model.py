@@ -6,7 +6,7 @@ keyword arguments that it was given.
 """
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,19 +16,16 @@ from hashtrain import ModelShape
 from hashtrain.config import compresses_keys
 from hashtrain.models import text_decoder
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sparse_decode.attention.attend_inputs import require
 from sparse_decode.modes import autocasts
 
 # Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.
-NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
+FLASH = "flash_attention_2"
+NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager", FLASH: "sparse_decode_fa2"}
 """Names of our attention, by the dense attention it replaces."""
-FLASH_NAME = "sparse_decode_fa"
-"""Name of our attention with dense calls through flash-attn."""
-PAGED_NAMES = {"sdpa": "sparse_decode_flash", "eager": "sparse_decode_eager_flash"}
-"""Names of our attention in continuous batching, by the dense attention it replaces. They contain "flash", although
-there is none: transformers then accepts them there, and builds no mask of all requests by all keys."""
 
 CACHE_NAMES = ("past_key_values", "layer_past")
 """Names of attention modules' argument for the cache."""
@@ -76,14 +73,15 @@ def require_attachable(model: PreTrainedModel) -> None:
             "(multi-head latent attention)"
         )
     name = dense_name(model)
-    if name in (*NAMES.values(), FLASH_NAME, *PAGED_NAMES.values()):
+    if name in NAMES.values():
         raise ValueError(
             "sparse attention is already attached to this model, or to another that shares its config object; "
             "call detach() on that attachment first"
         )
     if name not in NAMES:
         raise ValueError(
-            f'attention must be "sdpa" or "eager", got "{name}"; call model.set_attn_implementation("sdpa") first'
+            f'attention must be "sdpa", "eager" or "{FLASH}", got "{name}"; call '
+            'model.set_attn_implementation("sdpa") first'
         )
 
 
@@ -216,14 +214,14 @@ def require_own_keys(model: PreTrainedModel) -> None:
         )
 
 
-def require_all_full(model: PreTrainedModel) -> None:
-    """Raise ValueError if a layer does not see the whole context; backend="flash" does not support windows."""
-    config = text_decoder(model).config
-    if other := [m.layer for m in attention_modules(model) if m.crosses or not _is_full(config, m)]:
-        raise ValueError(
-            f'backend="flash" needs a model whose layers all see the whole context, got layer {other[0]}, which does '
-            'not; use backend="gather"'
-        )
+def require_whole(modules: Mapping[int, Attention]) -> None:
+    """Raise ValueError if the heads of a layer are divided among processes."""
+    for found in modules.values():
+        if isinstance(getattr(getattr(found.module, "k_proj", None), "weight", None), DTensor):
+            raise ValueError(
+                "sparse attention does not support transformers' tensor parallelism; load the model in one process, or "
+                "serve it with vLLM (sparse-serve)"
+            )
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

@@ -3,7 +3,6 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
-import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,21 +16,17 @@ from hashtrain.models import text_decoder
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_decode.attention import flash
-from sparse_decode.attention.attend_inputs import require_values
-from sparse_decode.budget import Budget
-from sparse_decode.costs.break_even import break_even, predicted
-from sparse_decode.costs.pace import Costs, Pace
+from sparse_decode.budget import Budget, LayerBudget
+from sparse_decode.costs.break_even import predicted
 from sparse_decode.hashing.hashers import KeyQueryHasher
 from sparse_decode.layer.blocks import RowRule
-from sparse_decode.layer.plan import Backend, LayerPlan
-from sparse_decode.model import Attention, require_all_full, require_kernels, require_own_keys, sparse_modules
-from sparse_decode.parallel import head_shard, shard, shard_shape
+from sparse_decode.layer.plan import LayerPlan
+from sparse_decode.model import Attention, require_kernels, require_own_keys, require_whole, sparse_modules
 from sparse_decode.positions import Sights
 from sparse_decode.select import AttendingSelector, HashSelector, Selector
 
 Modules = Mapping[int, Attention]
-Budgets = Mapping[int, Budget]
+Budgets = Mapping[int, LayerBudget]
 HeadsOf = Callable[[int], ModelShape]
 """The heads of a layer, by its index."""
 
@@ -40,29 +35,20 @@ HeadsOf = Callable[[int], ModelShape]
 class Options:
     """The arguments of `attach` after its model and its selector, checked one by one."""
 
-    budget: Budget
-    layer_budgets: Budgets
+    budget: LayerBudget
     dense_layers: Collection[int]
     rule: RowRule
     on_host: bool
     remainder: bool
-    backend: Backend
-    exact: int | None
 
 
 @dataclass
 class Planned:
-    """The sparse layers of an attachment: their modules and plans.
-
-    Attributes: ranks: over how many processes their heads are divided; break_even: as in `Attachment`; pace: creates
-        what decides, in one generation of exact mode, how many tokens are drafted; None without it.
-    """
+    """The sparse layers of an attachment: their modules and plans. Attributes: break_even: as in `Attachment`."""
 
     modules: dict[int, Attention] = field(default_factory=dict[int, Attention])
     plans: dict[int, LayerPlan] = field(default_factory=dict[int, LayerPlan])
-    ranks: int = 1
     break_even: int | None = None
-    pace: Callable[[], Pace] | None = None
 
 
 def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | None, how: Options) -> Planned:
@@ -73,36 +59,33 @@ def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | No
     if selector is None:
         return Planned()
     chosen = as_selector(selector)
-    _require_selector(model, chosen, how)
+    chosen.require_match(text_decoder(model).config)
+    if how.on_host and not chosen.needs_codes:
+        kind = type(chosen).__name__
+        raise ValueError(f'kv="host" needs a selector that works on codes, got {kind}; use kv="device"')
     modules = sparse_modules(model, how.dense_layers)
+    require_whole(modules)
     shape = ModelShape.of(text_decoder(model).config)
-    if how.backend == "gather" and not isinstance(chosen, AttendingSelector):
+    if not isinstance(chosen, AttendingSelector):
         require_kernels(model, modules, shape, getattr(chosen, "per_query_head", False))
     elif chosen.needs_codes and model.device.type == "cuda":
         require_compiler()
     if how.on_host:
         require_own_keys(model)
-    rank, ranks = head_shard(next(iter(modules.values())).module, shape.at(min(modules)))
-    heads: HeadsOf = shape.at
-    if ranks > 1:
-        chosen, heads = shard(chosen, rank, ranks), lambda layer: shard_shape(shape.at(layer), ranks)
-    budgets = divided(_budgets_of(modules, how), chosen, heads)
-    _require_budgets(budgets, how.backend, chosen, model.device)
-    stops = any(isinstance(found.dense_below, str) for found in budgets.values())
-    budgets, even = _settled(model, modules, budgets, heads, chosen, how)
-    pace = None if how.exact is None else _pace(model, how.exact, budgets, heads, chosen, stops)
-    return Planned(modules, _plans(modules, budgets, chosen, how), ranks, even, pace)
+    budgets = divided(dict.fromkeys(modules, how.budget), chosen, shape.at)
+    if any(x.by_head for x in budgets.values()) and not isinstance(chosen, HashSelector):
+        raise ValueError(f"a budget by head needs a hasher, got {type(chosen).__name__}; leave by_head out")
+    budgets, even = _settled(model, budgets, shape.at, chosen, how)
+    return Planned(modules, _plans(modules, budgets, chosen, how), even)
 
 
-def require_rows(dense_layers: object, sparse_rows: object, max_decode_rows: object) -> None:
-    """Raise ValueError if these arguments of `attach` are out of range."""
+def require_rows(dense_layers: object, sparse_rows: object) -> None:
+    """Raise ValueError if these arguments of `attach_rows` are out of range."""
     given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]
     if any(not isinstance(layer, int) or layer < 0 for layer in given):
         raise ValueError(f"dense_layers must be an integer of 0 or more, or a set of them, got {dense_layers!r}")
-    if sparse_rows != "decode" and (not isinstance(sparse_rows, int) or sparse_rows < 0):
-        raise ValueError(f'sparse_rows must be "decode" or an integer of 0 or more, got {sparse_rows!r}')
-    if not isinstance(max_decode_rows, int) or max_decode_rows < 1:
-        raise ValueError(f"max_decode_rows must be an integer of 1 or more, got {max_decode_rows!r}")
+    if sparse_rows is not None and (not isinstance(sparse_rows, int) or sparse_rows < 0):
+        raise ValueError(f"sparse_rows must be None or an integer of 0 or more, got {sparse_rows!r}")
 
 
 def as_selector(selector: KeyQueryHasher | Selector) -> Selector:
@@ -114,76 +97,31 @@ def as_selector(selector: KeyQueryHasher | Selector) -> Selector:
     got = f"got {type(selector).__name__}"
     if isinstance(selector, str | Path):
         got = f"got the path {selector}; read it first with hashtrain.Hasher.from_pretrained"
-    raise ValueError(f"selector must be a hasher with encode_keys and encode_queries, or a Selector, {got}")
+    raise ValueError(f"hasher must be a hasher with encode_keys and encode_queries, or a Selector, {got}")
 
 
-def require_flash(model: PreTrainedModel, on_host: bool) -> None:
-    """Raise ValueError if flash-attn cannot serve the model."""
-    shape = ModelShape.of(text_decoder(model).config)
-    flash.require(model.device, model.dtype, [shape.at(i).head_dim for i in range(shape.num_layers)])
-    require_all_full(model)
-    if on_host:
-        raise ValueError('backend="flash" gathers on the model\'s device; use kv="device"')
+def as_budget(budget: Budget | None, selector: object, decode: bool) -> LayerBudget:
+    """Return the budget of all layers, divided if the hasher has shares; decode: whether only decode steps are sparse.
 
-
-def _require_selector(model: PreTrainedModel, selector: Selector, how: Options) -> None:
-    """Raise ValueError if a selector does not match the model, the place of its keys, or the backend."""
-    selector.require_match(text_decoder(model).config)
-    kind = type(selector).__name__
-    if how.on_host and not selector.needs_codes:
-        raise ValueError(f'kv="host" needs a selector that works on codes, got {kind}; use kv="device"')
-    if how.backend == "flash" and isinstance(selector, AttendingSelector):
-        raise ValueError(
-            f'backend="flash" does not support a selector with its own attention, got {kind}; use backend="gather"'
-        )
-
-
-def _require_remainder(selector: Selector, backend: Backend) -> None:
-    """Raise ValueError if the attention cannot add the remainder."""
-    if isinstance(selector, AttendingSelector):
-        raise ValueError(
-            "the remainder is fitted to softmax attention over a selection, got "
-            f"{type(selector).__name__}, which has its own attention; attach with remainder=False"
-        )
-    if backend == "flash":
-        raise ValueError(
-            'backend="flash" does not support the remainder; attach with remainder=False, or use backend="gather"'
-        )
-
-
-def _require_budgets(budgets: Budgets, backend: Backend, selector: Selector, device: torch.device) -> None:
-    """Raise ValueError if the attention does not support budgets by head, or with a share of the values."""
-    by = 'backend="flash"' if backend == "flash" else type(selector).__name__
-    by_head, share = (any(x.by_head for x in budgets.values()), min(x.values for x in budgets.values()))
-    if by_head and (backend == "flash" or not isinstance(selector, HashSelector)):
-        raise ValueError(f"a budget by head needs a hasher and our own kernels, got {by}; leave by_head out")
-    require_values(share, device)
-    if share < 1 and (backend == "flash" or isinstance(selector, AttendingSelector)):
-        raise ValueError(f"values below 1 needs our own kernels, got {share} and {by}; set it to 1")
-
-
-def _budgets_of(modules: Collection[int], how: Options) -> Budgets:
-    """Return the budget of each sparse layer, as given. Raises: ValueError if a layer's own is of another layer."""
-    if strangers := sorted(set(how.layer_budgets) - set(modules)):
-        raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
-    return {layer: how.layer_budgets.get(layer, how.budget) for layer in modules}
-
-
-def usual_budget(selector: object, decode: bool, backend: Backend) -> Budget:
-    """Return the budget of `attach` without one; decode: whether only decode steps are sparse."""
+    Without a budget, short contexts stay dense. A `LayerBudget` is taken as it is.
+    """
+    if isinstance(budget, LayerBudget):
+        return budget
+    if not isinstance(budget, Budget | None):
+        raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
     layers, heads = (bool(getattr(selector, f"{kind}_shares", ())) for kind in ("layer", "head"))
     hashes = isinstance(selector, HashSelector) or not hasattr(selector, "select")  # as `as_selector` tells hashers
-    heads = heads and hashes and backend != "flash"
-    return Budget(by_layer=layers, by_head=heads, dense_below="predicted" if decode else 0)
+    below = "predicted" if budget is None and decode else 0
+    return LayerBudget.like(budget or Budget(), by_layer=layers, by_head=heads and hashes, dense_below=below)
 
 
-def divided(budgets: Budgets, selector: Selector, heads: HeadsOf) -> dict[int, Budget]:
+def divided(budgets: Budgets, selector: Selector, heads: HeadsOf) -> dict[int, LayerBudget]:
     """Return the budgets of all sparse layers, those by layer or by head with the shares of the selector's hasher.
 
     Raises: ValueError if it has no shares to go by, or the shares given are not those of its index sets.
     """
     layers, by_head = (_shares(kind, budgets, selector) for kind in ("layer", "head"))
-    mean, found = sum(layers[layer] for layer in budgets) / len(budgets) if layers else 1.0, dict[int, Budget]()
+    mean, found = sum(layers[layer] for layer in budgets) / len(budgets) if layers else 1.0, dict[int, LayerBudget]()
     for layer, own in budgets.items():
         shape, per_query_head = heads(layer), getattr(selector, "per_query_head", False)
         sets, repeats = (shape.num_query_heads, shape.group) if per_query_head else (shape.num_kv_heads, 1)
@@ -207,37 +145,18 @@ def _shares(kind: str, budgets: Budgets, selector: Selector) -> Sequence[Any]:
 
 
 def _settled(
-    model: PreTrainedModel, modules: Modules, budgets: Budgets, heads: HeadsOf, selector: Selector, how: Options
-) -> tuple[dict[int, Budget], int | None]:
-    """Replace "measured" (once for all layers) and "predicted" in `dense_below`; also return the first above 0."""
+    model: PreTrainedModel, budgets: Budgets, heads: HeadsOf, selector: Selector, how: Options
+) -> tuple[dict[int, LayerBudget], int | None]:
+    """Replace "predicted" in `dense_below`; also return the first above 0."""
     found, even = dict(budgets), None
-    measured = [layer for layer, budget in budgets.items() if budget.dense_below == "measured"]
-    if measured:
-        layer = measured[0]
-        arguments = selector, budgets[layer], model.dtype, model.device, how.backend
-        even = break_even(modules[layer].module, layer, heads(layer), *arguments)
     # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
     foreseen = model.device.type == "cpu" and selector.needs_codes and not how.on_host
     for layer, budget in budgets.items():
-        if budget.dense_below == "measured":
-            found[layer] = replace(budget, dense_below=even or 0)
-        elif budget.dense_below == "predicted":
+        if budget.dense_below == "predicted":
             below = predicted(heads(layer), budget, model.dtype) if foreseen else 0
             found[layer] = replace(budget, dense_below=below)
             even = even or below or None
     return found, even
-
-
-def _pace(
-    model: PreTrainedModel, exact: int, budgets: Budgets, heads: HeadsOf, selector: Selector, stops: bool
-) -> Callable[[], Pace]:
-    """Return what creates the `Pace` of a generation."""
-    costs = None
-    if model.device.type == "cpu" and selector.needs_codes:
-        layers = ModelShape.of(text_decoder(model).config).num_layers
-        costs = Costs.predicted(model, budgets, [heads(layer) for layer in range(layers)])
-    below = min(cast(int, found.dense_below) for found in budgets.values())
-    return functools.partial(Pace, exact, costs, stops, below)
 
 
 def _plans(modules: Modules, budgets: Budgets, selector: Selector, how: Options) -> dict[int, LayerPlan]:
@@ -245,10 +164,13 @@ def _plans(modules: Modules, budgets: Budgets, selector: Selector, how: Options)
     found, sights = dict[int, LayerPlan](), Sights()
     for layer, budget in budgets.items():
         left_out = None if coefficients is None else coefficients(layer)
-        if left_out is not None:
-            _require_remainder(selector, how.backend)
+        if left_out is not None and isinstance(selector, AttendingSelector):
+            raise ValueError(
+                "the remainder is fitted to softmax attention over a selection, got "
+                f"{type(selector).__name__}, which has its own attention; attach with remainder=False"
+            )
         device = _device_of(modules[layer].module)
-        found[layer] = LayerPlan(layer, selector, budget, how.rule, left_out, how.backend, sights, device)
+        found[layer] = LayerPlan(layer, selector, budget, how.rule, left_out, sights, device)
     return found
 
 

@@ -11,6 +11,12 @@ from torch import Tensor
 from sparse_decode.modes import ordinary_tensors, readable
 
 _BIASES = "the mask must hide or show tokens, got one with biases; sparse attention does not support biases"
+_HOLES = (
+    "each row of a mask must see consecutive tokens for sparse attention, got one with holes; pad on the left only, or "
+    "call detach()"
+)
+Span = tuple[Tensor, Tensor]
+"""First visible tokens of rows, and where they end."""
 
 
 def visible_rows(
@@ -62,8 +68,8 @@ class Seen(NamedTuple):
     """Whether the row is sparse, bool [B, 1]."""
     chosen: Tensor
     """Number of tokens to select, int64 [B, 1], or [B, H, 1] by head."""
-    candidates: Tensor
-    """The candidates of the selection, bool [B, 1, 1, N]."""
+    span: Span
+    """The row sees tokens start..end - 1, int64 [B, 1] each; none of them if it reads nothing here."""
     ends: Tensor
     """Indices of sink and recent tokens, int64 [B, E], -1 in unused slots."""
     totals: Tensor
@@ -75,21 +81,19 @@ def see(shown: Tensor, count: Callable[[Tensor], tuple[Tensor, Tensor]], sink: i
 
     Args: count: maps numbers of visible tokens, int64 [B, 1], to numbers of tokens to read, including sink and recent,
         [B, 1] or [B, H, 1] by head, and to which rows are sparse.
+    Raises: as `visible_span`.
     """
     tokens = shown[:, 0, 0]
-    rank = tokens.cumsum(-1, dtype=torch.int32)  # rank of a visible token, from 1
-    visible = rank[:, -1:].long()
+    start, end = visible_span(shown)
+    visible = end - start
     reads, sparse = count(visible)
     heads, own = (1, reads) if reads.ndim == 2 else (reads.shape[1], reads[:, 0])  # 0 in one head: in all
-    first = torch.arange(1, sink + 1, device=tokens.device).expand(len(tokens), -1)
-    last = visible + torch.arange(1 - recent, 1, device=tokens.device)
-    wanted = torch.cat([first, last.masked_fill(last <= sink, 0)], -1)
-    ends = torch.searchsorted(rank, wanted.int(), out_int32=False)  # the first token of that rank
-    ends = ends.masked_fill((wanted < 1) | (wanted > visible) | (own < 1), -1)
-    between = tokens & (rank > sink) & (rank <= visible - recent)
+    start = torch.where(own < 1, end, start)
+    first = start + torch.arange(sink, device=tokens.device)
+    last = end + torch.arange(-recent, 0, device=tokens.device)
+    ends = torch.cat([first.masked_fill(first >= end, -1), last.masked_fill(last < start + sink, -1)], -1)
     totals = torch.stack([(reads * beside(sparse, reads)).sum(), (visible * sparse).sum() * heads])
-    chosen = (reads - sink - recent).clamp(min=0)
-    return Seen(tokens, visible, sparse, chosen, between[:, None, None], ends, totals)
+    return Seen(tokens, visible, sparse, (reads - sink - recent).clamp(min=0), (start, end), ends, totals)
 
 
 def beside(x: Tensor, counts: Tensor) -> Tensor:
@@ -135,34 +139,23 @@ class Sights:
         return known
 
 
-def visible_span(visible: Tensor | None, n: int) -> tuple[Tensor | int, Tensor | int] | None:
-    """Return starts and ends (exclusive) of the rows' visible tokens, integers or int64 [B or 1, Q].
+def visible_span(visible: Tensor) -> Span:
+    """Return starts and ends (exclusive) of the rows' visible tokens, int64 [B or 1, Q] each; equal for none.
 
-    Args: visible: bool [B or 1, 1, Q, N]; None if every row sees all `n` tokens.
-    Returns: None if the visible tokens of a row are not consecutive.
+    Args: visible: bool [B or 1, 1, Q, N].
+    Raises: ValueError if the visible tokens of a row are not consecutive; on a device, where the host does not look, an
+        error of the device.
     """
-    if visible is None:
-        return 0, n
-    seen = visible[:, 0].to(torch.uint8)
-    counts = seen.sum(-1)
-    first = torch.where(counts > 0, seen.argmax(-1), 0)
-    end = torch.where(counts > 0, n - seen.flip(-1).argmax(-1), 0)
-    return (first, end) if bool((end - first == counts).all()) else None
-
-
-def between(
-    visible: Tensor | None, sink: int, recent: int, n_queries: int, n: int, device: torch.device
-) -> Tensor | None:
-    """Return `visible`, bool [B or 1, 1, Q, N] or None for all tokens, without the ends of each row."""
-    if not sink and not recent:
-        return visible
-    slots, span = torch.arange(n, device=device), visible_span(visible, n)
-    if span is not None:
-        start, end = (torch.as_tensor(x, device=device).expand(1, n_queries) if isinstance(x, int) else x for x in span)
-        return ((slots >= start[..., None] + sink) & (slots < end[..., None] - recent))[:, None]
-    assert visible is not None
-    rank = visible.cumsum(-1, dtype=torch.int32)
-    return visible & (rank > sink) & (rank <= rank[..., -1:] - recent)
+    seen = visible[:, 0]
+    start = seen.to(torch.uint8).argmax(-1)
+    end = start + seen.sum(-1)
+    slots = torch.arange(seen.shape[-1], device=seen.device)
+    right = (seen == ((slots >= start[..., None]) & (slots < end[..., None]))).all()
+    if not readable(seen):
+        torch._assert_async(right, _HOLES)  # pyright: ignore[reportPrivateImportUsage]
+    elif not right:
+        raise ValueError(_HOLES)
+    return start, end
 
 
 def count_visible(mask: Tensor | None, batch: int, n_queries: int, n: int, device: torch.device, chunk: int) -> Tensor:
@@ -175,31 +168,6 @@ def count_visible(mask: Tensor | None, batch: int, n_queries: int, n: int, devic
         assert seen is not None
         counts.append(seen[:, 0].sum(-1))
     return torch.cat(counts, dim=1).expand(batch, -1)
-
-
-def first_visible(visible: Tensor | None, counts: Tensor, n: int) -> Tensor:
-    """Return the first counts [B, Q] visible tokens of each row: int64 [B, Q, K], ascending, then -1."""
-    return _by_rank(visible, torch.zeros_like(counts), counts, n)
-
-
-def last_visible(visible: Tensor | None, counts: Tensor, n: int) -> Tensor:
-    """Like `first_visible`, of the last tokens."""
-    total = torch.full_like(counts, n) if visible is None else visible[:, 0].sum(-1).expand_as(counts)
-    return _by_rank(visible, total - counts, total, n)
-
-
-def _by_rank(visible: Tensor | None, low: Tensor, high: Tensor, n: int) -> Tensor:
-    """Return the visible tokens of ranks low..high-1 of each row, counted from 0: [B, Q, K]."""
-    width = int((high - low).max()) if low.numel() else 0
-    slots = torch.arange(width, device=low.device)
-    if visible is None:
-        return torch.where(slots < (high - low)[..., None], slots + low[..., None], -1)
-    rank = visible[:, 0].cumsum(-1).expand(*low.shape, n) - 1
-    wanted = visible[:, 0] & (rank >= low[..., None]) & (rank < high[..., None])
-    batch, row, token = wanted.nonzero(as_tuple=True)
-    chosen = low.new_full((*low.shape, width), -1)
-    chosen[batch, row, rank[batch, row, token] - low[batch, row]] = token
-    return chosen
 
 
 def with_ends(selected: Tensor, starts: Tensor | int, ends: Tensor | int, sink: int, recent: int) -> Tensor:
@@ -264,20 +232,3 @@ def _with_ends(selected, starts, ends, sink, recent, merged):  # pragma: no cove
             out[used] = token
             used += 1
         out[used:] = -1
-
-
-def merge(selected: Tensor, extra: Tensor, n: int) -> Tensor:
-    """Return the union of two sets of tokens per row.
-
-    Args: selected: int64 [B, H, Q, K]; extra: int64 [B, Q, E]; both with -1 in unused slots; tokens are below `n`.
-    Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union on the CPU, else K + E.
-    """
-    extra = extra[:, None].expand(*selected.shape[:-1], -1)
-    both = torch.cat([selected, extra], dim=-1)
-    both = both.masked_fill(both < 0, n).sort(-1).values
-    repeated = torch.zeros_like(both, dtype=torch.bool)
-    repeated[..., 1:] = both[..., 1:] == both[..., :-1]
-    both = both.masked_fill(repeated, n).sort(-1).values
-    if readable(both):
-        both = both[..., : int((both < n).sum(-1).max()) if both.numel() else 0]
-    return both.masked_fill(both == n, -1)

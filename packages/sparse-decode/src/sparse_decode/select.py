@@ -5,8 +5,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import hashcore
 import torch
-import torch.nn.functional as F
-from hashcore import torch_ops
 from hashcore.torch_ops import OPERATORS
 from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
@@ -14,8 +12,7 @@ from torch import Tensor
 from sparse_decode.hashing.encode_cuda import PlacedHasher
 from sparse_decode.hashing.hashers import KeyQueryHasher, OfHasher, PerHead, QueryHeadHasher
 from sparse_decode.modes import readable
-from sparse_decode.parallel import shard
-from sparse_decode.positions import between, last_visible, visible_span
+from sparse_decode.positions import Span, visible_span
 
 
 @dataclass(frozen=True)
@@ -28,17 +25,15 @@ class Rows:
         codes: the keys' codes, int32 [B, H, N, W]; None if the selector needs none.
         visible: bool [B, 1, Q, N], the tokens each row sees; None means that every row sees every token.
         counts: int64 [B, Q], tokens to select; at most the row's candidates, 0 for rows that are not sparse. With a
-            budget by head (`Budget.by_head`), which only hash selectors get, [B, H, Q].
+            budget by head, which only hash selectors get, [B, H, Q].
         scaling: the model's factor on attention logits.
         softcap: the bound of its soft-capped logits, or None.
         sinks: its learned sink logits, one per query head [Hq], or None.
         uniform_count: the value of `counts` as an integer if it is the same for all rows; None if not known.
         most: an upper bound of `counts` in a decode step with a mask or a budget by head; None elsewhere.
-        among: the result of `candidates`, if known already.
+        known_span: the result of `span`, if known already.
         sink, recent: numbers of first and last visible tokens that are always read; the others are the candidates.
-        shortlist: `Budget.shortlist`, for selectors that search.
         planes: the result of `HashSelector.encode_queries`, if known already.
-        first: a copy of the codes' first words, int32 [B, H, N], if the cache has one.
     """
 
     layer: int
@@ -54,10 +49,8 @@ class Rows:
     sink: int = 0
     recent: int = 0
     most: int | None = None
-    among: Tensor | None = None
-    shortlist: int | None = None
+    known_span: Span | None = None
     planes: tuple[Tensor, tuple[int, ...]] | None = None
-    first: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -69,11 +62,24 @@ class Rows:
         """`counts` as int64 [B, 1, Q] or, with a budget by head, [B, H, Q]."""
         return self.counts if self.counts.ndim == 3 else self.counts[:, None]
 
+    def span(self) -> Span:
+        """Return the tokens that each row sees: starts and ends (exclusive), int64 [B or 1, Q] each.
+
+        Raises: ValueError if the visible tokens of a row are not consecutive.
+        """
+        if self.known_span is not None:
+            return self.known_span
+        if self.visible is not None:
+            return visible_span(self.visible)
+        n, none = self.k.shape[2], torch.zeros(1, self.q.shape[2], dtype=torch.int64, device=self.q.device)
+        return none, none + n
+
     def candidates(self) -> Tensor | None:
         """Return which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
-        if self.among is not None:
-            return self.among
-        return between(self.visible, self.sink, self.recent, self.q.shape[2], self.k.shape[2], self.q.device)
+        if not self.sink and not self.recent:
+            return self.visible
+        (start, end), slots = self.span(), torch.arange(self.k.shape[2], device=self.q.device)
+        return ((slots >= start[..., None] + self.sink) & (slots < end[..., None] - self.recent))[:, None]
 
 
 @runtime_checkable
@@ -81,8 +87,7 @@ class Selector(Protocol):
     """Chooses the tokens that each row reads.
 
     `select` returns int64 [B, H, Q, K], H = Hkv or Hq: in each row `counts` candidates in ascending order, then -1.
-    Equal scores go to the lowest index. Tensor-parallel models need a further method, `shard(rank, size)`, which
-    returns the selector of one rank's heads.
+    Equal scores go to the lowest index.
     """
 
     needs_codes: bool
@@ -129,14 +134,9 @@ class HashSelector(OfHasher):
     def __init__(self, hasher: KeyQueryHasher):
         self.hasher = hasher
         self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
-
-    def shard(self, rank: int, size: int) -> "HashSelector":
-        """Return the selector of one tensor-parallel rank, sliced by KV head."""
-        return HashSelector(shard(self.hasher, rank, size))
 
     def require_heads(self, layer: int, k: Tensor) -> None:
         """Raise ValueError if our hasher is for another number of KV heads than that of keys [B, Hkv, T, D]."""
@@ -163,14 +163,13 @@ class HashSelector(OfHasher):
         encoder = self._encoder
         return encoder.placed if type(self) is HashSelector and isinstance(encoder, PerHead) else None
 
-    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> bool:
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
         """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
 
-        Args: first: for a copy of the codes' first words, [B, H, N], or None.
         Returns: whether the hasher supports writing in place; if not, nothing was written.
         """
         write = getattr(self._encoder, "write_codes", None)
-        return write is not None and write(layer, k, codes, at, first)
+        return write is not None and write(layer, k, codes, at)
 
     def encode_step(self, layer: int, k: Tensor, codes: Tensor, q: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
         """Hash the new keys of a step [B, Hkv, 1, D] into codes [B, H, 1, W], and its queries [B, Hq, 1, D], at once.
@@ -191,58 +190,19 @@ class HashSelector(OfHasher):
         planes, weights = rows.planes or self.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.by_head
         uniform = rows.uniform_count if rows.visible is None else None
-        first = None if rows.first is None else rows.first[:, :, None]
         width = rows.most if rows.visible is None and uniform is None else uniform
         if width is not None and isinstance(self._encoder, PerHead):  # nothing has to be checked or read
-            options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, rows.shortlist or 0, first, None
+            options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, None
             return OPERATORS.search(planes, keys, width, counts if uniform is None else None, weights, *options)[1]
-        how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
+        how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index"}
         if uniform is not None:
-            how |= {} if first is None else {"first": first}
-            search = hashcore.search if first is None else torch_ops.search
-            return search(planes, keys, uniform, weights, **how)[1]
-        if rows.most is not None and not readable(rows.q):  # the host cannot read `visible`
-            return self._among(rows, planes, keys, weights, rows.most)
-        span = visible_span(rows.visible, rows.k.shape[2])
-        if span is not None:  # one pass that stores no scores
-            starts, lengths = (x if isinstance(x, int) else x[:, None] for x in span)
-            counts = counts.expand(planes.shape[:3])
-            return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, **how)[1]
-        candidates = rows.candidates()
-        assert candidates is not None
-        scores = hashcore.score(planes, keys, weights=weights)
-        scores = scores.masked_fill_(~candidates, -1)  # below every score, so never selected
-        return hashcore.topk(scores, counts.expand(scores.shape[:-1]))[1]
-
-    def _among(self, rows: Rows, planes: Tensor, keys: Tensor, weights: tuple[int, ...], most: int) -> Tensor:
-        """Select from arbitrary candidates, without reading counts back from the device: `most` slots per row."""
-        scores = hashcore.score(planes, keys, weights=weights)
-        counts, candidates = self._step_of(rows, scores.shape[:-1])
-        # The operator takes the number of slots as an argument; `hashcore.topk` would read the largest count.
-        how = most, counts, None, None, scores.shape[-1], 0, 0, 0
-        return OPERATORS.topk(_hide(scores, candidates), *how)[1]
-
-    def _step_of(self, rows: Rows, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Return counts [B, H, 1] and candidates [B, 1, 1, N] as int32, cached for layers with the same `counts`."""
-        known = self._last
-        if torch.compiler.is_compiling() or known is None or known[0] is not rows.counts or known[1].shape != shape:
-            candidates = rows.candidates()  # None without a mask: all
-            among = rows.counts.new_ones(1, 1, 1, rows.k.shape[2]) if candidates is None else candidates
-            known = rows.counts, rows.by_head.int().expand(shape).contiguous(), among.int()
-            if not torch.compiler.is_compiling():
-                self._last = known
-        return known[1:]
-
-
-def _hide(scores: Tensor, candidates: Tensor) -> Tensor:
-    """Return scores [B, H, 1, N] plus one, 0 for tokens that are no candidates; the top-k kernel reads four at once."""
-    n, more = scores.shape[-1], -scores.shape[-1] % 4
-    if torch.compiler.is_compiling() or not more:
-        found = torch.addcmul(candidates, scores, candidates)
-        return F.pad(found, (0, more)) if more else found
-    room = scores.new_empty(*scores.shape[:-1], n + more)
-    torch.addcmul(candidates, scores, candidates, out=room[..., :n])
-    return room
+            return hashcore.search(planes, keys, uniform, weights, **how)[1]
+        starts, lengths = (x[:, None] for x in rows.span())
+        if rows.most is not None and not readable(rows.q):  # the operator takes the number of slots as an argument
+            bounds = lengths, starts, keys.shape[-2], 0, rows.sink, rows.recent
+            return OPERATORS.search(planes, keys, rows.most, counts, weights, *bounds, False, None)[1]
+        counts = counts.expand(planes.shape[:3])
+        return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, **how)[1]
 
 
 class LshSelector(HashSelector):
@@ -265,10 +225,6 @@ class NoCodes:
     def require_match(self, model_config: Any) -> None:
         """Accept every model."""
 
-    def shard(self, rank: int, size: int) -> Any:
-        """Return the selector of one tensor-parallel rank: itself, as it does not depend on the heads."""
-        return self
-
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
         raise ValueError(f"{type(self).__name__} stores no codes")
 
@@ -279,9 +235,11 @@ class RecentSelector(NoCodes):
     fills_counts = True
 
     def select(self, rows: Rows) -> Tensor:
-        if rows.uniform_count is not None and rows.visible is None and rows.among is None:  # a step without a mask
+        if rows.uniform_count is not None and rows.visible is None:  # a step without a mask
             end = rows.k.shape[2] - rows.recent
             last = torch.arange(end - rows.uniform_count, end, device=rows.q.device)
             return last.expand(rows.q.shape[0], rows.k.shape[1], rows.q.shape[2], -1)
-        chosen = last_visible(rows.candidates(), rows.counts, rows.k.shape[2])
+        slots = torch.arange(int(rows.counts.max()) if rows.counts.numel() else 0, device=rows.q.device)
+        first = (rows.span()[1] - rows.recent - rows.counts)[..., None]
+        chosen = torch.where(slots < rows.counts[..., None], first + slots, -1)
         return chosen[:, None].expand(-1, rows.k.shape[1], -1, -1)

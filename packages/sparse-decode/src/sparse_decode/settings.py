@@ -33,21 +33,8 @@ class GenerateCommand:
     """Number of first tokens that are always read."""
     recent: int = RECENT
     """Number of last tokens that are always read."""
-    shortlist: int | None = None
-    """Score only about this many times the tokens to select by all bits, the best by their first 32 bits: faster at
-    long context; 4 is usual."""
-    values: float = 1.0
-    """Share of the tokens read whose values are read, too: those with the highest attention. 0.33 allows a larger
-    fraction at the same number of bytes."""
-    by_layer: bool = False
-    """Read more in layers whose selections cost more, at the same total, by what training measured."""
-    by_head: bool = False
-    """Read more in KV heads whose selections cost more, at the same total of each layer, by what training measured."""
     dense_layers: int | None = None
     """Number of first layers that stay dense. Default: those that the hasher lists."""
-    exact: int | None = None
-    """Exact mode, with the output of dense attention: draft up to this many tokens (at most 15) with sparse attention,
-    then check them in one dense pass. Drafts nothing where that would not be faster."""
     compare: bool = False
     """Also generate with dense attention, for comparison."""
     device: str = "auto"
@@ -64,15 +51,11 @@ class GenerateCommand:
             min_tokens=1,
             sink=0,
             recent=0,
-            shortlist=1,
             dense_layers=0,
-            exact=1,
         )
         require_device_name(self.device)
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}; 0.02 selects 2 %")
-        if not 0 < self.values <= 1:
-            raise UsageError(f"--values must be above 0 and at most 1, got {self.values}; 1 reads all values")
 
     @property
     def model_path(self) -> str:

@@ -5,7 +5,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -70,23 +69,15 @@ def load_selector(hasher: str, model: PreTrainedModel) -> HashSelector:
 def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     """Load, generate and measure.
 
-    Returns: the settings, the device and the type, and for `sparse` (or `exact`) and, with --compare, `dense`: new
-        tokens, seconds of prefill, tokens per second after it, density, bytes of keys and values in all layers, bytes
-        of codes; for `exact` also the numbers of drafted and accepted tokens.
+    Returns: the settings, the device and the type, and for `sparse` and, with --compare, `dense`: new tokens, seconds
+        of prefill, tokens per second after it, density, bytes of keys and values in all layers, bytes of codes.
     Raises: UsageError or ValueError if the prompt, the model or the hasher cannot be used.
     """
     text = read_text(command.prompt_file)
     model, tokenizer = _loaded(command)
     ids = _tokens(command, text, model, tokenizer)
     selector = load_selector(command.hasher, model)
-    ends: Any = {"sink": command.sink, "recent": command.recent}
-    how: Any = {name: getattr(command, name) for name in ("shortlist", "values", "by_layer", "by_head")}
-    budget = Budget(command.fraction, command.min_tokens, **ends, **how)
-    mine = "sparse" if command.exact is None else "exact"
-    if mine == "exact":  # compile the sparse kernels even if exact mode will not draft
-        with attach(model, selector, budget, dense_layers=command.dense_layers):
-            warm_up(model, ids)
-        budget = replace(budget, dense_below="predicted")
+    budget = Budget(command.fraction, command.min_tokens, sink=command.sink, recent=command.recent)
 
     def write(text: str) -> None:
         out.write(text)
@@ -95,19 +86,17 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     placed = {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
     found: dict[str, Any] = {"model": command.model, "hasher": command.hasher, **placed, "prompt_tokens": ids.shape[1]}
     streamers: dict[str, TimedStreamer] = {}
-    for name, chosen, exact in ((mine, selector, command.exact), ("dense", None, None))[: 1 + command.compare]:
+    for name, chosen in (("sparse", selector), ("dense", None))[: 1 + command.compare]:
         if command.compare:
             write(f"--- {name}\n")
-        with attach(model, chosen, budget, dense_layers=command.dense_layers, exact=exact) as attachment:
+        with attach(model, chosen, budget, dense_layers=command.dense_layers) as attachment:
             warm_up(model, ids)
             attachment.reset_density()
-            if attachment.drafts is not None:
-                attachment.drafts.reset()
             streamers[name] = TimedStreamer(tokenizer, write)
             cache = _run(model, ids, command.max_new_tokens, streamers[name])
             found[name] = _measured(attachment, streamers[name], cache)
     if command.compare:
-        pairs = zip(streamers[mine].tokens, streamers["dense"].tokens, strict=False)
+        pairs = zip(streamers["sparse"].tokens, streamers["dense"].tokens, strict=False)
         differ = [i for i, (a, b) in enumerate(pairs) if a != b]
         shorter = min(len(streamer.tokens) for streamer in streamers.values())
         found["same_tokens"] = differ[0] if differ else shorter
@@ -149,10 +138,7 @@ def _run(model: PreTrainedModel, ids: Tensor, tokens: int, streamer: TimedStream
 def _measured(attachment: Attachment, streamer: TimedStreamer, cache: DynamicCache) -> dict[str, Any]:
     kv, codes = attachment.memory(cache)
     selected, visible = (sum(column) for column in zip((0, 0), *attachment.counts().values(), strict=True))
-    drafts = None if attachment.drafts is None else attachment.drafts.acceptance
-    made = {} if drafts is None else {**drafts._asdict(), "acceptance": drafts.rate}
     return {
-        **made,
         "new_tokens": len(streamer.times),
         "prefill_seconds": streamer.times[0],
         "tokens_per_second": streamer.tokens_per_second,

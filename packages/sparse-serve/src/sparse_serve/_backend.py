@@ -21,7 +21,7 @@ import functools
 from typing import Any, cast
 
 import torch
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
@@ -44,7 +44,7 @@ class SpotlightBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         served = Served.of(vllm_config)
-        self._budget: Budget | None = None
+        self._budget: LayerBudget | None = None
         self._row_pages: RowPages = RowPages()
         if served is None or not supports(kv_cache_spec):
             return

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from sparse_decode.attention import gather
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_decode.pages import paged_cuda
 from torch import Tensor
 from vllm.config import get_current_vllm_config
@@ -48,7 +48,7 @@ class SpotlightBuilder(FlashAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)  # vLLM then puts rows of one token first
         served = Served.of(vllm_config)
-        self._budget: Budget | None = None
+        self._budget: LayerBudget | None = None
         if served is None or not supports(kv_cache_spec):
             return
         layers = vllm_config.compilation_config.static_forward_context
@@ -78,7 +78,9 @@ class SpotlightBuilder(FlashAttentionMetadataBuilder):
             prompts = super().build(0, _after(common, decodes, tokens), fast_build=True)
         tables = common.block_table_tensor, common.seq_lens
         most = tables[0].shape[1] * self.block_size
-        return DeviceBatch(*tables, tokens, min(longest, most), self.block_size, cast(Budget, self._budget), prompts)
+        return DeviceBatch(
+            *tables, tokens, min(longest, most), self.block_size, cast(LayerBudget, self._budget), prompts
+        )
 
 
 def _after(common: Any, rows: int, tokens: int) -> Any:

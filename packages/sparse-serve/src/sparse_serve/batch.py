@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 from torch import Tensor
 
 from sparse_serve.layout import Moves, RowPages
@@ -79,11 +79,17 @@ class Batch:
     rows: Tensor
     _step: Any = None
     _decoding: Tensor
-    _given: tuple[Tensor, Tensor, Budget]
+    _given: tuple[Tensor, Tensor, LayerBudget]
 
     @classmethod
     def of(
-        cls, metadata: Any, size: int, prefilling: Tensor | None, budget: Budget, schedule: Schedule, held: RowPages
+        cls,
+        metadata: Any,
+        size: int,
+        prefilling: Tensor | None,
+        budget: LayerBudget,
+        schedule: Schedule,
+        held: RowPages,
     ) -> "Batch":
         """Split the rows of a step. A row decodes if it has one token, a non-empty cache and a processed prompt.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 from torch import Tensor
 
 
@@ -16,7 +16,7 @@ class DeviceBatch:
     """
 
     def __init__(
-        self, blocks: Tensor, lengths: Tensor, decodes: int, longest: int, size: int, budget: Budget, prompts: Any
+        self, blocks: Tensor, lengths: Tensor, decodes: int, longest: int, size: int, budget: LayerBudget, prompts: Any
     ) -> None:
         """Args:
             blocks, lengths: page tables int32 [R, T] and visible tokens [R] of all rows, on the device. If a CUDA graph

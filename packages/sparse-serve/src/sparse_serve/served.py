@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from hashtrain import Hasher
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 from torch import Tensor
 
 from sparse_serve.settings import Settings
+from sparse_serve.shards import shard_hasher
 
 
 @contextmanager
@@ -69,9 +70,9 @@ class Served:
 
         with _float32():
             self.hasher: Hasher = Hasher.from_pretrained(settings.hasher)
-            whole = HashSelector(self.hasher)
-            self.selector: HashSelector = whole if size == 1 else whole.shard(rank, size)
-        self.budget: Budget = settings.budget()
+            mine = self.hasher if size == 1 else shard_hasher(self.hasher, rank, size)
+            self.selector: HashSelector = HashSelector(mine)
+        self.budget: LayerBudget = settings.budget()
         given = settings.dense_layers
         self.dense_layers: tuple[int, ...] = self.hasher.dense_layers if given is None else given
         self._words = self.hasher.config.bits // 32

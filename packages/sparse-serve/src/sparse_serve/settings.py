@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 
 KEY = "spotlight"
 
@@ -18,16 +18,16 @@ class Settings:
 
     Attributes:
         hasher: folder of a stored `hashtrain.Hasher`.
-        fraction, min_tokens, max_tokens, sink, recent, dense_below: as in `sparse_decode.Budget`, with its defaults.
+        fraction, min_tokens, max_tokens, sink, recent, dense_below: as in `LayerBudget`, with its defaults.
         dense_layers: indices of layers that stay dense; None: those that the hasher lists.
     """
 
     hasher: str
-    fraction: float = Budget.fraction
-    min_tokens: int = Budget.min_tokens
+    fraction: float = LayerBudget.fraction
+    min_tokens: int = LayerBudget.min_tokens
     max_tokens: int | None = None
-    sink: int = Budget.sink
-    recent: int = Budget.recent
+    sink: int = LayerBudget.sink
+    recent: int = LayerBudget.recent
     dense_below: int = 0
     dense_layers: tuple[int, ...] | None = None
 
@@ -65,7 +65,7 @@ class Settings:
             given["dense_layers"] = tuple(cast("list[Any]", layers))
         return cls(**given)
 
-    def budget(self) -> Budget:
+    def budget(self) -> LayerBudget:
         """Return the budget: how many tokens each row reads."""
         limits = self.fraction, self.min_tokens, self.max_tokens, self.sink, self.recent
-        return Budget(*limits, dense_below=self.dense_below)
+        return LayerBudget(*limits, dense_below=self.dense_below)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 
 
 class Spent(NamedTuple):
@@ -19,7 +19,7 @@ class Spent(NamedTuple):
     """Decode steps at or above `dense_below` of the budget; the others read all visible tokens."""
 
     @classmethod
-    def of(cls, budget: Budget, prompt: int, generated: int) -> "Spent":
+    def of(cls, budget: LayerBudget, prompt: int, generated: int) -> "Spent":
         """Count the tokens that a request reads.
 
         Args:

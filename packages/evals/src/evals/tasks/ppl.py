@@ -14,6 +14,7 @@ import torch
 from hashtrain.settings.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget
+from sparse_decode.budget import LayerBudget
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -63,7 +64,7 @@ def budget_of(rule: str, fraction: float, beside: int = 0, length: int = 1) -> B
     """
     if rule == "fixed":
         share = min(1.0, fraction + beside / length)
-        return Budget(share, min_tokens=PAPER_MIN_TOKENS + beside, of="length")
+        return LayerBudget(share, min_tokens=PAPER_MIN_TOKENS + beside, of="length")
     return Budget(fraction, min_tokens=1)
 
 

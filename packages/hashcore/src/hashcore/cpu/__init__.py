@@ -22,9 +22,6 @@ parts and the parts' selections are merged.
 Keys in pages are read in place, by quarters of 64 keys, if a page has 128-bit codes contiguously. Other keys, and those
 before the first and after the last 64 of a row, are copied to L1 first.
 
-With a shortlist, (2) scores the first words of 64 keys in registers, collects the keys that reach the shortlist's floor
-(estimated from a sample), and scores them in full when some hundred have been collected.
-
 Calls. Everything that follows from shapes and integers is computed once (launch_plan) and cached (kept): with cold
 CPU caches, this Python code would take as long as the kernel.
 """
@@ -93,7 +90,6 @@ def plan_search(
     rows: tuple[int, int | None, int | None, int, int],
     best: bool,
     most: int,
-    shortlist: int = 0,
 ) -> Plan:
     """Check and plan ops.search for rows that all have the same k, lengths, starts, sink and recent.
 
@@ -103,13 +99,13 @@ def plan_search(
     compared = comparison(query, keys, weights)
     validation.score_bits(compared.weights, compared.query.shape[-1])
     bounds = validation.bounds(keys.shape[-2], *rows)
-    return launch_plan.search(*compared, bounds[0], best, bounds, most, shortlist)
+    return launch_plan.search(*compared, bounds[0], best, bounds, most)
 
 
 @kept
-def plan_ragged_search(compared: Comparison, width: int, best: bool, most: int, shortlist: int = 0) -> Plan:
+def plan_ragged_search(compared: Comparison, width: int, best: bool, most: int) -> Plan:
     """Plan ops.search for checked arguments whose rows differ; `launch_plan.filled` sets the bounds of the rows."""
-    return launch_plan.search(*compared, width, best, None, most, shortlist)
+    return launch_plan.search(*compared, width, best, None, most)
 
 
 def score(
@@ -171,14 +167,14 @@ def _topk(scores: NDArray[Any], wanted: RowBounds) -> Pair:
     return values, indices
 
 
-def plain_search(query: Any, keys: Any, weights: Any, rows: Rows, best: bool, shortlist: int) -> Pair | None:
+def plain_search(query: Any, keys: Any, weights: Any, rows: Rows, best: bool) -> Pair | None:
     """Search arrays whose layout the kernels support, with integers for all rows; None for other layouts.
 
     With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So this function
     does as little as possible.
     """
     layouts = (query.dtype, query.shape, query.strides), (keys.dtype, keys.shape, keys.strides)
-    plan = plan_search(*layouts, weights, rows, best, threads.most(), shortlist)
+    plan = plan_search(*layouts, weights, rows, best, threads.most())
     if not (plan.readable and query.flags.aligned and keys.flags.aligned):
         return None
     return run_search(plan, arguments.address(query), arguments.address(keys))
@@ -190,7 +186,6 @@ def search(
     weights: tuple[int, ...] | None,
     rows: Rows,
     best: bool,
-    shortlist: int,
     blocks: Any = None,
     out: Pair | None = None,
 ) -> Pair:
@@ -200,16 +195,16 @@ def search(
         keys = arguments.readable(keys)
         against = arguments.layout_of(keys)
     else:
-        validation.pages(blocks, shortlist)
+        validation.pages(blocks)
         against = _laid(keys, blocks)
     layouts = arguments.layout_of(query), against
     if any(arguments.is_array(x) for x in rows[:3]):
         compared = comparison(*layouts, weights)
         validation.score_bits(compared.weights, query.shape[-1])
         wanted = validation.row_bounds((*compared.lead, against.shape[-2]), *rows)
-        made = launch_plan.filled(plan_ragged_search(compared, wanted.width, best, threads.most(), shortlist), wanted)
+        made = launch_plan.filled(plan_ragged_search(compared, wanted.width, best, threads.most()), wanted)
     else:
-        made = plan_search(*layouts, weights, arguments.row_integers(*rows), best, threads.most(), shortlist)
+        made = plan_search(*layouts, weights, arguments.row_integers(*rows), best, threads.most())
     if blocks is not None:
         made = _paged(made, keys, blocks)
     if out is not None:
@@ -230,7 +225,6 @@ def run_search(made: Plan, query: int, keys: int, out: Pair | None = None) -> Pa
             scores, indices = found
             rows = -1, made.shape[-1]
             _search_parts(made, query, keys, scores.reshape(rows), indices.reshape(rows))
-            _search_again(made, query, keys, scores.reshape(rows), indices.reshape(rows))
     if out is not None and found is not out:
         out[0][...], out[1][...] = found
     return found
@@ -250,21 +244,6 @@ def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], 
     top, best = made.header[[launch_plan.TOP, launch_plan.BEST]].tolist()
     k = np.ascontiguousarray(made.rows[:, launch_plan.K])
     threads.run(search_kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))
-
-
-def _search_again(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
-    """Search rows again in one part if all parts together kept too few keys of a shortlist."""
-    if not made.header[launch_plan.SHORTLIST]:
-        return
-    k, low, high = (made.rows[:, column] for column in (launch_plan.K, launch_plan.LOW, launch_plan.HIGH))
-    (poor,) = np.nonzero((indices >= 0).sum(1) < np.minimum(k, high - low))
-    if len(poor):
-        header = made.header.copy()
-        header[launch_plan.PARTS] = 1
-        found = np.empty((len(poor), scores.shape[1]), np.int32), np.empty((len(poor), scores.shape[1]), np.int64)
-        tasks = -(-len(poor) // int(header[launch_plan.ROWS]))
-        _search_whole(made._replace(header=header, rows=made.rows[poor], tasks=tasks), query, keys, *found)
-        scores[poor], indices[poor] = found
 
 
 def _laid(pool: NDArray[Any], blocks: Any) -> Layout:

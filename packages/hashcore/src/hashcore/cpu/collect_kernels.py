@@ -13,7 +13,7 @@ from hashcore.cpu.score_kernels import _address, _score, _score_beside
 from hashcore.cpu.select_kernels import _append, _shrink, _take
 
 # The columns of a row's search state: address of its keys, range that it sees, ..., offset of its page table.
-AT, FROM, TO, WANTED, FLOOR, KEPT, FIRST_FLOOR, STASHED, PAGES = range(9)
+AT, FROM, TO, WANTED, FLOOR, KEPT, PAGES = range(7)
 
 
 @inner

@@ -48,20 +48,6 @@ def word_at(typing_context: Any, address: Any):
 
 
 @intrinsic
-def copy_key(typing_context: Any, source: Any, target: Any):
-    """Copy a key of four 32-bit words from one address to another."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kind = ir.VectorType(HALF, 4)
-        source, target = values
-        key = _load(builder, source, kind)
-        builder.store(key, builder.inttoptr(target, kind.as_pointer())).align = 4
-        return context.get_dummy_value()
-
-    return types.void(POSITION, POSITION), emit
-
-
-@intrinsic
 def at_least(typing_context: Any, x: Any, start: Any, threshold: Any):
     """Return a mask of the elements of x[start : start + 64] at or above a threshold of the same integer type.
 

@@ -19,11 +19,8 @@ CHUNK = 1024  # keys per task: 16 KiB of 128-bit keys, which stay in L1 while al
 BLOCK = 32  # maximal number of rows of a block
 MORE = 4  # unconditional writes per 64 scores: rarely more reach a good floor
 ROOM = 1 << 20  # maximal number of entries that all rows of a block keep: 8 MiB
-STASH = 256  # keys of a shortlist that are collected and scored together
 
-HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST, PAGE = range(
-    14
-)
+HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, PAGE = range(13)
 COLUMNS = QUERY, KEYS, OUT, K, LOW, HIGH, TABLE = range(7)
 FIRST_WEIGHT = len(HEADER)
 NO_TABLE = np.empty(0, np.int64)
@@ -80,25 +77,23 @@ def search(
     best: bool,
     bounds: tuple[int, int, int] | None,
     most: int,
-    shortlist: int = 0,
 ) -> Plan:
     """Plan a search for up to `width` keys per row, on at most `most` threads; lead: the shape of the rows.
 
     Args:
         bounds: k, low and high if they are the same for all rows (validation.RowBounds); None: see `filled`.
-        shortlist: about this many times k keys are scored in full; 0: all.
     """
     header, rows = _common(query, keys, weights, lead)
     if bounds is not None:
         rows[:, [K, LOW, HIGH]] = bounds
     count, n = len(rows), keys.shape[-2]
     workers = threads.count(count * n * math.prod(query.shape[-2:]), most)
-    room = min(2 * width, n) + CHUNK + STASH + MORE  # entries that a row keeps
+    room = min(2 * width, n) + CHUNK + MORE  # entries that a row keeps
     block = max(1, min(BLOCK, -(-count // workers), ROOM // room))
     blocks = -(-count // block)
     # Each part selects its own best k, so parts shorter than 8 k would do mostly redundant work.
     parts = max(1, min(workers // max(blocks, 1), n // max(8 * width, 1)))
-    header[[WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST]] = width, best, room, block, parts, shortlist
+    header[[WIDTH, BEST, ROOMY, ROWS, PARTS]] = width, best, room, block, parts
     return Plan(header, rows, (*lead, width), blocks * parts, workers, _readable(keys), parts)
 
 

@@ -33,7 +33,6 @@ AHEAD = 8192  # prefetch distance in bytes: two memory pages
 
 SHORT: Any = ir.IntType(16)
 WORDS: Any = ir.VectorType(WORD, 8)
-HALVES: Any = ir.VectorType(HALF, 16)
 SCORES: Any = ir.VectorType(SHORT, LANES // 2)
 
 
@@ -68,36 +67,6 @@ def score_pairs(
         return builder.bitcast(builder.icmp_unsigned(">=", scores, limit), WORD)
 
     return types.uint64(*[POSITION] * 7, types.uint16, POSITION, like), emit
-
-
-@intrinsic
-def score_first_words(typing_context: Any, keys: Any, planes: Any, weights: Any, count: Any, threshold: Any):
-    """Score LANES contiguous keys of four 32-bit words each by their first words.
-
-    planes are the complemented planes, one 64-bit word each, of which the lower half is used; weights are uint32 and
-    sum to at most (2^16 - 1) / 32. Returns a mask of the scores at or above the threshold, a uint16.
-
-    The first words of 64 keys stay in four registers for all planes, and their matches merge into bytes as in
-    `score_pairs`: some 20 operations per plane.
-    """
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        keys, planes, weights, count, threshold = values
-        totals = _no_scores(builder)
-        columns = _first_words(builder, keys)
-        with cgutils.for_range(builder, count) as plane:
-            own = _load(builder, builder.add(planes, builder.shl(plane.index, WORD(3))), HALF)
-            own, merged = _splat(builder, own, 16), ir.Constant(HALVES, [0] * 16)
-            for column in columns:
-                merged = _shift_in(builder, _popcount(builder, builder.xor(column, own)), merged)
-            matches = builder.bitcast(merged, ir.VectorType(BYTE, LANES))
-            _add_matches(builder, totals, matches, weights, plane.index)
-        # Byte 4 i + j belongs to word i of column j, which is key 16 j + i.
-        places = [4 * (key % 16) + key // 16 for key in range(LANES)]
-        scores = builder.shuffle_vector(*map(builder.load, totals), _indices(places))
-        return builder.bitcast(builder.icmp_unsigned(">=", scores, _splat(builder, threshold, LANES)), WORD)
-
-    return types.uint64(*[POSITION] * 4, types.uint16), emit
 
 
 @intrinsic
@@ -187,16 +156,6 @@ def _matching_bytes(builder: Any, quarters: Any, pair: Any) -> Any:
     matches = builder.bitcast(builder.add(first, second), ir.VectorType(BYTE, LANES))
     places = [16 * (i % 4) + 8 * (i // 32) + i % 32 // 4 for i in range(LANES)]
     return builder.shuffle_vector(matches, matches, _indices(places))
-
-
-def _first_words(builder: Any, keys: Any) -> list[Any]:
-    """Load the first of the four 32-bit words of LANES keys; column j has those of keys 16 j to 16 j + 15."""
-    columns = []
-    for start in range(0, LANES, 16):
-        fours = [_load(builder, _add(builder, keys, 16 * (start + i)), HALVES) for i in range(0, 16, 4)]
-        eights = [builder.shuffle_vector(*fours[i : i + 2], _indices(range(0, 32, 4))) for i in (0, 2)]
-        columns.append(builder.shuffle_vector(*eights, _indices(range(16))))
-    return columns
 
 
 def _shift_in(builder: Any, x: Any, merged: Any) -> Any:

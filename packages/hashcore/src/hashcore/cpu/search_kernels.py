@@ -7,7 +7,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu.collect_kernels import AT, FIRST_FLOOR, FLOOR, FROM, KEPT, PAGES, TO, WANTED, _collect
+from hashcore.cpu.collect_kernels import AT, FLOOR, FROM, KEPT, PAGES, TO, WANTED, _collect
 from hashcore.cpu.intrinsics import memory, prefetch, stay_a_function
 from hashcore.cpu.launch_plan import (
     BEST,
@@ -19,7 +19,6 @@ from hashcore.cpu.launch_plan import (
     QUERY,
     ROOMY,
     ROWS,
-    SHORTLIST,
     TABLE,
     TOP,
     WIDTH,
@@ -31,7 +30,6 @@ from hashcore.cpu.paged_kernels import _collect_paged, _lay_out, _paged_address,
 from hashcore.cpu.parts import inner
 from hashcore.cpu.score_kernels import _address, _copy_planes, _operands, _score
 from hashcore.cpu.select_kernels import LEVEL, _entry, _write
-from hashcore.cpu.shortlist_kernels import _collect_short, _short, _shorten
 
 RUN = 64  # consecutive keys of a sample
 
@@ -74,19 +72,12 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
 
 
 @inner
-def _misled(state, rows, parts):
-    """Find the first row that kept too few keys, and restart it without a floor, or then without a shortlist.
-
-    A single part of the keys may have few keys of a shortlist; the caller checks whether all parts have enough.
-    """
+def _misled(state, rows):
+    """Find the first row that kept too few keys, and restart it without a floor."""
     for r in range(rows):
-        short = state[r, FIRST_FLOOR] > 0
-        if state[r, KEPT] >= state[r, WANTED] or (short and parts > 1):
-            continue
-        if state[r, FLOOR] == 0:
-            state[r, FIRST_FLOOR] = 0
-        state[r, KEPT], state[r, FLOOR] = 0, 0
-        return r, r + 1
+        if state[r, KEPT] < state[r, WANTED]:
+            state[r, KEPT], state[r, FLOOR] = 0, 0
+            return r, r + 1
     return np.int64(0), np.int64(0)
 
 
@@ -106,7 +97,7 @@ def search_tasks(
     header, rows and table are those of a plan; query and keys are the addresses to which its offsets are added.
     Row r sees keys [low, high), with scores in 0..top. The best k of each part are written to int32 and int64
     [parts, rows, WIDTH] at the addresses scores and indices, in ascending index order or, if best, highest score
-    first. With a shortlist, only keys on it are selected.
+    first.
     """
     n, top, width = header[N], header[TOP], header[WIDTH]
     room, block, parts = header[ROOMY], header[ROWS], header[PARTS]
@@ -114,9 +105,9 @@ def search_tasks(
     weights, own, tile, codes = _operands(header, block)
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
-    kept, state = np.empty((block, room), np.uint64), np.zeros((block, 9), np.int64)
+    kept, state = np.empty((block, room), np.uint64), np.zeros((block, 7), np.int64)
     pages = _pages(header, table)
-    short, work = _short(block, weights, header), (tile, places, buffer, kept, histogram, top)
+    work = tile, places, buffer, kept, histogram, top
     for r in range(block):
         places[r] = _address(buffer[r])
     for task in range(first, last):
@@ -128,19 +119,14 @@ def search_tasks(
             _copy_planes(query + row[QUERY], header, own[r])
             state[r, AT], state[r, FROM], state[r, TO] = keys + row[KEYS_AT], at, end
             state[r, WANTED], state[r, KEPT], state[r, PAGES] = min(row[K], max(0, end - at)), 0, row[TABLE]
-            if header[SHORTLIST]:
-                _shorten(r, row, header, state, codes, own, weights, short, work)
-            if state[r, FIRST_FLOOR] == 0:
-                state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top, pages)
+            state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top, pages)
         ends = np.int64(0), count
         while ends[0] < ends[1]:
             if header[PAGE]:
                 _collect_paged(ends[0], ends[1], a, b, state, codes, own, weights, pages, work)
-            elif header[SHORTLIST]:
-                _collect_short(ends[0], ends[1], a, b, state, codes, own, weights, short, work)
             else:
                 _collect(ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top)
-            ends = _misled(state, count, parts)
+            ends = _misled(state, count)
         for r in range(count):
             found, wanted, floor = state[r, KEPT], min(state[r, WANTED], state[r, KEPT]), state[r, FLOOR]
             place = (part * len(rows) + row0 + r) * width

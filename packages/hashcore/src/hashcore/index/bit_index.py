@@ -189,7 +189,7 @@ class BitIndex:
         rerank: int | None = None,
         vectors: Array | None = None,
         metric: str = "dot",
-        shortlist: int | None = None,
+        **removed: object,
     ) -> tuple[Any, Any]:
         """Find the k best codes of each query.
 
@@ -204,12 +204,13 @@ class BitIndex:
             vectors: original vectors for rerank, floats [M, D]; row i belongs to id i. Only rows of candidates are
                 read, also of a memory-mapped array.
             metric: exact score of rerank, 'dot' or 'cosine' (0 for a zero vector).
-            shortlist: score only about this many times the codes to find by all bits, the best by their first 32 bits
-                (eq. 20). For codes whose first bits matter most; those of a rotation are all alike.
+            removed: an argument of earlier versions, which is refused.
         Returns: scores and ids int64, both [..., k], best first; ties in the order of addition. Scores are int32, or
             float32 with rerank.
         Raises: ValueError or TypeError.
         """
+        if removed:
+            validation.refuse_removed("search", removed)
         content = self._rows
         (array,), restore = arguments.host_arrays(queries=queries)
         k = checks.integer("k", k, 0, len(content), "there are no more codes in the index; clamp it")
@@ -217,14 +218,14 @@ class BitIndex:
         if rerank is None:
             if vectors is not None or metric != "dot":
                 raise ValueError("vectors= and metric= need rerank=, got none; try rerank=4")
-            scores, positions = live_best(codes, content, k, weights, shortlist)
+            scores, positions = live_best(codes, content, k, weights)
         else:
             times = checks.integer("rerank", rerank, 1, 2**31, "rerank * k candidates are scored exactly")
             checks.choice("metric", metric, checks.METRICS)
             if checks.is_codes(array):
                 raise TypeError("rerank needs queries that are vectors, got codes; pass the original vectors")
             originals = self._originals(vectors, content)
-            _, candidates = live_best(codes, content, min(times * k, len(content)), weights, shortlist)
+            _, candidates = live_best(codes, content, min(times * k, len(content)), weights)
             at = candidates if vectors is None else checks.rows_of(content.ids[candidates], len(originals))
             scores, positions = rerank_best(array, originals, at, candidates, k, metric == "cosine")
         return restore(scores), restore(content.ids[positions])

@@ -13,12 +13,9 @@ GATHERED = 1 << 22  # numbers of original vectors gathered per block: 16 MiB
 
 
 def live_best(
-    queries: NDArray[np.int32], content: Rows, k: int, weights: Sequence[int] | None, shortlist: int | None
+    queries: NDArray[np.int32], content: Rows, k: int, weights: Sequence[int] | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Find the k best rows that are not removed, for codes [..., W] or planes [..., P, W] with weights.
-
-    Args:
-        shortlist: as for `ops.search`.
 
     Returns: scores int32 and positions int64, both [..., k], best first, ties to the lowest position.
     """
@@ -26,10 +23,10 @@ def live_best(
     # Search for as many more as were removed; then at least k of the results are live.
     wanted = k + len(content.dead) if k else 0
     if weights is None:
-        found = ops.search(queries.reshape(-1, queries.shape[-1]), keys, wanted, shortlist=shortlist)
+        found = ops.search(queries.reshape(-1, queries.shape[-1]), keys, wanted)
         scores, positions = (x.reshape(*queries.shape[:-1], wanted) for x in found)
     else:
-        scores, positions = ops.search(queries, keys, wanted, weights, shortlist=shortlist)
+        scores, positions = ops.search(queries, keys, wanted, weights)
     if wanted == k:
         return scores, positions
     dead = np.isin(positions, content.dead)

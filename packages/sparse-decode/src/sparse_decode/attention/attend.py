@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.attention import attend_kernels, gather
-from sparse_decode.attention.attend_inputs import KINDS, LIKE, LeftOut, check, require_values
+from sparse_decode.attention.attend_inputs import KINDS, LIKE, LeftOut, check
 from sparse_decode.attention.kernel_threads import run
 from sparse_decode.modes import readable
 from sparse_decode.positions import include
@@ -37,13 +37,13 @@ _NOTHING = np.empty((0, 5), np.float32), np.empty((0, 0, 0, 0), np.float32), np.
 def attend(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, *, softcap: float | None = None,
     sinks: Tensor | None = None, left_out: LeftOut | None = None, ends: tuple[int, int] | Tensor = (0, 0),
-    values: float = 1.0, lse: Literal[False] = False,
+    lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attend(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, *, softcap: float | None = None,
     sinks: Tensor | None = None, left_out: LeftOut | None = None, ends: tuple[int, int] | Tensor = (0, 0),
-    values: float = 1.0, lse: Literal[True],
+    lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attend(
     q: Tensor,
@@ -56,7 +56,6 @@ def attend(
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
-    values: float = 1.0,
     lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the selected tokens only.
@@ -73,26 +72,20 @@ def attend(
         ends: numbers of first and last tokens of the N that every row reads besides `indices`, which then must not
             contain them. Or the tokens that all rows of a sequence read besides, int64 [B, E], -1 in
             unused slots.
-        values: share of the selected tokens whose values are read, rounded up (eq. 21): those with the largest sum of
-            weights over the set's query heads, ties in the order of `indices`. The others get the remainder's value;
-            without `left_out`, weight 0. On CUDA only 1.
         lse: also return the mean and the log-sum-exp of the logits, which calibration of the remainder needs (eq. 15).
     Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With lse also
         float32 [2, B, Q, Hq]: mean and log-sum-exp of the selected logits, 0 and -inf for rows without one; the
         log-sum-exp includes the learned sink.
-    Raises: ValueError on other shapes, types, devices or shares, and on an index of N or more; on CUDA, where checking
+    Raises: ValueError on other shapes, types or devices, and on an index of N or more; on CUDA, where checking
         would make the host wait, such an index counts as unused.
     Source: docs/algorithm.md, eq. 8.
     """
     check(q, k, v, indices, softcap, sinks, left_out)
-    require_values(values, q.device)
     rest = (None,) * 4 if left_out is None else left_out
     always = (0, 0, ends) if isinstance(ends, Tensor) else (*ends, None)
     given = q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest, *always
     if readable(q):  # on the CPU, torch's dispatcher would take longer than everything else in the call
-        result, logits = _on_cpu(*given, values)
-    elif values < 1:
-        raise ValueError(f"values below 1 does not work in a compiled graph, got {values}; set it to 1")
+        result, logits = _on_cpu(*given)
     elif lse:
         result, logits = gather.OPERATORS.gather_with_lse(*given)
     else:
@@ -104,7 +97,7 @@ def attend(
 
 def on_host(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
-    left_out: LeftOut | None, blocks: NDArray[np.int64] = _SIDE_BY_SIDE, values: float = 1.0,
+    left_out: LeftOut | None, blocks: NDArray[np.int64] = _SIDE_BY_SIDE,
 ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:  # fmt: skip
     """Attend on the CPU, without checking shapes: `attend` with lse, and the number of tokens used, int64 [B, H, Q].
 
@@ -126,7 +119,7 @@ def on_host(
         sink = np.full(hq, -np.inf, np.float32) if sinks is None else _floats(sinks)
         factors = np.float32(scaling), np.float32(softcap or 0), sink, KINDS[k.dtype]
         rest = _rest(left_out, (batch, n_rows), k.shape[2])
-        given = _floats(q), *where, indices.contiguous().numpy(), out, logits, used, *factors, *rest, float(values)
+        given = _floats(q), *where, indices.contiguous().numpy(), out, logits, used, *factors, *rest
         run(attend_kernels.tasks, tasks, work, *given)
         if used.min() < 0:
             limit = k.shape[2] * max(1, blocks.shape[1])
@@ -175,10 +168,10 @@ def place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    scaling, softcap, sinks, *left, sink, recent, always = rest[:10]
-    left_out, share = None if left[0] is None else LeftOut(*left), rest[10] if len(rest) > 10 else 1.0
+    scaling, softcap, sinks, *left, sink, recent, always = rest
+    left_out = None if left[0] is None else LeftOut(*left)
     indices = include(indices, k.shape[2], (sink, recent) if always is None else always)
-    return on_host(q, k, v, indices, scaling, softcap, sinks, left_out, values=share)[:2]
+    return on_host(q, k, v, indices, scaling, softcap, sinks, left_out)[:2]
 
 
 def _alone_on_cpu(*given: Any) -> Tensor:

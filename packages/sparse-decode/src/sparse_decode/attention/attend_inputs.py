@@ -51,14 +51,6 @@ def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = ()
         gather.require(dtype, dims, group)
 
 
-def require_values(share: float, device: torch.device) -> None:
-    """Raise ValueError if `Budget.values` is out of range, or below 1 on a device other than the CPU."""
-    if not 0 < share <= 1:
-        raise ValueError(f"values must be above 0 and at most 1, got {share}; 0.5 reads half of the values")
-    if share < 1 and device.type != "cpu":
-        raise ValueError(f"values below 1 needs the CPU, got {share} on {device}; set it to 1")
-
-
 def check(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, softcap: float | None, sinks: Tensor | None, rest: LeftOut | None
 ) -> None:

@@ -82,59 +82,6 @@ def _read_tile(x, places, j, width, wide, kind, tile):  # pragma: no cover - com
     return count
 
 
-@inner
-def _largest(x, count):  # pragma: no cover - compiled
-    """Return the count-th largest of x, float32, none below 0: their order is that of their bits.
-
-    A histogram of the upper 11 of 31 bits, then of the next 10 among those of the same upper bits, then of the last 10.
-    """
-    bits, found = x.view(np.int32), np.zeros(1, np.int32)
-    for shift, above in ((20, 31), (10, 20), (0, 10)):
-        counts = np.zeros(2048, np.int64)
-        for j in range(len(bits)):
-            if bits[j] >> above == found[0] >> above:
-                counts[(bits[j] >> shift) & ((1 << (above - shift)) - 1)] += 1
-        at = (1 << (above - shift)) - 1
-        while at > 0 and counts[at] < count:
-            count -= counts[at]
-            at -= 1
-        found[0] |= np.int32(at << shift)
-    return found.view(np.float32)[0]
-
-
-# fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
-@inner(fastmath={"reassoc", "contract", "nsz"})
-def _drop(weights, used, keep, dropped):  # pragma: no cover - compiled
-    """Return the indices, ascending, of the `keep` of `used` tokens with the largest sums of weights [heads, >= used].
-
-    Ties go to the first tokens. Heads whose weights are NaN do not count. The weights of the other tokens are added to
-    dropped [heads].
-    """
-    heads = len(weights)
-    both, left = np.zeros(used, np.float32), np.empty(used, np.float32)
-    for g in range(heads):
-        line = weights[g, :used]
-        if line[0] == line[0]:  # all of a softmax's weights are NaN, or none
-            for j in range(used):
-                both[j] += line[j]
-    least, room = _largest(both, keep), keep
-    for j in range(used):
-        room -= both[j] > least
-    kept, n = np.empty(keep + 1, np.int64), 0  # the last slot gets what is written after the last that is kept
-    for j in range(used):
-        equal = both[j] == least and room > 0
-        room -= equal
-        taken = both[j] > least or equal
-        kept[n], left[j] = j, not taken
-        n += taken
-    for g in range(heads):
-        line, total = weights[g, :used], np.float32(0)
-        for j in range(used):
-            total += line[j] * left[j]
-        dropped[g] += total
-    return kept[:keep]
-
-
 # The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
 @numba.njit(inline="always")
 def _multiply(q, k, places, kind, at, wide, logits):  # pragma: no cover - compiled
@@ -191,21 +138,6 @@ def _weigh(v, places, kind, at, wide, weights, out):  # pragma: no cover - compi
 
 
 @numba.njit(inline="always")
-def _make_up(weights, keep, dropped, left_out, values, sinks, at, stats, out):  # pragma: no cover - compiled
-    """Make up in out for the selected tokens whose values were not read: by the mean of others, or by more weight."""
-    b, first, r = at
-    for g in range(len(weights)):
-        line, left = out[b, r, first + g], np.float32(math.exp(sinks[first + g] - stats[1, b, r, first + g]))
-        for j in range(keep):
-            left += weights[g, j]
-        for i in range(out.shape[3]):
-            if left_out:
-                line[i] += dropped[g] * values[b, first + g, r, i]
-            else:
-                line[i] = line[i] / left if left != 0 else np.float32(0)
-
-
-@numba.njit(inline="always")
 def _add_rest(
     heads, rest, used, q, coefficients, mean_keys, kv, values, visible, scaling, at, stats, out
 ):  # pragma: no cover - compiled
@@ -224,7 +156,7 @@ def _add_rest(
 @hot(fastmath={"reassoc", "contract", "nsz"})
 def _attend_task(
     task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
-    coefficients, mean_keys, values, visible, share_of_values,
+    coefficients, mean_keys, values, visible,
 ):  # pragma: no cover - compiled  # fmt: skip
     (sets, n_rows), hq = indices.shape[1:3], q.shape[1]
     heads = hq // sets  # query heads that share this index set
@@ -247,18 +179,9 @@ def _attend_task(
     _soften(logits, used, scaling, softcap, sinks, at, stats)
 
     # 3. weighted sum of values
-    keep, dropped = math.ceil(used * share_of_values), np.zeros(heads, np.float32)
-    if keep < used:
-        kept = _drop(logits, used, keep, dropped)
-        tokens = tokens[kept]
-        for g in range(heads):
-            for j in range(keep):
-                logits[g, j] = logits[g, kept[j]]
     _weigh(v, _places(tokens, blocks, v_at, b, kv), kind, at, wide_v, logits, out)
 
-    # 4. the remainder: first the selected tokens whose values were not read, then the unselected ones
-    if keep < used:
-        _make_up(logits, keep, dropped, len(coefficients) > 0, values, sinks, at, stats, out)
+    # 4. the remainder
     rest = visible[b, r] - used if len(coefficients) else 0
     if rest > 0:
         _add_rest(heads, rest, used, q, coefficients, mean_keys, kv, values, visible, scaling, at, stats, out)
@@ -282,20 +205,19 @@ def tasks(
     indices: NDArray[np.int64],
     out: NDArray[np.float32], stats: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
     softcap: np.float32, sinks: NDArray[np.float32], kind: int, coefficients: NDArray[np.float32],
-    mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64], share_of_values: float,
+    mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attend for tasks [first, last).
 
     Keys and values are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and v_at are
     (strides of batch row, head and token, number of heads, number of tokens). With blocks [B, T], the page table, they
     are (strides of page, head and token, number of heads, tokens per page). stats gets the mean and the log-sum-exp of
-    the logits; counts the number of tokens used, or -1 if an index is out of range. The values of a share
-    share_of_values of the tokens are read.
+    the logits; counts the number of tokens used, or -1 if an index is out of range.
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     for task in range(first, last):
         _attend_task(
             task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
-            coefficients, mean_keys, values, visible, share_of_values,
+            coefficients, mean_keys, values, visible,
         )  # fmt: skip

@@ -1,8 +1,7 @@
 """Cache layers that carry codes besides keys and values, through all operations of Hugging Face's caches.
 
 `cache_types.carry_codes` re-types a layer in place, so that the cache and all references to it stay valid; `drop_codes`
-restores its type. The codes are those of the keys when they arrived: quantising a layer changes its keys, but not its
-codes.
+restores its type.
 
 Others may change keys and values: a press prunes them, a caller crops them. Each layer therefore remembers its tensors
 and their versions, which torch increments with every write. If they differ from what it left, it rebuilds its codes.
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
-from sparse_decode.caches.buffer import CodeBuffer, GrowingBuffer, append_both, keeps_first_words
+from sparse_decode.caches.buffer import GrowingBuffer, append_both
 from sparse_decode.caches.cache_encoder import Encoder, drop_codes
 from sparse_decode.caches.growing import itself
 from sparse_decode.caches.opaque import write_codes
@@ -111,7 +110,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
     def begin(self) -> None:
         self.moments = RunningMoments()
         self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
-        self._codes = CodeBuffer(self.encoder.lists)
+        self._codes = GrowingBuffer()
         if self.get_seq_length():
             keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
             if keys.shape[:3] != values.shape[:3]:
@@ -139,11 +138,6 @@ class CodedDynamicLayer(Coded, DynamicLayer):
             self._hash(self._keys.view()[:, :, self._codes.length :])
         return self._codes.view()
 
-    @property
-    def first_words(self) -> Tensor | None:
-        """The copy of the codes' first words, int32 [B, H, T], after `codes` has been read; None if there is none."""
-        return self._codes.first
-
     def room_for_code(self) -> tuple[Tensor, GrowingBuffer | None]:
         """Return the codes, int32 [B, H, T or more, W], and their buffer if the code of the last key is missing.
 
@@ -154,7 +148,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         if not same or keys._version != at or values._version != then:
             self._settle()
         codes = self._codes
-        if self._keys.length - codes.length == 1 and not codes.words.length and (room := codes.room(1)) is not None:
+        if self._keys.length - codes.length == 1 and (room := codes.room(1)) is not None:
             return room, codes
         return self.codes, None
 
@@ -165,8 +159,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
             return
         heads, words = self.encoder.code_shape(keys)
         like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
-        codes, first = self._codes.extend_both(like)
-        self.encoder.write(codes, keys, None, first)
+        self.encoder.write(self._codes.extend(like), keys)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of keys and values, and of codes and sums."""
@@ -252,8 +245,6 @@ class CodedStaticLayer(Coded, StaticLayer):
     plain: type[CacheLayerMixin] = StaticLayer
     _watched = ("keys", "values", "cumulative_length")
     _codes: Tensor | None = None
-    first_words: Tensor | None = None
-    """A copy of the codes' first words, int32 [B, H, N], for searches with a shortlist on a GPU."""
     moments: StaticMoments | None = None
 
     def begin(self) -> None:
@@ -266,11 +257,9 @@ class CodedStaticLayer(Coded, StaticLayer):
             self.moments.reset()
         n = int(self.cumulative_length)
         codes[:, :, :n] = self.encoder(keys[:, :, :n])
-        if self.first_words is not None:
-            self.first_words.copy_(codes[..., 0])
 
     def end(self) -> None:
-        for name in ("_codes", "first_words", "moments"):
+        for name in ("_codes", "moments"):
             vars(self).pop(name, None)
 
     @property
@@ -283,8 +272,7 @@ class CodedStaticLayer(Coded, StaticLayer):
         """Return the bytes of the static buffers: of keys and values, and of codes and sums."""
         if not self.is_initialized:
             return 0, 0
-        words = 0 if self.first_words is None else self.first_words.nbytes
-        ours = cast(Tensor, self._codes).nbytes + words + cast(StaticMoments, self.moments).nbytes
+        ours = cast(Tensor, self._codes).nbytes + cast(StaticMoments, self.moments).nbytes
         return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, ours
 
     def _allocate(self) -> Tensor:
@@ -296,10 +284,7 @@ class CodedStaticLayer(Coded, StaticLayer):
         with ordinary_tensors():
             codes = torch.zeros(len(keys), heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
             self._codes, self.moments = codes, StaticMoments.empty(keys, values)
-            if keeps_first_words(self.encoder.lists, keys.device):
-                self.first_words = codes.new_zeros(codes.shape[:3])
-        words = () if self.first_words is None else (self.first_words,)
-        for x in (codes, *words, *self.moments.tensors):
+        for x in (codes, *self.moments.tensors):
             torch._dynamo.mark_static_address(x)
         return codes
 
@@ -315,9 +300,9 @@ class CodedStaticLayer(Coded, StaticLayer):
             self.lazy_initialization(key_states, value_states)
         codes = cast(Tensor, self.codes)  # settled
         if torch.compiler.is_compiling() and (key_states.shape[2] > 1 or not self.encoder.traceable(key_states)):
-            write_codes(codes, key_states, self.cumulative_length, self.encoder.number, self.first_words)
+            write_codes(codes, key_states, self.cumulative_length, self.encoder.number)
         else:
-            self.encoder.write(codes, key_states, self.cumulative_length, self.first_words)
+            self.encoder.write(codes, key_states, self.cumulative_length)
         found = super().update(key_states, value_states, *args, **kwargs)
         self.mark()
         return found
@@ -326,8 +311,6 @@ class CodedStaticLayer(Coded, StaticLayer):
         super().reset()
         if self._codes is not None and self.moments is not None:
             self._codes.zero_()
-            if self.first_words is not None:
-                self.first_words.zero_()
             self.moments.reset()
         self.mark()
 
@@ -336,8 +319,6 @@ class CodedStaticLayer(Coded, StaticLayer):
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         if self._codes is not None and self.moments is not None and self.get_seq_length() > 0:
             self._codes = self._codes.index_select(0, beam_idx.to(self._codes.device))
-            if self.first_words is not None:
-                self.first_words = self.first_words.index_select(0, beam_idx.to(self._codes.device))
             self.moments.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
         self.mark()
 

@@ -15,8 +15,8 @@ from sparse_decode.modes import no_autocast, readable
 Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
 
-Into = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], bool]
-"""Keys, codes, token, first words -> whether one operator has written the codes, as `Encoder.write` does."""
+Into = Callable[[Tensor, Tensor, Tensor | None], bool]
+"""Keys, codes, token -> whether one operator has written the codes, as `Encoder.write` does."""
 
 Traceable = Callable[[Tensor], bool]
 """Whether keys [B, Hkv, 1, D] are hashed by operators that a compiled graph can contain."""
@@ -32,12 +32,8 @@ class Encoder:
     Deep copies of a cache layer share its encoder.
     """
 
-    def __init__(
-        self, encode: Encode, into: Into | None = None, traceable: Traceable = lambda keys: False, lists: bool = False
-    ):
+    def __init__(self, encode: Encode, into: Into | None = None, traceable: Traceable = lambda keys: False):
         self._encode = encode
-        self.lists: bool = lists
-        """Whether searches use a shortlist, so that caches on a GPU also keep the first words of codes."""
         self._into = into
         self.traceable: Traceable = traceable
         self._shape: tuple[int, int] | None = None
@@ -73,10 +69,6 @@ class Encoder:
         """Whether the size of a code is known."""
         return self._shape is not None
 
-    def temporaries(self, keys: Tensor) -> int:
-        """Return the peak bytes of temporaries when hashing keys [B, Hkv, T, D], after `code_shape`."""
-        return min(keys.shape[2], self._tokens_at_once(keys)) * self._bytes_per_token(keys)
-
     def _learn(self, codes: Tensor) -> Tensor:
         self._shape = codes.shape[1], codes.shape[3]
         return codes
@@ -90,18 +82,17 @@ class Encoder:
         bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
         return batch * max(heads * dim, bits) * 4 * _WIDTHS
 
-    def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None, first: Tensor | None = None) -> None:
-        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], and `first` words, from token `at` on; None: into all."""
-        if self._into is not None and self._into(keys, codes, at, first):
+    def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None) -> None:
+        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on; None: into all."""
+        if self._into is not None and self._into(keys, codes, at):
             return
         found = self(keys)
-        for room, new in ((codes, found), *(() if first is None else ((first, found[..., 0]),))):
-            if at is None:
-                room.copy_(new)
-            elif readable(at):
-                room[:, :, int(at) : int(at) + keys.shape[2]] = new
-            else:
-                room.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), new)
+        if at is None:
+            codes.copy_(found)
+        elif readable(at):
+            codes[:, :, int(at) : int(at) + keys.shape[2]] = found
+        else:
+            codes.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Encoder":
         return self

@@ -22,10 +22,10 @@ def register(worker: Any) -> int:
     return number
 
 
-@torch.library.custom_op("sparse_decode::write_codes", mutates_args=("codes", "first"))
-def write_codes(codes: Tensor, keys: Tensor, at: Tensor, writer: int, first: Tensor | None) -> None:
-    """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], and first words [B, H, N], from token `at` on, an integer."""
-    _registered[writer].write(codes, keys, at, first)
+@torch.library.custom_op("sparse_decode::write_codes", mutates_args=("codes",))
+def write_codes(codes: Tensor, keys: Tensor, at: Tensor, writer: int) -> None:
+    """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on, an integer."""
+    _registered[writer].write(codes, keys, at)
 
 
 write_codes.register_fake(lambda *given, **named: None)

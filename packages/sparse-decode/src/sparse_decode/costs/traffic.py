@@ -1,10 +1,9 @@
 """Bytes that a decode step moves per sequence and KV head: a common measure for different methods."""
 
-import math
 from statistics import mean
 from typing import NamedTuple
 
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_decode.unselected.sums import FOLD
 
 
@@ -38,7 +37,7 @@ def state_bytes(head_dim: int, element: int = 2) -> float:
 
 
 def step_bytes(
-    n: int, budget: Budget, head_dim: int, bits: int = 128, remainder: bool = True, element: int = 2
+    n: int, budget: LayerBudget, head_dim: int, bits: int = 128, remainder: bool = True, element: int = 2
 ) -> StepBytes:
     """Count the bytes that a decode step at context length n requests, and those of the remainder that it writes.
 
@@ -47,12 +46,8 @@ def step_bytes(
     Args:
         n: visible tokens; budget: of the layer; remainder: whether the sums of the remainder are used.
         head_dim: of keys and values; bits: of a code, 0 without codes; element: bytes per number of keys and values.
-    With a shortlist: 32 bits of every code, and all bits of the codes on the list. Unused parts of cache lines or
-    sectors are not counted, nor are the new token's own key, value and code.
+    Unused parts of cache lines or sectors are not counted, nor are the new token's own key, value and code.
     """
-    reads, word, codes = budget.count_heads(n), 4, n * bits / 8
-    if budget.shortlist is not None and bits:
-        codes = n * word + mean(min(n, budget.shortlist * count) for count in reads) * bits / 8
     state = state_bytes(head_dim, element) if remainder else 0
-    rows = mean(count + math.ceil(count * budget.values) for count in reads)
-    return StepBytes(codes, rows * head_dim * element, state, 2 * n * head_dim * element)
+    read = 2 * mean(budget.count_heads(n)) * head_dim * element
+    return StepBytes(n * bits / 8, read, state, 2 * n * head_dim * element)

@@ -106,10 +106,10 @@ def fits(layer: LayerHasher, x: Tensor) -> bool:
     return 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS and (are_supported(layer) if known is None else known.fits)
 
 
-def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> None:
+def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
     """Hash keys [B, Hkv, T, D] into codes int32 [B, H, N, W] of `code_shape`, as `hash_keys`."""
     known = placed.get(id(layer)) or found_in(layer)
-    OPERATORS.hash_keys(k, known.key, known.digits, codes, at, first)
+    OPERATORS.hash_keys(k, known.key, known.digits, codes, at)
 
 
 def queries(layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
@@ -133,7 +133,7 @@ def step(
 
 
 def hash_keys(
-    x: Tensor, weights: Tensors, digits: Tensors, codes: Tensor, *where: Tensor | None, run: Run | None = None
+    x: Tensor, weights: Tensors, digits: Tensors, codes: Tensor, at: Tensor | None = None, run: Run | None = None
 ) -> None:
     """Hash x [B, Hkv, T, D], not empty, into codes int32 [B, H, N, W].
 
@@ -142,11 +142,9 @@ def hash_keys(
         digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
         codes: their words must be contiguous (stride 1). With more heads than the functions, each code is written to
             as many; with fewer, the codes of several functions lie side by side.
-        where: the token to start at, int64 []; room for a copy of the codes' first words, int32 [B, H, N], contiguous
-            along N. None or left out: the first token; no copy.
+        at: the token to start at, int64 []; None: the first.
     """
-    at, first = (*where, None, None)[:2]
-    _hash((x, side_of(weights, digits), codes, at, first), None, run)
+    _hash((x, side_of(weights, digits), codes, at), None, run)
 
 
 def hash_queries(x: Tensor, weights: Tensors, digits: Tensors, how: How, run: Run | None = None) -> Tensor:
@@ -158,7 +156,7 @@ def hash_step(
     k: Tensor, of_k: Tensors, q: Tensor, of_q: Tensors, digits: Tensors, codes: Tensor, how: How, run: Run | None = None
 ) -> Tensor:
     """Do both in one launch: keys k [B, Hkv, T, D] into all of `codes`, and queries q [B, Hq, T, D] to planes."""
-    return _hash((k, side_of(of_k, digits), codes, None, None), (q, side_of(of_q, digits), how), run)
+    return _hash((k, side_of(of_k, digits), codes, None), (q, side_of(of_q, digits), how), run)
 
 
 class _Call(NamedTuple):
@@ -181,7 +179,7 @@ class _Call(NamedTuple):
 
 
 _calls: Table[_Call] = Table()
-_Keys = tuple[Tensor, Side, Tensor, Tensor | None, Tensor | None]
+_Keys = tuple[Tensor, Side, Tensor, Tensor | None]
 _Queries = tuple[Tensor, Side, How]
 
 
@@ -201,11 +199,9 @@ def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
     call = call or _calls.keep(form, _prepare(keys, queries))
     found = None
     if keys is not None and k is not None:
-        to, (codes, at, first) = call.codes, keys[2:]
+        to, (codes, at) = call.codes, keys[2:]
         call.k.value, to.words, to.at = k.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
         call.key_rows.batch, call.key_rows.head, call.key_rows.token, _ = k.stride()
-        to.first = None if first is None else first.data_ptr()
-        to.first_batch, to.first_head = (0, 0) if first is None else first.stride()[:2]
         call.of_keys[:], call.digits[:] = keys[1].functions, keys[1].described
     if queries is not None and q is not None:
         found, planes = torch.empty_like(call.like), call.planes
@@ -233,7 +229,7 @@ def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
         heads[0], blocks[0] = keys[0].shape[1], _blocks(keys[0], keys[1])
         to = keys[2]
         join = to.shape[3] // (keys[1].form[-1] // 32)
-        codes = Codes(None, *to.stride()[:3], None, None, 0, 0, to.shape[1] * join // blocks[0], join)
+        codes = Codes(None, *to.stride()[:3], None, to.shape[1] * join // blocks[0], join)
     if queries is not None:
         how, heads[1], blocks[1] = queries[2], x.shape[1], _blocks(x, side)
         like = _empty_planes(x, how)
@@ -242,7 +238,7 @@ def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
     of_keys, of_queries = (bytearray(ctypes.sizeof(Functions)) for _ in range(2))
     digits = bytearray(ctypes.sizeof(Digits))
     every, (key_rows, query_rows) = batch * tokens, (Rows(), Rows())
-    # Each block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
+    # A block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
     each = min(MOST_TOKENS, every, -(-every * sum(blocks) // _sm_count(x.device)))
     arguments = (
         *(k, key_rows, ctypes.c_int32(heads[0]), codes, Functions.from_buffer(of_keys)),
@@ -279,8 +275,7 @@ def side_of(weights: Tensors, digits: Tensors) -> Side:
 
 _HOW = "int bits, int group, int planes, int join"
 operator(
-    "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at, Tensor(b!)? first=None) "
-    "-> ()",
+    "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at) -> ()",
     lambda *_: None,
     cuda=hash_keys,
     cpu=encode_on_cpu.hash_keys,

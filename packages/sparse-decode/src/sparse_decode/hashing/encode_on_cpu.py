@@ -14,9 +14,7 @@ from sparse_decode.hashing import encode
 Tensors = Sequence[Tensor]
 
 
-def hash_keys(
-    x: Tensor, weights: Tensors, digits: Tensors, codes: Tensor, at: Tensor | None, first: Tensor | None = None
-) -> None:
+def hash_keys(x: Tensor, weights: Tensors, digits: Tensors, codes: Tensor, at: Tensor | None) -> None:
     if len(weights) == 5:
         found = encode.hash_tokens(*_arrays(weights, digits), x, 1, 0)[0][..., 0, :]
     else:
@@ -24,10 +22,7 @@ def hash_keys(
     (heads, width), (had, words) = (codes.shape[1], codes.shape[3]), (found.shape[1], found.shape[3])
     found = _joined(found, width // words).repeat_interleave(heads * width // (had * words), 1)
     begin = 0 if at is None else int(at)
-    tokens = slice(begin, begin + x.shape[2])
-    codes[:, :, tokens] = found
-    if first is not None:
-        first[:, :, tokens] = found[..., 0]
+    codes[:, :, begin : begin + x.shape[2]] = found
 
 
 def hash_queries(x: Tensor, weights: Tensors, digits: Tensors, *how: int) -> Tensor:

@@ -55,8 +55,7 @@ class Codes(ctypes.Structure):
     _fields_ = (
         ("words", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
-        *((name, ctypes.c_void_p) for name in ("at", "first")),
-        *((name, ctypes.c_int64) for name in ("first_batch", "first_head")),
+        ("at", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("copies", "join")),
     )
 

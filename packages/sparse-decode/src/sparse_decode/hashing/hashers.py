@@ -11,7 +11,6 @@ from sparse_decode.hashing import encode_cuda
 from sparse_decode.hashing.encode import CpuEncoder, supports
 from sparse_decode.hashing.encode_cuda import PlacedHasher
 from sparse_decode.hashing.encode_weights import code_shape
-from sparse_decode.parallel import shard
 
 
 @runtime_checkable
@@ -42,12 +41,12 @@ class OfHasher:
 
     @property
     def layer_shares(self) -> tuple[float, ...]:
-        """Budgets of the layers relative to their mean, for `Budget.by_layer`; empty if the hasher has none."""
+        """Budgets of the layers relative to their mean; empty if the hasher has none."""
         return getattr(self.hasher, "layer_shares", ())
 
     @property
     def head_shares(self) -> tuple[tuple[float, ...], ...]:
-        """For each layer the budgets of its KV heads relative to their mean, for `Budget.by_head`; empty if none."""
+        """For each layer the budgets of its KV heads relative to their mean; empty if the hasher has none."""
         return getattr(self.hasher, "head_shares", ())
 
     def remainder(self, layer: int) -> Tensor | None:
@@ -88,12 +87,12 @@ class PerHead(OfHasher):
             return own.encode_queries(q, per_query_head=self.per_query_head)
         return self._cpu_encoder.queries(own, q, self.per_query_head)
 
-    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> bool:
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
         """Hash keys in place if one operator does it: `HashSelector.write_codes`."""
         own = self._of_keys(layer, k)
         if not _by_operators(own, k):
             return False
-        encode_cuda.write_keys(own, k, codes, at, first)
+        encode_cuda.write_keys(own, k, codes, at)
         return True
 
     def encode_step(self, layer: int, k: Tensor, codes: Tensor, q: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
@@ -127,10 +126,6 @@ class PerHead(OfHasher):
                 f"decoding needs a hasher that stores codes, got variant {self.hasher.config.variant}; use another"
             )
         self.hasher.require_match(model_config)
-
-    def shard(self, rank: int, size: int) -> "PerHead":
-        """Return the hasher of one tensor-parallel rank, sliced by KV head."""
-        return type(self)(shard(self.hasher, rank, size))
 
 
 def _by_operators(own: LayerHasher, x: Tensor) -> bool:

@@ -7,10 +7,10 @@
 //     query   w = sum of f over the group; with digits, w_j = w[coordinate[j]] power[j]; planes = digits of w's levels
 //             votes: planes = digits of how many f of the group are positive
 //
-// x [B][H][T][D] with strides and contiguous components; R [F][D][C], W1 [F][D][M], b1 [F][M], W2 [F][M][C], b2 [F][C]; coordinate i64 and power
-// f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][Hcode][T][words] with strides and contiguous words, written from token
-// *at on (on the device, because the host may not know it), and on request also their first words, [B][Hcode][T] with
-// contiguous tokens; planes [B][Hout][T][P][join W], W words of 32 bits.
+// x [B][H][T][D] with strides and contiguous components; R [F][D][C], W1 [F][D][M], b1 [F][M], W2 [F][M][C], b2 [F][C];
+// coordinate i64 and power f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][Hcode][T][words] with strides and contiguous
+// words, written from token *at on (on the device, because the host may not know it); planes [B][Hout][T][P][join W], W
+// words of 32 bits.
 //
 // hash_tokens, grid token blocks x (heads of keys + heads of queries), 512 threads. A block hashes `each` tokens with
 // one head's functions. All weights of its first two matrices are on their way before the first number is needed, and
@@ -68,9 +68,6 @@ struct Codes {
   i64 head;
   i64 token;
   const i64* at;  // null: 0
-  u32* first;     // null: not wanted
-  i64 first_batch;
-  i64 first_head;
   i32 copies;     // heads that get the code of one block
   i32 join;       // blocks whose codes lie side by side in one head
 };
@@ -265,7 +262,6 @@ __device__ __forceinline__ void write_code(const float* sums, const Codes& codes
     const int slot = block * codes.copies + copy, within = slot % codes.join * (digits.bits / 32) + j / 32;
     const i64 place = (codes.at ? *codes.at : 0) + token;
     codes.words[batch * codes.batch + slot / codes.join * codes.head + place * codes.token + within] = word;
-    if (codes.first && within == 0) codes.first[batch * codes.first_batch + slot / codes.join * codes.first_head + place] = word;
   }
 }
 

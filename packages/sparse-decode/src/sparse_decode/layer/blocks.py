@@ -11,16 +11,7 @@ from torch import Tensor
 
 from sparse_decode.budget import Tally
 from sparse_decode.caches.offload import HostLayer
-from sparse_decode.positions import (
-    Seen,
-    first_visible,
-    last_row,
-    last_visible,
-    merge,
-    visible_rows,
-    visible_span,
-    with_ends,
-)
+from sparse_decode.positions import Seen, last_row, visible_rows, with_ends
 from sparse_decode.select import Rows
 from sparse_decode.unselected.remainder import RunningMoments
 from sparse_decode.unselected.static_moments import StaticMoments
@@ -35,15 +26,14 @@ class RowRule:
     """Which query rows may be sparse."""
 
     start: int | None
-    """Rows from this position of their sequence on are sparse; None: the rows of decode steps are."""
-    max_decode_rows: int
-    """A call with a non-empty cache and at most this many query rows is a decode step."""
+    """Rows from this position of their sequence on are sparse; None: the rows of decode steps are, calls of one row
+    with a non-empty cache."""
 
     def may_be_sparse(self, n_queries: int, n: int) -> bool:
         """Whether a call of `n_queries` rows that ends at token `n` can contain a sparse row."""
         if self.start is not None:
             return n > self.start
-        return n_queries <= self.max_decode_rows and n_queries < n
+        return n_queries == 1 < n
 
     def rows(self, visible: Tensor, n_queries: int, n: int) -> Tensor:
         """Return which rows are sparse, bool like `visible` [B, Q], the number of visible tokens of each row."""
@@ -65,11 +55,9 @@ class AttentionArgs:
         host: the cache layer, if k and v are in host memory.
         scaling, softcap, sinks: as in `attend`.
         moments: running sums over the keys and values, if the cache stores them.
-        weights: output for the attention weights [B, Hq, Q, N or more], initially zero; None: not wanted.
         length: number of tokens, int64 [], of a static cache if k and v are its whole buffers.
         all_rows: rows that are not sparse are computed, too, over all visible tokens; else the caller does that.
         planes: of a step's queries, as `Rows.planes`, if they were hashed with the new keys.
-        first: a copy of the codes' first words, int32 [B, H, N], if the cache has one.
     """
 
     q: Tensor
@@ -82,11 +70,9 @@ class AttentionArgs:
     softcap: float | None
     sinks: Tensor | None
     moments: Moments | None = None
-    weights: Tensor | None = None
     length: Tensor | None = None
     all_rows: bool = False
     planes: tuple[Tensor, tuple[int, ...]] | None = None
-    first: Tensor | None = None
 
     def seen(self, first: int, last: int) -> Tensor | None:
         """Return which tokens query rows first..last-1 see, bool [B or 1, 1, R, N]; None if all see all."""
@@ -119,24 +105,15 @@ class Block:
         In a step of an `exact` selector, which always fills its budget, the attention kernel reads them itself. They
         are then the second result, the `ends` of `attend`.
         """
-        rows, sight, n = self.rows, self.sight, self.rows.k.shape[2]
+        rows, sight = self.rows, self.sight
         if not rows.sink + rows.recent:
             return indices, (0, 0)
         if exact and self.reads is None:
             return indices, (rows.sink, rows.recent) if sight is None else sight.ends
-        return self._merged(indices) if sight is None else merge(indices, sight.ends[:, None], n), (0, 0)
-
-    def _merged(self, indices: Tensor) -> Tensor:
-        rows, n = self.rows, self.rows.k.shape[2]
-        if (span := visible_span(rows.visible, n)) is not None:
-            starts, ends = span
-            if self.reads is not None:
-                starts = torch.where(self.reads > 0, starts, ends)  # rows that are computed elsewhere read nothing
-            return with_ends(indices, starts, ends, rows.sink, rows.recent)
-        for size, listed in ((rows.sink, first_visible), (rows.recent, last_visible)):
-            if size:
-                indices = merge(indices, listed(rows.visible, cast(Tensor, self.reads).clamp(max=size), n), n)
-        return indices
+        starts, ends = rows.span()
+        if self.reads is not None:
+            starts = torch.where(self.reads > 0, starts, ends)  # rows that are computed elsewhere read nothing
+        return with_ends(indices, starts, ends, rows.sink, rows.recent), (0, 0)
 
     def count(self, tally: Tally, indices: Tensor, exact: bool) -> None:
         """Add the tokens read to the tally; in a step of an `exact` selector, their number is that of the budget."""

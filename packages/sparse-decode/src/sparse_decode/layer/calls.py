@@ -21,7 +21,7 @@ from sparse_decode.layer.dense_step import Output, attend_densely, with_means
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.model import NAMES
 from sparse_decode.modes import autocasts, no_autocast, readable
-from sparse_decode.positions import visible_rows
+from sparse_decode.positions import visible_rows, visible_span
 from sparse_decode.select import HashSelector
 from sparse_decode.unselected.static_moments import StaticMoments
 
@@ -62,9 +62,8 @@ class Call:
     def args(self, kv: tuple[Tensor, Tensor], codes: Tensor | None, **more: Any) -> AttentionArgs:
         """Return the arguments of `LayerPlan.attend`, for keys and values of this call and their codes."""
         softcap, sinks = self.kwargs.get("softcap"), self.kwargs.get("s_aux")
-        host, words = self.held if isinstance(self.held, HostLayer) else None, getattr(self.held, "first_words", None)
-        first = None if words is None or codes is None else words[:, :, : codes.shape[2]]
-        more |= {"moments": getattr(self.held, "moments", None), "first": first}
+        host = self.held if isinstance(self.held, HostLayer) else None
+        more |= {"moments": getattr(self.held, "moments", None)}
         given = self.query, *kv, self.mask, codes, host, self.factor, softcap, sinks
         return AttentionArgs(*given, length=self.length, **more)
 
@@ -94,7 +93,7 @@ def _encoded(plan: LayerPlan, held: Held, q: Tensor, k: Tensor) -> tuple[Tensor 
     selector, planes = plan.selector, None
     if not isinstance(held, CodedDynamicLayer) or not isinstance(selector, HashSelector):
         return codes_of(plan, held, k), None
-    if q.shape[2] > 1 or readable(q) or held.encoder is not plan.encoder or held.encoder.lists:
+    if q.shape[2] > 1 or readable(q) or held.encoder is not plan.encoder:
         return codes_of(plan, held, k), None
     room, missing = held.room_for_code()
     if missing is not None:
@@ -117,11 +116,16 @@ def attend(call: Call) -> Output:
     sparse_call = plan.rule.may_be_sparse(call.query.shape[2], call.end)
     one_way = getattr(call.module, "is_causal", True) or call.mask is not None or call.query.shape[2] == 1
     _refuse(call.kwargs if one_way else {**call.kwargs, "is_causal": False}, call.dropout, sparse_call)
-    call.mask = _as_wide(call.mask, call.query, call.key)
+    if call.mask is not None and call.mask.dim() == 2:  # flash attention's, of a prompt
+        if sparse_call:
+            raise ValueError(
+                "flash attention's mask of padding is only for dense rows; load the model with "
+                'attn_implementation="sdpa"'
+            )
+    else:
+        call.mask = _as_wide(call.mask, call.query, call.key)
     if not compiling:
         _require_serves(call)
-        if held is not None:
-            _weights_wanted(call)  # refuses at prefill what a later step could not return
     if not sparse_call:
         _learn(call)
         return call.densely()
@@ -176,31 +180,23 @@ def _sparse(call: Call) -> Output:
     small = plan.all_dense(end)
     codes, planes = (None, None) if small else _encoded(plan, call.held, q, call.key)
     k, v, codes = trim(call.key, call.value, codes, None if call.whole else end)
-    weights = q.new_zeros(*q.shape[:3], call.key.shape[2]) if _weights_wanted(call) else None
-    x = call.args((k, v), codes, weights=weights, planes=planes)
+    x = call.args((k, v), codes, planes=planes)
     if small:
         if isinstance(x.moments, StaticMoments):
             x.moments.ready = False  # this step does not update them
         plan.count_dense(x)
         return call.densely()
+    _refuse_weights(call)
     out, sparse = plan.attend(x)
     if sparse is None:
-        return _as_eager(call, out, x.sinks, weights), weights
-    if sparse.all():
-        return out, weights
-    all_read, all_weights = call.densely()
-    out = torch.where(sparse[..., None, None], out, all_read)
-    if weights is not None and all_weights is not None:
-        weights = torch.where(sparse[:, None, :, None], weights, all_weights)
-    return out, weights
+        return _as_eager(call, out, x.sinks), None
+    return out if sparse.all() else torch.where(sparse[..., None, None], out, call.densely()[0]), None
 
 
-def _as_eager(call: Call, out: Tensor, sinks: Tensor | None, weights: Tensor | None = None) -> Tensor:
-    """Give a step's rows that see nothing what eager attention gives them, without a wait (`with_means`).
+def _as_eager(call: Call, out: Tensor, sinks: Tensor | None) -> Tensor:
+    """Give a step's rows that see nothing, of out [B, 1, Hq, Dv], what eager attention gives them, without a wait.
 
     Torch's own attention, whose mask is bool, gives zeros, as ours does; so does eager attention with sinks.
-
-    Args: out: [B, 1, Hq, Dv]; weights: attention weights [B, Hq, 1, N], changed in place.
     """
     value, mask = call.value, call.mask
     if mask is None or mask.dtype == torch.bool or sinks is not None:
@@ -209,31 +205,15 @@ def _as_eager(call: Call, out: Tensor, sinks: Tensor | None, weights: Tensor | N
     if isinstance(call.held, HostLayer):  # the mean would take a copy of all values
         torch._assert_async(sees.all(), _SEES_NOTHING)  # pyright: ignore[reportPrivateImportUsage]
         return out
-    if weights is not None:
-        weights.copy_(torch.where(sees[..., None], weights, 1 / value.shape[2]))
     return with_means(out, value, sees[:, 0])
 
 
-def _weights_wanted(call: Call) -> bool:
-    """Whether the caller of the model wants attention weights, which only eager attention returns.
-
-    Raises: ValueError if weights cannot be returned for this plan.
-    """
-    plan, recorded = call.plan, _active_collector.get() or ()
+def _refuse_weights(call: Call) -> None:
+    """Raise ValueError if the caller of the model wants attention weights, which eager attention returns."""
+    recorded = _active_collector.get() or ()
     wanted = call.kwargs.get("output_attentions") or any("attentions" in name for name in recorded)
-    if not wanted or call.module.config._attn_implementation != NAMES["eager"]:
-        return False
-    if plan.remainder is not None:
-        raise ValueError(
-            "attention weights have no column for the remainder; attach with remainder=False, or do not set "
-            "output_attentions"
-        )
-    if plan.own is not None:
-        raise ValueError(
-            f"{type(plan.selector).__name__} has its own attention, which returns no weights; do not set "
-            "output_attentions"
-        )
-    return True
+    if wanted and call.module.config._attn_implementation == NAMES["eager"]:
+        raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
 
 
 def _as_wide(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -273,12 +253,12 @@ def _require_serves(call: Call) -> None:
                 f"layer {plan.layer} needs codes of {key.shape[1]} KV heads or {query.shape[1]} query heads, got "
                 f"{codes}; the head counts in the model's config are wrong"
             )
-    if plan.own is None and plan.backend == "gather" and not autocasts(query.device):
+    if plan.own is None and not autocasts(query.device):
         group = 1 if getattr(plan.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
         require(query.device, query.dtype, (key.shape[3], call.value.shape[3]), group)
-    if mask is not None and query.shape[2] > 1:
+    if mask is not None and mask.dim() == 4 and query.shape[2] > 1:
         rows, n = query.shape[2], key.shape[2]
-        visible_rows(mask, rows - 1, rows, rows, n, query.device)  # later steps have masks of this form
+        visible_span(cast(Tensor, visible_rows(mask, rows - 1, rows, rows, n, query.device)))  # as of later steps
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

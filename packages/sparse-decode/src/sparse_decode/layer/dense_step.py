@@ -4,6 +4,7 @@ All other calls use the model's own attention: other devices, prompts, training,
 do rows without visible tokens, for which implementations differ.
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,9 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from sparse_decode.attention import flash
 from sparse_decode.attention.attend_inputs import KINDS
 from sparse_decode.attention.dense import attend_all
-from sparse_decode.model import FLASH_NAME, NAMES, PAGED_NAMES
+from sparse_decode.model import FLASH, NAMES
 from sparse_decode.modes import readable
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -30,7 +30,7 @@ QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 MASKED = "masked_key_indices"
 """Attribute by which AdaKV presses mask keys per head. Read from the module's `__dict__`: torch's own lookup of what a
 module does not have takes as long as an operator."""
-EAGER = "eager", NAMES["eager"], PAGED_NAMES["eager"]
+EAGER = "eager", NAMES["eager"]
 """Names of attention that replace the model's eager attention, and its own name."""
 MOST_ROWS = 16
 """A call with a non-empty cache and at most this many query rows is a decode step; more are part of a prompt."""
@@ -155,8 +155,8 @@ def _shown(mask: Tensor) -> Tensor | None:
 
 def dense_attention(module: Any) -> Callable[..., Output]:
     """Return the attention function that the model uses when not attached."""
-    if module.config._attn_implementation == FLASH_NAME:
-        return flash_attention
+    if module.config._attn_implementation == NAMES[FLASH]:
+        return _by_flash
     if module.config._attn_implementation in EAGER:
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -176,7 +176,7 @@ def attend_densely(
     if key.shape[2] < OWN_FROM.get(key.dtype, 256):
         if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
             return attend_by_torch(query, key, value, dropout, scaling), None
-    elif name != FLASH_NAME:
+    else:
         asks = torch.compiler.is_compiling() or not _fits(query, key, value) or _asks_for_more(module, dropout, kwargs)
         if not asks:
             factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
@@ -188,10 +188,9 @@ def attend_densely(
     return dense_attention(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
-def flash_attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, scaling: Any, **kwargs: Any
-) -> Output:
-    """Attend densely through flash-attn, with the signature of Hugging Face's attention functions."""
-    flash.refuse(mask, kwargs.get("s_aux"), dropout)
-    factor = float(q.shape[3] ** -0.5 if scaling is None else scaling)
-    return flash.dense(q, k, v, factor, kwargs.get("softcap")), None
+def _by_flash(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Output:
+    """Attend as a model with flash attention does; mask: its own [B, N], or that of one row, [B, 1, 1, N]."""
+    own, own_config = copy.copy(module), copy.copy(module.config)
+    own.config, own_config._attn_implementation_internal = own_config, FLASH  # by this name it finds the library
+    mask = mask if mask is None or mask.dim() == 2 else mask[:, 0, 0].expand(len(q), -1)
+    return ALL_ATTENTION_FUNCTIONS[FLASH](own, q, k, v, mask, **options)

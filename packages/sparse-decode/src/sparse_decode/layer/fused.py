@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.attention.attend_inputs import KINDS, Inputs
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.hashing import encode
 from sparse_decode.layer import fused_kernels
@@ -56,9 +56,9 @@ class _Form(NamedTuple):
 class FusedStep:
     """Runs the plain decode steps of one layer on the CPU."""
 
-    def __init__(self, layer: int, selector: HashSelector, budget: Budget):
+    def __init__(self, layer: int, selector: HashSelector, budget: LayerBudget):
         self.layer: int = layer
-        self.budget: Budget = budget
+        self.budget: LayerBudget = budget
         self._name = str(layer)
         self._always = budget.sink + budget.recent
         self._selector = selector
@@ -88,7 +88,7 @@ class FusedStep:
         out = torch.empty((batch, 1, q.shape[1], v.shape[3]), dtype=torch.float32, device=q.device)
         counts, most = np.array(reads, np.int64), max(self._always, *reads)
         where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, counts, int(pending is not None)
-        factors = np.float32(scaling), np.float32(softcap or 0), float(self.budget.values)
+        factors = np.float32(scaling), np.float32(softcap or 0)
         at = 0 if own_sinks is None else own_sinks.data_ptr()
         shared = np.empty((tasks, most), np.int64), np.zeros(tasks, np.int64)
         given = form.values, *factors, *where, at, out.data_ptr(), sums, moments.length
@@ -153,7 +153,12 @@ def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tens
 
 
 def _values(
-    own: Planes | Transform, budget: Budget, given: Given, weights: list[Tensor], digits: encode.Digits, rest: Fitted
+    own: Planes | Transform,
+    budget: LayerBudget,
+    given: Given,
+    weights: list[Tensor],
+    digits: encode.Digits,
+    rest: Fitted,
 ) -> NDArray[np.int64]:
     """Return the sizes, strides and addresses in the order of `fused_kernels.FORM`."""
     (q, k, v, _), (r, w1, _, _, _) = given, weights[:5]
@@ -171,7 +176,6 @@ def _values(
         "KEY_HIDDEN": weights[6].shape[2],
         "SINK": budget.sink,
         "RECENT": budget.recent,
-        "SHORTLIST": budget.shortlist or 0,
         "REMAINDER": int(rest is not None),
     }
     for name, x in zip(("Q", "K", "V", "CODE"), given, strict=True):

@@ -24,7 +24,7 @@ from sparse_decode.unselected import moment_kernels
 
 FORM = (
     *("HKV", "GROUP", "DIM", "DIM_V", "KIND", "BITS", "PLANES", "COORDINATES", "SPREAD", "QUERY_HIDDEN", "KEY_HIDDEN"),
-    *("SINK", "RECENT", "SHORTLIST", "REMAINDER"),
+    *("SINK", "RECENT", "REMAINDER"),
     *(f"{name}_{step}" for name in ("Q", "K", "V", "CODE") for step in ("BATCH", "HEAD", "TOKEN")),
     *(f"QUERY_{name.upper()}" for name in encode.NAMES),
     *(f"KEY_{name.upper()}" for name in encode.NAMES),
@@ -32,15 +32,15 @@ FORM = (
 )
 """Names of the int64 arguments that are constant over steps, in order: sizes, strides in elements, addresses."""
 (
-    HKV, GROUP, DIM, DIM_V, KIND, BITS, PLANES, COORDINATES, SPREAD, QUERY_HIDDEN, KEY_HIDDEN, SINK, RECENT, SHORTLIST,
-    REMAINDER, Q_BATCH, Q_HEAD, _Q_TOKEN, K_BATCH, K_HEAD, K_TOKEN, V_BATCH, V_HEAD, V_TOKEN, CODE_BATCH, CODE_HEAD,
+    HKV, GROUP, DIM, DIM_V, KIND, BITS, PLANES, COORDINATES, SPREAD, QUERY_HIDDEN, KEY_HIDDEN, SINK, RECENT, REMAINDER,
+    Q_BATCH, Q_HEAD, _Q_TOKEN, K_BATCH, K_HEAD, K_TOKEN, V_BATCH, V_HEAD, V_TOKEN, CODE_BATCH, CODE_HEAD,
     CODE_TOKEN, QUERY_R, _QUERY_W1, _QUERY_B1, _QUERY_W2, _QUERY_B2, KEY_R, _KEY_W1, _KEY_B1, _KEY_W2, _KEY_B2,
     COORDINATE, POWER, LIMIT, COEFFICIENTS, SLOPES, SEARCH, HASH, ATTEND, LEAN,
 ) = range(len(FORM))  # fmt: skip
 NOT_FINITE = 1
 """Returned by a task if a query's weights are not finite."""
 _COLUMNS = len(launch_plan.COLUMNS)
-_ROOM = launch_plan.CHUNK + launch_plan.STASH + launch_plan.MORE
+_ROOM = launch_plan.CHUNK + launch_plan.MORE
 
 _I, _F = types.int64, types.float32
 
@@ -61,7 +61,6 @@ _ATTENDED = tuple(
     (
         *(_I, _I, _of(_F, 4), _I, _I, _STRIDES, _I, _I, _STRIDES, _of(kind, 1), _of(_I, 2), _of(_I, 4), _of(_F, 4)),
         *(_of(_F, 4), _of(_I, 3), _F, _F, _of(_F, 1), _I, _of(_F, 2), _of(_F, 4), _of(_F, 4), _of(_I, 2)),
-        types.float64,
     )
     for kind in (types.uint32, types.uint16)
 )
@@ -130,7 +129,7 @@ def _search(form, planes, codes, n, count, scores, indices):  # pragma: no cover
     header[launch_plan.PLANE_STEP], header[launch_plan.WORD_STEP] = 4 * words, 4
     header[launch_plan.STEP] = 4 * form[CODE_TOKEN]
     header[launch_plan.WIDTH], header[launch_plan.ROWS], header[launch_plan.PARTS] = count, 1, 1
-    header[launch_plan.ROOMY], header[launch_plan.SHORTLIST] = min(2 * count, n) + _ROOM, form[SHORTLIST]
+    header[launch_plan.ROOMY] = min(2 * count, n) + _ROOM
     for p in range(levels):
         header[launch_plan.FIRST_WEIGHT + p] = 1 << p
         header[launch_plan.TOP] += (1 << p) * 32 * words
@@ -142,8 +141,8 @@ def _search(form, planes, codes, n, count, scores, indices):  # pragma: no cover
 
 
 def tasks(
-    first: int, last: int, form: Any, scaling: Any, softcap: Any, share: float, q_at: int, k_at: int,
-    v_at: int, code_at: int, n: int, reads: Any, pending: int, sinks_at: int, out_at: int, sums: Any, summed: int,
+    first: int, last: int, form: Any, scaling: Any, softcap: Any, q_at: int, k_at: int, v_at: int,
+    code_at: int, n: int, reads: Any, pending: int, sinks_at: int, out_at: int, sums: Any, summed: int,
     selected: Any, ready: Any,
 ) -> int:  # pragma: no cover - compiled  # fmt: skip
     """Run tasks [first, last) of 2 T, for T sequences and KV heads; return NOT_FINITE or 0.
@@ -232,7 +231,7 @@ def tasks(
         made = indices.reshape(1, 1, 1, -1), own, stats, used, scaling, softcap, own_sinks, kind, coefficients
         means = mean_keys.reshape(1, 1, 1, dim), rest.reshape(1, group, 1, dim_v)
         if kind == 0:
-            _attend_whole(form[ATTEND], (0, 1, q, *where, whole, blocks, *made, *means, visible, share))
+            _attend_whole(form[ATTEND], (0, 1, q, *where, whole, blocks, *made, *means, visible))
         else:
-            _attend_halves(form[ATTEND], (0, 1, q, *where, halves, blocks, *made, *means, visible, share))
+            _attend_halves(form[ATTEND], (0, 1, q, *where, halves, blocks, *made, *means, visible))
     return status

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from hashcore.torch_ops import OPERATORS as SEARCH
 from hashtrain.layers import LayerHasher
 from torch import Tensor
 
-from sparse_decode.attention import flash, gather
+from sparse_decode.attention import gather
 from sparse_decode.attention.attend import attend
 from sparse_decode.attention.attend_inputs import Inputs, LeftOut
-from sparse_decode.attention.attend_torch import attention_weights
-from sparse_decode.budget import Budget, Tally
+from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode.caches.cache import CodedDynamicLayer, trim
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.opaque import register
@@ -22,13 +21,21 @@ from sparse_decode.layer.blocks import AttentionArgs, Block, Moments, RowRule, r
 from sparse_decode.layer.dense_step import attend_visible, with_means
 from sparse_decode.layer.fused import Fitted, FusedStep
 from sparse_decode.modes import in_graph, ordinary_tensors, readable
-from sparse_decode.positions import Numbers, Seen, Sights, beside, count_visible, include, last_row, see, visible_rows
+from sparse_decode.positions import (
+    Numbers,
+    Seen,
+    Sights,
+    beside,
+    count_visible,
+    last_row,
+    see,
+    visible_rows,
+    visible_span,
+)
 from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.unselected.remainder import Coefficients, RunningMoments
 from sparse_decode.unselected.static_moments import StaticMoments
 
-Backend = Literal["gather", "flash"]
-"""The attention over a selection: our own kernels, or torch's gather and flash-attn."""
 PlainStep = Callable[[CodedDynamicLayer, Inputs, Fitted, list[int]], Tensor | None]
 """Runs a plain step, given `Budget.count_heads`. Returns None if it does not support the call."""
 
@@ -45,14 +52,13 @@ class LayerPlan:
     """
 
     def __init__(
-        self, layer: int, selector: Selector, budget: Budget, rule: RowRule, remainder: Tensor | None = None,
-        backend: Backend = "gather", sights: Sights | None = None, device: torch.device | None = None,
+        self, layer: int, selector: Selector, budget: LayerBudget, rule: RowRule, remainder: Tensor | None = None,
+        sights: Sights | None = None, device: torch.device | None = None,
     ):  # fmt: skip
         self.layer: int = layer
         self.selector: Selector = selector
-        self.budget: Budget = budget
+        self.budget: LayerBudget = budget
         self.rule: RowRule = rule
-        self.backend: Backend = backend
         self._exact = bool(getattr(selector, "fills_counts", False))
         self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
         self._sink, self._recent = (0, 0) if self.own else (budget.sink, budget.recent)
@@ -68,12 +74,11 @@ class LayerPlan:
         if isinstance(selector, HashSelector):
             hashed += partial(selector.write_codes, layer), partial(selector.traceable, layer)
             self._shortest = max(self._start + 1, cast(int, budget.dense_below))  # context of a sparse step
-            if backend == "gather":
-                self.plain["cpu"] = FusedStep(layer, selector, budget).run
-                if (placed := selector.placed) is not None and budget.shortlist is None and budget.values == 1:
-                    whole = layer, placed, selector.per_query_head, budget, self._numbers
-                    self.plain["cuda"] = partial(_in_operators, *whole)
-        self.encoder: Encoder = Encoder(*hashed, lists=budget.shortlist is not None)
+            self.plain["cpu"] = FusedStep(layer, selector, budget).run
+            if (placed := selector.placed) is not None:
+                whole = layer, placed, selector.per_query_head, budget, self._numbers
+                self.plain["cuda"] = partial(_in_operators, *whole)
+        self.encoder: Encoder = Encoder(*hashed)
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
@@ -139,7 +144,7 @@ class LayerPlan:
             return False
         ready = self.remainder is None or (isinstance(x.moments, StaticMoments) and x.moments.ready)
         placed = self.remainder is None or (x.q.device, x.scaling) in self.remainder.placed
-        here = self.tally.tensor.device == x.q.device and self.backend == "gather" and self.budget.values == 1
+        here = self.tally.tensor.device == x.q.device
         return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
 
     def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments, scaling: float) -> None:
@@ -181,7 +186,7 @@ class LayerPlan:
             return Block(self._rows(x, 0, 1, self._numbers.of(counts, x.q), None, **how), known=known)
         sight = self.see(x, x.mask)
         most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
-        rows = self._rows(x, 0, 1, sight.chosen, sight.tokens[:, None, None], most=most, among=sight.candidates)
+        rows = self._rows(x, 0, 1, sight.chosen, sight.tokens[:, None, None], most=most, known_span=sight.span)
         return Block(rows, sight.visible, sight.sparse, sight=sight)
 
     def seen(self, x: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -198,7 +203,9 @@ class LayerPlan:
         of_a_head = reads if reads.ndim == 2 else reads[:, 0]
         for first in range(0, n_queries, most):
             at = slice(first, last := min(first + most, n_queries))
-            rows = self._rows(x, first, last, chosen[..., at], x.seen(first, last))
+            seen = x.seen(first, last)
+            span = None if seen is None else visible_span(seen)
+            rows = self._rows(x, first, last, chosen[..., at], seen, known_span=span)
             yield Block(rows, visible[:, at], sparse[:, at], of_a_head[:, at], first)
 
     def _reads(self, visible: Tensor, sparse: Tensor, every: bool) -> Tensor:
@@ -212,8 +219,7 @@ class LayerPlan:
         end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
         seen = None if seen is None else seen[..., :end]
         q, k, codes = x.q[:, :, first:last], x.k[:, :, :end], None if x.codes is None else x.codes[:, :, :end]
-        known |= {"sink": self._sink, "recent": self._recent, "shortlist": self.budget.shortlist}
-        known |= {"first": None if x.first is None else x.first[:, :, :end], "planes": x.planes}
+        known |= {"sink": self._sink, "recent": self._recent, "planes": x.planes}
         return Rows(self.layer, q, k, codes, seen, chosen, x.scaling, x.softcap, x.sinks, **known)
 
     def see(self, x: AttentionArgs, mask: Tensor) -> Seen:
@@ -235,19 +241,13 @@ class LayerPlan:
 
     def _attend_block(self, x: AttentionArgs, block: Block, moments: Moments) -> Tensor:
         """Select tokens, count them, and attend to them, with the remainder if there is one: [B, R, Hq, Dv]."""
-        rows, n = block.rows, block.rows.k.shape[2]
+        rows = block.rows
         if block.reads is not None and not block.reads.any():
             return x.q.new_zeros(len(x.q), rows.q.shape[2], x.q.shape[1], x.v.shape[3])
         indices, ends = block.complete(self.selector.select(rows), self._exact)
         block.count(self.tally, indices, self._exact)
-        if x.weights is not None:
-            found = attention_weights(rows.q, rows.k, include(indices, n, ends), x.scaling, x.softcap, x.sinks)
-            x.weights[:, :, block.first : block.first + found.shape[2], :n] = found
         if self.own is not None:
-            return self.own.attend(rows, x.v[:, :, :n], indices)
-        if self.backend == "flash":
-            flash.refuse(x.mask, x.sinks, 0.0)
-            return flash.attend(rows.q, x.k, x.v, include(indices, n, ends), x.scaling, x.softcap)
+            return self.own.attend(rows, x.v[:, :, : rows.k.shape[2]], indices)
         if x.host is not None:
             x.host.cross(indices, ends)
         left_out = None
@@ -255,11 +255,11 @@ class LayerPlan:
             coefficients, slopes = self.remainder.on(x.q.device, x.scaling)
             left_out = LeftOut(coefficients, *block.stand_in(x, slopes, moments))
         how = {"softcap": x.softcap, "sinks": x.sinks, "left_out": left_out, "ends": ends}
-        return attend(rows.q, x.k, x.v, indices, x.scaling, values=self.budget.values, **how)
+        return attend(rows.q, x.k, x.v, indices, x.scaling, **how)
 
 
 def _in_operators(
-    layer: int, placed: encode_cuda.PlacedHasher, per_query_head: bool, budget: Budget, numbers: Numbers,
+    layer: int, placed: encode_cuda.PlacedHasher, per_query_head: bool, budget: LayerBudget, numbers: Numbers,
     held: CodedDynamicLayer, x: Inputs, left_out: Fitted, reads: list[int],
 ) -> Tensor | None:  # fmt: skip
     """Run a plain step on a GPU (`PlainStep`), with one operator each to encode, select, add to the sums and attend."""
@@ -273,7 +273,7 @@ def _in_operators(
         return None
     planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, per_query_head)
     missing.length += 1
-    among, counts = (None, None, n, 0, *ends, False, 0, None, None), _searched(reads, sum(ends))
+    among, counts = (None, None, n, 0, *ends, False, None), _searched(reads, sum(ends))
     by_head = numbers.of(counts, q) if len(counts) > 1 else None
     indices = SEARCH.search(planes, room[:, :, None, :n], max(counts), by_head, of_planes, *among)[1]
     rest: tuple[Tensor | None, ...] = (None,) * 4

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparse_decode.attention.attend import on_host, reach
 from sparse_decode.attention.attend_inputs import LIKE, require
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_decode.pages import page_kernels
 from sparse_decode.select import HashSelector
 
@@ -79,10 +79,10 @@ class Step(NamedTuple):
     """Number of tokens that each row reads, [B, 1], or [B, Hkv] by head."""
     dense: NDArray[np.bool_]
     """Which rows read all visible tokens, [B]."""
-    budget: Budget
+    budget: LayerBudget
 
     @classmethod
-    def of(cls, blocks: Tensor, lengths: Tensor, budget: Budget, pages: int, size: int) -> "Step":
+    def of(cls, blocks: Tensor, lengths: Tensor, budget: LayerBudget, pages: int, size: int) -> "Step":
         """Create a step from an engine's page table.
 
         Args:
@@ -160,7 +160,7 @@ class PagedLayer:
         ends = step.budget.sink, step.budget.recent
         compiled(page_kernels.list_tokens)(0, len(q), step.lengths, step.dense, chosen, *ends, indices)
         given = torch.from_numpy(indices), self.scaling, self.softcap, self.sinks, None
-        out = on_host(rows, pages.k, pages.v, *given, step.blocks, step.budget.values)[0]
+        out = on_host(rows, pages.k, pages.v, *given, step.blocks)[0]
         self.selected += int(step.reads.sum()) * (q.shape[1] // step.reads.shape[1])
         self.visible += int(step.lengths.sum()) * q.shape[1]
         return out[:, 0]

@@ -16,7 +16,7 @@ from hashcore.cuda.kernels import make_launch
 from torch import Tensor
 
 from sparse_decode.attention.gather import KERNELS, OPERATORS, Run, operator
-from sparse_decode.budget import Budget
+from sparse_decode.budget import LayerBudget
 from sparse_decode.pages.paged import PagedLayer, Pages
 
 SEARCH: Any = torch.ops.hashcore
@@ -38,10 +38,10 @@ class DeviceStep(NamedTuple):
     """Tokens that the rows read, and see, in one query head, int64 [2]."""
     width: int
     """Slots of a row's selection."""
-    budget: Budget
+    budget: LayerBudget
 
     @classmethod
-    def of(cls, blocks: Tensor, lengths: Tensor, budget: Budget, size: int, longest: int) -> "DeviceStep":
+    def of(cls, blocks: Tensor, lengths: Tensor, budget: LayerBudget, size: int, longest: int) -> "DeviceStep":
         """Create a step from an engine's page table.
 
         Args:
@@ -62,8 +62,6 @@ class DeviceStep(NamedTuple):
             raise ValueError(
                 f"longest must be in 1..{blocks.shape[1] * size}, the tokens of {blocks.shape[1]} blocks, got {longest}"
             )
-        if budget.values < 1:
-            raise ValueError(f"pages on CUDA read the values of all selected tokens, got values={budget.values}; use 1")
         if budget.by_head:
             raise ValueError("pages on CUDA read as many tokens in each head, got a budget by head; leave by_head out")
         seen = lengths.long()
@@ -75,7 +73,7 @@ class DeviceStep(NamedTuple):
         return cls(blocks, rows, (reads - ends)[:, None, None], _ends(seen, budget), counts, most, budget)
 
 
-def _ends(lengths: Tensor, budget: Budget) -> Tensor:
+def _ends(lengths: Tensor, budget: LayerBudget) -> Tensor:
     """List the first and the last tokens of rows, each once: int64 [B, sink + recent], -1 in unused slots."""
     slots = torch.arange(budget.sink + budget.recent, device=lengths.device)
     n = lengths[:, None]
@@ -154,4 +152,4 @@ def choose(layer: PagedLayer, rows: Tensor, codes: Tensor, step: DeviceStep) -> 
     n, budget = step.blocks.shape[1] * codes.shape[2], step.budget
     # The operator takes the number of slots as an argument; `hashcore.search` would read the largest count.
     bounds = step.lengths, None, n, 0, budget.sink, budget.recent
-    return SEARCH.search(planes, pool, step.width, step.wanted, weights, *bounds, False, 0, None, tables)[1]
+    return SEARCH.search(planes, pool, step.width, step.wanted, weights, *bounds, False, tables)[1]

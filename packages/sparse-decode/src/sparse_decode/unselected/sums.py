@@ -76,15 +76,6 @@ class Rounded(NamedTuple):
         return cls(levels, scales)
 
 
-def summing_bytes(k: Tensor, v: Tensor) -> int:
-    """Return the peak bytes of temporaries in `Moments.of`, for keys and values [B, Hkv, N, D].
-
-    A chunk in float64, its deviations in float64 and float32, and the deviations of keys and values in float32.
-    """
-    per_token = 8 * max(k[:, :, :1].numel(), v[:, :, :1].numel())
-    return min(k.shape[2] * per_token, max(_CHUNK, per_token)) * 7 // 2
-
-
 def _between(a: Moments, b: Moments) -> Tensor:
     """Return the spread between the means of a and b: spread(a + b) = spread(a) + spread(b) + this."""
     (keys_a, values_a), (keys_b, values_b) = a.means(), b.means()

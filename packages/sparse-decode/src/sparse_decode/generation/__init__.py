@@ -1,1 +1,0 @@
-"""Ways to generate besides plain decoding: exact mode, continuous batching."""
