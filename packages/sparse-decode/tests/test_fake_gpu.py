@@ -28,9 +28,10 @@ from fake_gpu import (
 )
 from hashcore.cuda.program import require_compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import attach, positions
+from sparse_decode import attach, budget, positions
 from sparse_decode.budget import LayerBudget
 from sparse_decode.hashing.hashers import QueryHeadHasher
+from sparse_decode.layer import plan
 from sparse_decode.layer.blocks import AttentionArgs, RowRule
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.positions import Sights
@@ -106,6 +107,16 @@ def test_a_step_does_nothing_in_host_memory(variant, kind):
         found = steps(config, HashSelector(hasher), TENTH, kind)
     assert "gather" in found.launching
     assert found.on_host == found.copies == []
+
+
+@pytest.mark.parametrize("kind", ["static", "padded"])
+def test_a_captured_step_finds_what_rows_see_once(kind, monkeypatch):
+    """Beyond what it launches outside of a capture, a layer adds to the counts of what it read."""
+    outside = counted(f"transform+{kind}+remainder")
+    for module in (plan, budget):
+        monkeypatch.setattr(module, "in_graph", lambda device: True)
+    monkeypatch.setattr(plan, "lane", lambda device: (0, 0, 1))
+    assert counted(f"transform+{kind}+remainder").launches == outside.launches + 1
 
 
 @pytest.mark.sample(3)

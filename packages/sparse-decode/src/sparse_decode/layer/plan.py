@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from hashcore.cuda.launch import lane
 from hashcore.torch_ops import OPERATORS as SEARCH
 from hashtrain.layers import LayerHasher
 from torch import Tensor
@@ -223,7 +224,7 @@ class LayerPlan:
         return Rows(self.layer, q, k, codes, seen, chosen, x.scaling, x.softcap, x.sinks, **known)
 
     def see(self, x: AttentionArgs, mask: Tensor) -> Seen:
-        """Return what the rows of a decode step see; computed once for all layers, except in a graph."""
+        """Return what the rows of a decode step see; computed once for all layers, except in a compiled graph."""
         batch, n = x.q.shape[0], x.k.shape[2]
 
         def count(visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,9 +236,11 @@ class LayerPlan:
             shown = visible_rows(mask, 0, 1, 1, n, mask.device)
             return see(cast(Tensor, shown).expand(batch, -1, -1, -1), count, self._sink, self._recent)
 
-        if x.all_rows or in_graph(x.q.device):
+        if x.all_rows or torch.compiler.is_compiling():
             return find()
-        return self.sights.of(mask, self.layer, (self.budget, self.rule, batch, n), find)
+        # What was computed outside of a capture, or in another one, is not computed again when this one is replayed.
+        capture = lane(x.q.device) if in_graph(x.q.device) else ()
+        return self.sights.of(mask, self.layer, (self.budget, self.rule, batch, n, capture), find)
 
     def _attend_block(self, x: AttentionArgs, block: Block, moments: Moments) -> Tensor:
         """Select tokens, count them, and attend to them, with the remainder if there is one: [B, R, Hq, Dv]."""
