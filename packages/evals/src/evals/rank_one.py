@@ -13,7 +13,7 @@ import torch
 from hashtrain.config import RECENT, SINK
 from sparse_decode import HashSelector, Rows, attend
 from sparse_decode.attention.attend_inputs import LeftOut
-from sparse_decode.positions import visible_span, with_ends
+from sparse_decode.positions import with_ends
 from torch import Tensor
 
 _AT_ONCE = 64  # rows whose selected values are gathered together
@@ -84,7 +84,7 @@ def _visible(rows: Rows) -> Tensor:
 
     Raises: ValueError unless there is one sequence, whose rows see all tokens up to their own.
     """
-    span = visible_span(rows.visible, rows.k.shape[2])
-    if span is None or len(rows.q) != 1 or (isinstance(span[0], Tensor) and bool(span[0].any())):
+    start, end = rows.span()
+    if len(rows.q) != 1 or bool(start.any()):
         raise ValueError("the rank-1 prior measures one text at a time without padding, got several or a mask")
-    return torch.as_tensor(span[1], device=rows.q.device).expand_as(rows.counts)
+    return end.expand_as(rows.counts)
