@@ -9,6 +9,8 @@ from evals.methods import DENSE, load_methods
 from evals.settings import Always
 from hashtrain.demo import demo_model_path
 from sparse_decode import Budget
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from transformers import AutoTokenizer
 
 if os.environ.get("CI") != "true":
@@ -128,14 +130,13 @@ def test_other_requests_change_nothing(sparse):
 
 def test_rows_of_the_continuation_are_the_attachments(sparse, loaded, tokenizer):
     """Compares both kinds of rows with one pass of an attachment that knows where the continuation begins."""
-    from sparse_decode import attach
 
     (request,) = [Instance("loglikelihood", {}, ("value = 1\n" * 6 + "print", "(value)"), 0)]
     context, both = (tokenizer(text).input_ids for text in (request.args[0], "".join(request.args)))
     found = {}
     for rows, start in (("all", 0), ("continuation", len(context) - 1)):
         settings = {"dense_layers": 1, "sparse_rows": start, "remainder": False}
-        with attach(loaded.model, loaded.methods["planes"].selector, TENTH, **settings) as attachment:
+        with attach_rows(loaded.model, loaded.methods["planes"].selector, TENTH, **settings) as attachment:
             logits = loaded.model(torch.tensor([both[:-1]])).logits[0].log_softmax(-1)
             counts = attachment.counts().values()
         targets = torch.tensor(both[len(context) :])
@@ -179,5 +180,5 @@ def test_a_density_needs_a_request(sparse):
 
 def test_a_fixed_budget_is_that_many_tokens():
     visible = torch.tensor([5, 20, 5000])
-    assert budget_of("tokens", 20.0).count(visible).tolist() == [5, 20, 20]
-    assert budget_of("visible", 0.1).count(visible).tolist() == [5, 5, 500]
+    assert LayerBudget.like(budget_of("tokens", 20.0)).count(visible).tolist() == [5, 20, 20]
+    assert LayerBudget.like(budget_of("visible", 0.1)).count(visible).tolist() == [5, 5, 500]

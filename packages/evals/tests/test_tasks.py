@@ -77,7 +77,7 @@ def test_a_rival_answers_a_short_prompt_by_its_own_rule_in_every_row(loaded, que
     method = loaded.methods[name]
     found = read_answer(loaded.model, question, method, 0.1, FIRST_DENSE)
     how = {"dense_layers": 1, "sparse_rows": 49, "remainder": False}
-    with attach(loaded.model, method.selector_after(49), TENTH, **how) as attachment:
+    with attach_rows(loaded.model, method.selector_after(49), TENTH, **how) as attachment:
         logits = loaded.model(loaded.ids[None, :59]).logits[0, 49:].log_softmax(-1)
     assert found.log_prob == pytest.approx(logits.gather(-1, question.answer[:, None]).mean().item(), rel=1e-5)
     assert found.density < 0.95

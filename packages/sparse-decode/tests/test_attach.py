@@ -239,6 +239,17 @@ def test_an_argument_that_never_was_is_a_type_error():
         attach(tiny_model(), SignHasher(), fast=True)
 
 
+def test_heads_divided_among_processes_are_refused(monkeypatch):
+    class Part(torch.nn.Parameter):
+        """A tensor of which each process has a part."""
+
+    monkeypatch.setattr("sparse_decode.model.DTensor", Part)
+    model = tiny_model()
+    module = model.model.layers[2].self_attn.k_proj
+    module.weight = Part(module.weight.detach())
+    refused("tensor parallelism; load the model in one process, or serve it with vLLM", model, SignHasher())
+
+
 def test_dropout_is_refused():
     model, (ids, _) = tiny_model(attention_dropout=0.5).train(), prompts((40,))
     with attach_rows(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=r"call model.eval\(\)"):
