@@ -17,7 +17,8 @@ from evals.tasks.iou_settings import IouCommand
 from hashtrain import models
 from hashtrain.usage import UsageError
 from rich.console import Console
-from sparse_decode import Budget, attach
+from sparse_decode import Budget
+from sparse_decode.attach import attach_rows
 
 FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
 

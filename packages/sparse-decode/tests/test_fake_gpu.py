@@ -31,7 +31,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach, budget, positions
 from sparse_decode.budget import LayerBudget
 from sparse_decode.hashing.hashers import QueryHeadHasher
-from sparse_decode.layer import plan
+from sparse_decode.layer import plan as layer_plan
 from sparse_decode.layer.blocks import AttentionArgs, RowRule
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.positions import Sights
@@ -113,9 +113,9 @@ def test_a_step_does_nothing_in_host_memory(variant, kind):
 def test_a_captured_step_finds_what_rows_see_once(kind, monkeypatch):
     """Beyond what it launches outside of a capture, a layer adds to the counts of what it read."""
     outside = counted(f"transform+{kind}+remainder")
-    for module in (plan, budget):
+    for module in (layer_plan, budget):
         monkeypatch.setattr(module, "in_graph", lambda device: True)
-    monkeypatch.setattr(plan, "lane", lambda device: (0, 0, 1))
+    monkeypatch.setattr(layer_plan, "lane", lambda device: (0, 0, 1))
     assert counted(f"transform+{kind}+remainder").launches == outside.launches + 1
 
 
