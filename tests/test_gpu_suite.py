@@ -29,7 +29,7 @@ def test_the_files_that_parts_run_exist(tool):
 
 def test_the_suite_runs_every_test_that_needs_a_gpu(tool):
     found = [path for path in ROOT.glob("packages/*/tests/test_*.py") if "pytest.mark.cuda" in path.read_text("utf-8")]
-    run = {ROOT / path for path in (*tool.GPU_TESTS, tool.FLASH_TESTS, tool.EVALS_TESTS)}
+    run = {ROOT / path for path in (*tool.GPU_TESTS, tool.EVALS_TESTS)}
     assert set(found) == run
 
 

@@ -70,8 +70,6 @@ PROGRAMS = [
     *sparse("gather.cu", *(dict(gather.macros(*sizes, paged=True)) for sizes in GATHERS)),
     *scoring("score.cu", *((4, weights) for weights in (*REGULAR.values(), *OTHER))),
     *scoring("score.cu", *((words, REGULAR[count]) for count in (3, 6) for words in (1, 2, 3, 8, 12, 16))),
-    *scoring("shortlist.cu", *((4, REGULAR[count]) for count in (1, 3, 5, 6, 8)), (4, (5, 3)), (1, REGULAR[3])),
-    *scoring("shortlist.cu", (8, REGULAR[6]), (16, REGULAR[6])),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
     *sparse("encode.cu", *({"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow} for bf16 in "01" for narrow in "01")),
     *sparse("moments.cu", *(dict(moments.defined(*sizes)) for sizes in GATHERS)),

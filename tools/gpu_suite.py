@@ -41,7 +41,6 @@ LAUNCHED_BY = {
     "test_topk_equals_numpy and 2049": "count_32 select_32_64",
     "test_searches_equal_numpy and 9001 and weights0": "list_candidates select_64",
     "test_queries_without": "list_candidates_shared",
-    "test_shortlists_equal_numpy and 9001 and weights0": "first_floor list_shortlist list_shortlist_shared",
     "test_results_of_32_bits": "select_32 select_32_32",
     "test_equals_the_cpu and 600 and 7": "gather combine",
     "test_searches_in_pages and 16-2": "list_candidates select_64",
