@@ -40,13 +40,15 @@ run() { stage "$1" "$2" "$3" python3 "$here/run.py" "$1" --device "$DEV" --out "
 
 hashcore=packages/hashcore/tests sparse=packages/sparse-decode/tests
 pytest=(python3 -m pytest -q -p no:cacheprovider -W default -o addopts=--import-mode=importlib -m "${MARK:-cuda}" --tb=short)
-[ "$DEV" = cuda ] || pytest=(env NO_GPU=1 "${pytest[@]}")
+[ "$DEV" = cuda ] || pytest+=(-p tests.no_gpu) # the first test of each function, on the CPU in its place
 of_gpu=("$hashcore"/test_cuda.py "$hashcore"/test_pages_on_gpu.py
   "$sparse"/test_gather_cuda.py "$sparse"/test_steps_cuda.py "$sparse"/test_paged_on_gpu.py)
 
+[ "$DEV" = cpu ] || of_gpu+=(packages/evals/tests/test_device.py) # whole tasks: on the CPU, CI runs them
+
 run facts 40 5
 stage tests 150 20 "${pytest[@]}" -p pytest_lost_device -n "${WORKERS:-8}" --dist worksteal --max-worker-restart=30 \
-  --maxfail=40 --durations=5 --junitxml="$OUT/tests.xml" ${TESTS:-"${of_gpu[@]}"}
+  --maxfail=40 --durations=5 --junitxml="$OUT/tests.xml" "${of_gpu[@]}" ${MORE_TESTS:-}
 run layer 130 25
 run model 130 40
 small="(test_searches_equal_numpy and 2049 and weights0) or (test_equals_the_cpu and 600-7-kind0) or \

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from timing import Stage
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen2Config
+from transformers import DynamicCache, PreTrainedModel, Qwen2Config
 from transformers.cache_utils import DynamicLayer
 
 FRACTION = 0.02
@@ -45,11 +45,12 @@ class Room(DynamicLayer):
 def make(stage: Stage) -> tuple[PreTrainedModel, Any]:
     """Return a model with random weights, and a hasher for it."""
     from hashtrain import Hasher, HasherConfig, ModelShape
+    from hashtrain.models import from_config
 
     sizes: dict[str, Any] = SIZES | HEADS if stage.cuda else SMALL | SMALL_HEADS
     config = Qwen2Config(max_position_embeddings=1 << 18, **sizes)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = from_config(config, dtype=torch.bfloat16)
     model = model.to_empty(device=stage.device).eval().requires_grad_(False)
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
