@@ -39,6 +39,7 @@ from sparse_decode.model import (
 )
 from sparse_decode.parallel import shard_shape
 from sparse_decode.planning import Options, plan_layers, require_flash, require_rows, usual_budget
+from sparse_decode.reach import ReachHook
 from sparse_decode.select import Selector
 
 
@@ -147,6 +148,8 @@ class Attachment:
         self.drafts: Drafts | None = None if planned.pace is None else Drafts(planned.pace, self.prepare, summing)
         if planned.modules:
             self._switch_on(planned.modules)
+            if (reach := getattr(selector, "reach", None)) is not None:
+                self._handles.append(ReachHook(planned.modules[min(planned.modules)], reach).handle)
 
     def _switch_on(self, modules: Mapping[int, Attention]) -> None:
         """Set the model's attention, and hook its sparse layers."""
