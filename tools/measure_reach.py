@@ -1,13 +1,12 @@
-"""Measure how a hash made from short contexts does at longer ones, against hashes made from contexts that long.
+"""Measure how hashers made from short contexts do at longer ones, beside hashers made from contexts that long.
 
-    uv run tools/measure_reach.py make MODEL --text TEXT --tokens 32768 --context 4096 --reach 8192 --out runs/reach/4096-reach
-    uv run tools/measure_reach.py measure MODEL --hashers runs/reach/* --texts A.txt B.txt --lengths 4096 8192 --out r.json
-    uv run tools/measure_reach.py draw r.json --out docs/figures/reach.png
+    uv run tools/measure_reach.py make MODEL --text TEXT --context 4096 --reach 8192 --out runs/reach/4096-reach
+    uv run tools/measure_reach.py measure MODEL --hashers runs/reach/* --texts TEXT ... --lengths 4096 8192 --out FILE
 
-`make` runs the model once over contexts of one text and makes hashers from their queries and keys, as `hashtrain` does:
-the start of `transform`, and with --steps `transform` and `paper`, trained. Whatever the context and the reach, the
-number of tokens is the same. `measure` scores the last 256 rows of a text's first tokens after a dense prompt. It runs
-the prompt once, and takes its first tokens for the shorter lengths.
+`make` runs the model once over contexts of one text and makes hashers from their queries and keys as `hashtrain` does:
+the start of `transform`, and trained ones. Whatever the context and the reach, the number of tokens is the same.
+`measure` scores the last 256 rows of a text's first tokens after a dense prompt. It runs the prompt once, and takes its
+first tokens for shorter lengths. `tools/draw_reach.py` draws the figure.
 """
 
 import argparse

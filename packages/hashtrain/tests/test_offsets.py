@@ -7,11 +7,13 @@ import pytest
 import torch
 import transformers
 from hashtrain import Hasher
+from hashtrain.cli import main
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import capture, run_context
 from hashtrain.data.offsets import offset, positions, reach_of
 from hashtrain.evaluation.cost import Steps
 from hashtrain.models import text_decoder
+from hashtrain_runs import command
 
 CONTEXT, REACH = 64, 1024
 ROTATED = {
@@ -149,3 +151,16 @@ def test_a_hasher_tells_its_reach(tiny_config, tmp_path):
 
 def test_decoders_of_multimodal_models_are_asked_for_their_own_length(model):
     assert reach_of(model.config, CONTEXT) == text_decoder(model).config.max_position_embeddings
+
+
+def test_a_run_records_the_reach_and_hashes_what_it_saw_there(folder, tmp_path):
+    """Contexts of 512 tokens, a model of 1,024; fails if the offset is dropped between the command and the model."""
+    made = {}
+    for name, more in {"default": (), "whole": ("--reach", "1024"), "paper": ("--reach", "512")}.items():
+        assert main(command(folder, tmp_path / name, "--only", "lsh", "transform-start", *more)) == 0
+        made[name] = [Hasher.from_pretrained(tmp_path / name / kind) for kind in ("lsh", "transform-start")]
+        lsh, start = made[name]
+        assert (lsh.reach, start.reach) == (None, 512 if name == "paper" else 1024)
+    starts = [start.layer(1).key.r for _, start in made.values()]
+    assert torch.equal(starts[0], starts[1])
+    assert not torch.allclose(starts[0], starts[2], rtol=1e-2)
