@@ -6,7 +6,7 @@
 `make` runs the model once over contexts of one text and makes hashers from their queries and keys as `hashtrain` does:
 the start of `transform`, and trained ones. Whatever the context and the reach, the number of tokens is the same.
 `measure` scores the last 256 rows of a text's first tokens after a dense prompt. It runs the prompt once, and takes its
-first tokens for shorter lengths. `tools/draw_reach.py` draws the figure.
+first tokens for shorter lengths; what FILE already holds is not measured again. `tools/draw_reach.py` draws the figure.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from hashtrain.data.captured import Capture, InMemory
 from hashtrain.data.corpus import token_ids
 from hashtrain.data.offsets import offset
 from hashtrain.evaluation.remainder import calibrate
+from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model
 from hashtrain.run.job import training_of
 from hashtrain.run.pipeline import width_of
@@ -150,15 +151,19 @@ def methods(folders: list[Path], config: Any) -> Iterator[tuple[str, Any, bool]]
 
 @torch.inference_mode()
 def measure(given: argparse.Namespace) -> None:
-    """Score every method on every text at every length; store the rows after each text."""
+    """Score every method on every text at every length; store the rows after each length."""
     model, tokenizer = load_model(given.model, torch.float32)
-    rows: list[dict[str, Any]] = []
+    kept = json.loads(given.out.read_text(encoding="utf-8")) if given.out.is_file() else {"commands": [], "rows": []}
+    rows: list[dict[str, Any]] = kept["rows"]
+    commands = [*kept["commands"], " ".join(["uv", "run", "tools/measure_reach.py", *sys.argv[1:]])]
     for text in given.texts:
         ids = token_ids(text.read_text(encoding="utf-8"), tokenizer, max(given.lengths))[: max(given.lengths)]
         whole = prompt_of(model, ids[: max(given.lengths) - SCORED - 1], given.cache, f"{text.stem}.pt")
         for length in given.lengths:
-            rows += scored(model, ids[:length], whole, given.hashers, text.stem)
-            write(given, rows)
+            done = {row["method"] for row in rows if (row["text"], row["length"]) == (text.stem, length)}
+            rows += scored(model, ids[:length], whole, given.hashers, text.stem, done)
+            settings = {"model": Path(given.model).name, "scored": SCORED, "fraction": FRACTION}
+            write_text(given.out, json.dumps({**settings, "commands": commands, "rows": rows}, indent=1) + "\n")
 
 
 def prompt_of(model: PreTrainedModel, ids: Tensor, folder: Path | None, name: str) -> list[tuple[Tensor, Tensor]]:
@@ -175,9 +180,14 @@ def prompt_of(model: PreTrainedModel, ids: Tensor, folder: Path | None, name: st
 
 
 def scored(
-    model: PreTrainedModel, ids: Tensor, whole: list[tuple[Tensor, Tensor]], folders: list[Path], text: str
+    model: PreTrainedModel,
+    ids: Tensor,
+    whole: list[tuple[Tensor, Tensor]],
+    folders: list[Path],
+    text: str,
+    done: set[str],
 ) -> list[dict[str, Any]]:
-    """Compare every method with dense attention on the last rows of ids [T]."""
+    """Compare every method that is not done with dense attention on the last rows of ids [T]."""
     prompt = len(ids) - SCORED - 1
     cache = DynamicCache(config=model.config)
     for layer, parts in enumerate(whole):
@@ -185,6 +195,8 @@ def scored(
     dense = scored_rows(model, ids, SCORED, cache)
     loss, found = dense.mean_loss(ids[-SCORED:]), list[dict[str, Any]]()
     for name, selector, whole_softmax in methods(folders, model.config):
+        if name in done:
+            continue
         how: dict[str, Any] = {"sparse_rows": prompt, "remainder": whole_softmax}
         with attach(model, selector, Budget(FRACTION, min_tokens=1), **how):
             nll, kl = dense.compare(scored_rows(model, ids, SCORED, cache), ids[-SCORED:])
@@ -192,13 +204,6 @@ def scored(
         found.append({key: round(x, 5) if isinstance(x, float) else x for key, x in row.items()})
         print(json.dumps(found[-1]), flush=True)
     return found
-
-
-def write(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Store the rows with the command that made them."""
-    words = ["uv", "run", "tools/measure_reach.py", *sys.argv[1:]]
-    settings = {"model": Path(given.model).name, "scored": SCORED, "fraction": FRACTION, "command": " ".join(words)}
-    given.out.write_text(json.dumps({**settings, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -29,7 +29,11 @@ def described(method: str) -> tuple[str, str]:
     """Split a method as stored into what its hasher was made from, in words, and its name."""
     folder, _, name = method.rpartition("/")
     context, _, moved = folder.partition("-")
-    return (f"{int(context):,} tokens, {'at offsets' if moved else 'at 0'}" if folder else ""), name
+    if not folder:
+        return "", name
+    if not context.isdigit():  # runs/ask/MODEL
+        return "as `examples/ask.py` makes it", name
+    return f"{int(context):,} tokens, {'at offsets' if moved else 'at 0'}", name
 
 
 def table(name: str, results: pathlib.Path) -> str:
@@ -41,8 +45,8 @@ def table(name: str, results: pathlib.Path) -> str:
     texts = ", ".join(f"{len({r['text'] for r in run['rows'] if r['length'] == n})} at {n:,}" for n in lengths)
     title = (
         f"Mean KL from dense in nats, in brackets perplexity against dense, {MODELS[name]}, by tokens of context; "
-        f"{run['fraction']:.0%} of the visible tokens, last {run['scored']} rows after a dense prompt, every layer "
-        f"sparse; texts: {texts}"
+        f"{run['fraction']:.0%} of the visible tokens, last {run['scored']} rows after a dense prompt, no layer "
+        f"set to dense; texts: {texts}"
     )
     return to_markdown(Grid(title, ["method", "made from contexts of", *(f"{n:,}" for n in lengths)], sections))
 
