@@ -16,6 +16,7 @@ from readme_tables.stored import RESULTS, stored
 from stored_figure import png, run
 
 OUT = RESULTS.parent / "figures" / "reach.png"
+INPUTS = tuple(f"{name}.json" for name in MODELS)
 LINES = {
     "oracle": ("exact top-k", COLOURS["oracle"], "--"),
     "lsh": ("LSH, untrained", COLOURS["lsh"], "-"),
@@ -30,7 +31,7 @@ LINES = {
 
 def digest(results: pathlib.Path = RESULTS) -> str:
     """Return a digest of what the figure depends on."""
-    return hashlib.sha256(b"".join((results / f"{name}.json").read_bytes() for name in MODELS)).hexdigest()[:16]
+    return hashlib.sha256(b"".join((results / name).read_bytes() for name in INPUTS)).hexdigest()[:16]
 
 
 def _panel(axes: Axes, name: str, measured: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
 """Measure how hashers made from short contexts do at longer ones, beside hashers made from contexts that long.
 
     uv run tools/measure_reach.py make MODEL --text TEXT --context 4096 --reach 8192 --out runs/reach/4096-reach
+    uv run tools/measure_reach.py settle MODEL --text TEXT --context 4096 --reach 8192 --out runs/reach/4096-reach
     uv run tools/measure_reach.py measure MODEL --hashers runs/reach/* --texts TEXT ... --lengths 4096 8192 --out FILE
 
 `make` runs the model once over contexts of one text and makes hashers from their queries and keys as `hashtrain` does:
-the start of `transform`, and trained ones. Whatever the context and the reach, the number of tokens is the same.
-`measure` scores the last 256 rows of a text's first tokens after a dense prompt. It runs the prompt once, and takes its
-first tokens for shorter lengths; what FILE already holds is not measured again. `tools/draw_reach.py` draws the figure.
+the start of `transform`, and trained ones. `settle` decides which layers stay dense or without remainder. Whatever the
+context and the reach, the number of tokens is the same. `measure` scores the last 256 rows of a text's first tokens
+after a dense prompt. It runs the prompt once, and takes its first tokens for shorter lengths; what FILE already holds
+is not measured again. `tools/draw_reach.py` draws the figure.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from hashtrain.data.capture import replacing
 from hashtrain.data.captured import Capture, InMemory
 from hashtrain.data.corpus import token_ids
 from hashtrain.data.offsets import offset
+from hashtrain.evaluation.cost import layer_costs, steps_of
 from hashtrain.evaluation.remainder import calibrate
 from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model
@@ -137,6 +141,20 @@ def make(given: argparse.Namespace) -> None:
         hasher.save_pretrained(given.out / name)
 
 
+def settle(given: argparse.Namespace) -> None:
+    """Measure the layers of made hashers on the first contexts of their text, as the last step of `hashtrain`: store
+    which stay dense, and drop remainders that make a layer worse."""
+    model, tokenizer = load_model(given.model, torch.float32)
+    ids = token_ids(given.text.read_text(encoding="utf-8"), tokenizer, given.tokens)[: given.tokens]
+    steps = steps_of(model, ids.split(given.context), 0, given.reach)
+    for path in sorted(given.out.glob("*/config.json")):
+        hasher = Hasher.from_pretrained(path.parent)
+        found = layer_costs(steps, hasher, FRACTION, lambda what, count: print(what, file=sys.stderr, flush=True))
+        print(json.dumps({"hasher": path.parent.name, **found}), flush=True)
+        hasher.config = replace(hasher.config, dense_layers=tuple(found["dense"]))
+        hasher.save_pretrained(path.parent)
+
+
 def methods(folders: list[Path], config: Any) -> Iterator[tuple[str, Any, bool]]:
     """Yield the name, the selector and whether the remainder is added, of every method."""
     yield "oracle", OracleSelector(), False
@@ -210,12 +228,14 @@ def main() -> None:
     """Parse the arguments and run one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    making = commands.add_parser("make")
+    making, settling = commands.add_parser("make"), commands.add_parser("settle")
     making.set_defaults(act=make)
-    making.add_argument("--text", type=Path, required=True)
-    making.add_argument("--tokens", type=int, default=32768)
-    making.add_argument("--context", type=int, default=4096)
-    making.add_argument("--reach", type=int)
+    settling.set_defaults(act=settle)
+    for one in (making, settling):
+        one.add_argument("--text", type=Path, required=True)
+        one.add_argument("--tokens", type=int, default=32768)
+        one.add_argument("--context", type=int, default=4096)
+        one.add_argument("--reach", type=int)
     making.add_argument("--steps", type=int, default=100)
     making.add_argument("--only", nargs="+", default=["transform-start"])
     measuring = commands.add_parser("measure")
@@ -224,7 +244,7 @@ def main() -> None:
     measuring.add_argument("--lengths", type=int, nargs="+", required=True)
     measuring.add_argument("--hashers", type=Path, nargs="+", default=[])
     measuring.add_argument("--cache", type=Path, help="folder for the keys and values of prompts")
-    for one in (making, measuring):
+    for one in (making, settling, measuring):
         one.add_argument("model")
         one.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
