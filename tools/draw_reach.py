@@ -44,7 +44,7 @@ def _panel(axes: Axes, name: str, measured: dict[str, Any]) -> None:
     axes.axvline(4096, color="#bbbbbb", linewidth=1, zorder=0)
     axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=MODELS[name])
     axes.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
-    axes.set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5], ["0.01", "0.02", "0.05", "0.1", "0.2", "0.5"])
+    axes.set_yticks([0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5], ["0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
 

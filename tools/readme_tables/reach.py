@@ -46,7 +46,7 @@ def table(name: str, results: pathlib.Path) -> str:
     title = (
         f"Mean KL from dense in nats, in brackets perplexity against dense, {MODELS[name]}, by tokens of context; "
         f"{run['fraction']:.0%} of the visible tokens, last {run['scored']} rows after a dense prompt, no layer "
-        f"set to dense; texts: {texts}"
+        f"set to dense, besides those that a hasher names; texts: {texts}"
     )
     return to_markdown(Grid(title, ["method", "made from contexts of", *(f"{n:,}" for n in lengths)], sections))
 
