@@ -6,25 +6,21 @@
 The figure stores a digest of its data, because pixels differ between versions of fonts and libraries.
 """
 
-import argparse
 import hashlib
-import io
-import json
 import pathlib
-import sys
 from typing import Any
 
 from evals.figures import COLOURS
 from evals.results import Result
-from hashtrain.files.atomic import replace
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
 from readme_tables.quality import OURS, TEXTS, step_share
 from readme_tables.stored import RESULTS, load, stored
+from stored_figure import png, run
 
 OUT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "figures" / "overview.png"
 QUALITY, SPEED = TEXTS["English"], "llama_cpp"
+INPUTS = tuple(f"{name.partition('/')[0]}.json" for name in (QUALITY, SPEED))
 GREEN = "#009e73"
 METHODS = {
     "lsh": ("LSH, untrained", COLOURS["lsh"]),
@@ -44,14 +40,7 @@ WAYS = {
 
 def digest(results: pathlib.Path = RESULTS) -> str:
     """Return a digest of what the figure depends on."""
-    data = [stored(results, name) for name in (QUALITY, SPEED)]
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def drawn_from(figure: pathlib.Path) -> str | None:
-    """Return the digest stored in a figure."""
-    with Image.open(figure) as image:
-        return image.info.get("Description")
+    return hashlib.sha256(b"".join((results / name).read_bytes() for name in INPUTS)).hexdigest()[:16]
 
 
 def draw(results: pathlib.Path = RESULTS) -> bytes:
@@ -60,9 +49,7 @@ def draw(results: pathlib.Path = RESULTS) -> bytes:
     left, right = figure.subplots(1, 2)
     _quality(left, load(results, QUALITY))
     _speed(right, stored(results, SPEED))
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=110, format="png", metadata={"Description": digest(results)})
-    return buffer.getvalue()
+    return png(figure, 110, digest(results))
 
 
 def _quality(axes: Axes, run: Result) -> None:
@@ -97,15 +84,5 @@ def _finish(axes: Axes, x: str, y: str) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the figure is stale")
-    if not parser.parse_args().check:
-        image = draw()
-        replace(OUT, lambda temporary: temporary.write_bytes(image))
-    elif not OUT.is_file() or drawn_from(OUT) != digest():
-        sys.exit(f"{OUT.name} is stale: what it shows has changed; run `uv run {sys.argv[0]}`")
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, OUT, digest, draw)

@@ -2,8 +2,9 @@
 
 import pathlib
 from collections.abc import Callable
+from functools import partial
 
-from readme_tables import gpu, quality, robustness, speed
+from readme_tables import gpu, quality, reach, robustness, speed
 from readme_tables.described import DESCRIBED
 
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
@@ -20,6 +21,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "llama-cpp": speed.llama_cpp,
     "rivals": quality.rivals,
     "ablations": quality.ablations,
+    **{name.replace("_", "-"): partial(reach.table, name) for name in reach.MODELS},
     "training-step": speed.training_step,
     "hashcore-index-recall": speed.index_recall,
     "hashcore-index-times": speed.index_times,

@@ -80,7 +80,7 @@ def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, mo
     for number, room in enumerate((1e12, 0.0)):
         monkeypatch.setattr(sources, "_shared_room", lambda room=room: room)
         paths = [tmp_path / f"{number}-{i}.safetensors" for i in range(2)]
-        jobs = [sources._Job(model, "cpu", ids, path, "train", EVERYTHING) for path in paths]
+        jobs = [sources._Job(model, "cpu", ids, path, "train", EVERYTHING, 5) for path in paths]
         sources._capture(jobs, 2, lambda *message: said.append(message))
         given.append([load_file(path) for path in paths])  # not the bytes: safetensors orders metadata at random
     sources.loaded.cache_clear()

@@ -47,7 +47,7 @@ def hasher(tmp_path):
 def config(asked):
     return SimpleNamespace(
         additional_config=asked,
-        model_config=SimpleNamespace(use_mla=False, is_encoder_decoder=False, hf_text_config=MODEL),
+        model_config=SimpleNamespace(use_mla=False, is_encoder_decoder=False, hf_text_config=MODEL, max_model_len=4096),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
@@ -180,3 +180,13 @@ def test_on_other_platforms_nothing_is_replaced(platform):
     plugin.register()
     assert platform.registered == []
     assert platform.check_and_update_config.checks_spotlight
+
+
+def test_requests_beyond_the_reach_are_told(platform, tmp_path):
+    """The hasher reaches 4,096 tokens, as long as requests may be."""
+    Hasher(HasherConfig("lsh", ModelShape.of(MODEL), bits=64, reach=4096), 0).save_pretrained(tmp_path)
+    given = config({"spotlight": {"hasher": str(tmp_path)}})
+    require_serves(given)
+    given.model_config.max_model_len = 4097
+    with pytest.warns(UserWarning, match="a context of 4,097 tokens is longer than the 4,096"):
+        require_serves(given)

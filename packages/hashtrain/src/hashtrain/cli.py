@@ -196,7 +196,7 @@ def _share(command: ShareCommand) -> dict[str, Any]:
     ids = contexts(texts, tokenizer, command.context, CONTEXTS, command.seed)
     require_vocabulary(model, *ids)
     with tempfile.TemporaryDirectory() as captured:
-        stored = capture(model, ids, Path(captured))
+        stored = capture(model, ids, Path(captured), reach=hasher.reach)
         shares = head_shares(model, hasher.to(device), stored, command.fraction, command.seed)
     hasher.config = replace(hasher.config, head_shares=shares)
     hasher.save_pretrained(command.folder)

@@ -21,6 +21,7 @@ SOFTSIGN_GAMMA = 64.0
 """From the paper's appendix."""
 START_STD = 1e-3
 """Standard deviation of a Gaussian start, from the authors' code; the paper gives none."""
+_MOST_REACH = 1 << 31
 MAX_DIGITS = 8
 """Most bits that `transform` gives one dimension of a head: as many as a query has planes."""
 
@@ -161,6 +162,9 @@ class HasherConfig:
     """Slope of the softsign surrogate, in training only (eq. 11)."""
     training: dict[str, Any] = field(default_factory=dict)
     """Training settings (`hashtrain.TrainConfig`), for information only. Empty if untrained."""
+    reach: int | None = None
+    """The longest context that it was made for, in tokens (`hashtrain.data.offsets`). None: it is not made from
+    contexts, or before reaches were recorded; a trained one then reaches as far as its training's contexts."""
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense, because sparse attention was measured to cost too much there."""
     layer_shares: tuple[float, ...] = ()
@@ -208,6 +212,8 @@ class HasherConfig:
         for name, most in (("planes", 8), ("hidden", 65536)):
             if type(value := getattr(self, name)) is not int or not 1 <= value <= most:
                 yield f"{name} must be between 1 and {most}, got {value!r}"
+        if self.reach is not None and (type(self.reach) is not int or not 1 <= self.reach <= _MOST_REACH):
+            yield f"reach must be between 1 and {_MOST_REACH} tokens, or null, got {self.reach!r}"
         if self.variant == "transform":
             if self.init != "rotation" or self.estimator not in ("", "straight-through"):
                 how = "starts from data and is trained straight-through: leave init and estimator unset"

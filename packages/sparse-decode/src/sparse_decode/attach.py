@@ -32,6 +32,7 @@ from sparse_decode.model import (
     set_attention,
 )
 from sparse_decode.planning import Options, as_budget, plan_layers, require_rows
+from sparse_decode.reach import ReachHook
 from sparse_decode.removed import OF_ATTACH, refuse
 from sparse_decode.select import Selector
 
@@ -123,6 +124,8 @@ class Attachment:
         self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
         if planned.modules:
             self._switch_on(planned.modules)
+            if (reach := getattr(selector, "reach", None)) is not None:
+                self._handles.append(ReachHook(planned.modules[min(planned.modules)], reach).handle)
 
     def _switch_on(self, modules: Mapping[int, Attention]) -> None:
         """Set the model's attention, and hook its sparse layers."""

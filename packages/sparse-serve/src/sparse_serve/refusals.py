@@ -3,6 +3,7 @@
 # vLLM is no dependency of this package.
 # pyright: reportMissingImports=false
 
+import warnings
 from typing import Any
 
 from sparse_serve.settings import KEY, Settings
@@ -39,14 +40,18 @@ def require_serves(vllm_config: Any) -> None:
         from hashcore.cuda.program import require_compiler
 
         require_compiler()
-    _require_hasher(settings, model.hf_text_config, parallel.tensor_parallel_size)
+    _require_hasher(settings, model, parallel.tensor_parallel_size)
 
 
-def _require_hasher(settings: Settings, config: Any, ranks: int) -> None:
+def _require_hasher(settings: Settings, model: Any, ranks: int) -> None:
+    """Raise ValueError if the hasher is not for this model or these ranks; warn if requests may pass its reach."""
     from hashtrain import Hasher
+    from hashtrain.data.offsets import beyond
 
     hasher = Hasher.from_pretrained(settings.hasher)
-    hasher.require_match(config)
+    hasher.require_match(model.hf_text_config)
+    if hasher.reach is not None and model.max_model_len > hasher.reach:
+        warnings.warn(beyond(model.max_model_len, hasher.reach), stacklevel=2)
     if not hasher.layer(0).has_codes:
         raise ValueError(f"{KEY} needs a hasher that stores codes, got variant {hasher.config.variant}; use another")
     shape = hasher.config.shape

@@ -23,6 +23,8 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.files.untrusted import first_line
 
 _PER_LAYER = 4
+_TRAINED = 8192
+"""Tokens of the paper's training contexts, or as many as the model has; the files do not say."""
 _MAX_ENTRIES = 1 << 16
 _MAX_PICKLE_BYTES = 1 << 20
 _NAMES = re.compile(r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict", re.ASCII)
@@ -42,7 +44,10 @@ def convert(path: str | Path, model_config: Any, out: str | Path, base_model: st
     """
     path, shape = Path(path), ModelShape.of(model_config)
     d = shape.head_dim
-    config = HasherConfig("paper", shape, bits=d, hidden=d, init="random", residual=True, base_model=base_model)
+    form: dict[str, Any] = {"bits": d, "hidden": d, "init": "random", "residual": True}
+    longest = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    reach = min(_TRAINED, longest or _TRAINED)
+    config = HasherConfig("paper", shape, **form, reach=reach, base_model=base_model)
     tensors = _read(path, shape)
     state: dict[str, Tensor] = Hasher(config, seed=0).state_dict()
     for layer in range(shape.num_layers):

@@ -68,6 +68,13 @@ class Hasher(nn.Module, ModelHubMixin):
         return self.config.dense_layers
 
     @property
+    def reach(self) -> int | None:
+        """The longest context that this hasher was made for, in tokens; None if it does not depend on positions, or is
+        not known. One without a record reaches as far as the contexts that it was trained on."""
+        trained = self.config.training.get("context")
+        return self.config.reach or (trained if type(trained) is int else None)
+
+    @property
     def layer_shares(self) -> tuple[float, ...]:
         """For each layer the budget that suits it, relative to the mean; empty if not measured."""
         return self.config.layer_shares

@@ -25,6 +25,7 @@ from hashtrain.config import ModelShape
 from hashtrain.data.captured import EVERYTHING, Kept
 from hashtrain.data.captured import Capture as Capture
 from hashtrain.data.manifest import begin, checksum, finish, identity, missing
+from hashtrain.data.offsets import offset, positions
 from hashtrain.files.atomic import save_tensors, write_text
 from hashtrain.machine.transfer import finish as wait_for
 from hashtrain.machine.transfer import to_device, to_host
@@ -64,10 +65,14 @@ def capturing(model: PreTrainedModel, sink: Sink) -> contextlib.AbstractContextM
     return _our_attention(model, _sink, sink)
 
 
-def observe(model: PreTrainedModel, ids: Tensor, sink: Sink) -> None:
-    """Run one context, ids int64 [T], without gradients; call `sink` for every attention layer, as in `capturing`."""
+def observe(model: PreTrainedModel, ids: Tensor, sink: Sink, first: int = 0) -> None:
+    """Run one context, ids int64 [T], without gradients; call `sink` for every attention layer, as in `capturing`.
+
+    Args: first: position of the first token (`hashtrain.data.offsets`).
+    """
+    moved = positions(model, len(ids), first)
     with torch.inference_mode(), capturing(model, sink):
-        model(ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1)
+        model(ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1, **moved)
 
 
 def replacing(model: PreTrainedModel, attend: Attention) -> contextlib.AbstractContextManager[None]:
@@ -109,31 +114,42 @@ def capture(
     folder: Path,
     on_context: Callable[[], None] = lambda: None,
     dtype: torch.dtype = torch.bfloat16,
+    reach: int | None = None,
 ) -> Capture:
     """Run the model over token contexts (int64 [T] each) and store q, k and v of every layer below `folder` as `dtype`.
 
     Files of an interrupted capture of the same model and contexts are kept; other captures there are replaced.
 
+    Args: reach: contexts are spread over positions 0 to reach - 1 (`hashtrain.data.offsets`); None: all begin at 0.
     Raises: OSError, before anything is written, if the disk is too small.
     """
     stored = Capture(folder, len(contexts))
-    what = identity(model, contexts, dtype)
+    what = identity(model, contexts, dtype, reach=reach)
     lacking, shape = missing(stored, what), ModelShape.of(model.config)
     require_disk(folder, sum(context_bytes(shape, len(contexts[number]), dtype) for number in lacking))
     begin(stored, what)
     for number in range(len(contexts)):
         if number in lacking:
-            capture_one(model, contexts[number], stored.file(number), dtype)
+            first = offset(number, len(contexts[number]), reach)
+            capture_one(model, contexts[number], stored.file(number), dtype, first=first)
         on_context()
     finish(stored)
     return stored
 
 
 def capture_one(
-    model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16, kept: Kept = EVERYTHING
+    model: PreTrainedModel,
+    ids: Tensor,
+    path: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    kept: Kept = EVERYTHING,
+    first: int = 0,
 ) -> None:
-    """Store q, k and v of one context, int64 [T], as far as `kept` says, and its size and checksum beside it."""
-    tensors, scalings = run_context(model, ids, dtype, kept)
+    """Store q, k and v of one context, int64 [T], as far as `kept` says, and its size and checksum beside it.
+
+    Args: first: position of the first token.
+    """
+    tensors, scalings = run_context(model, ids, dtype, kept, first=first)
     save_tensors(tensors, path, metadata=scalings)
     write_text(path.with_suffix(".json"), json.dumps(checksum(path)))
 
@@ -144,11 +160,13 @@ def run_context(
     dtype: torch.dtype = torch.bfloat16,
     kept: Kept = EVERYTHING,
     place: Callable[[Tensor], Tensor] = to_host,
+    first: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Run one context; return its tensors and scalings by their names in the file.
 
     Args:
         kept: what to keep; place: moves a tensor off the model's device. The host waits once, at the end.
+        first: position of the first token.
     """
     device, tensors, scalings = device_of(model), dict[str, Tensor](), dict[str, str]()
     rows: tuple[Tensor, ...] | None = None
@@ -160,7 +178,7 @@ def run_context(
         tensors.update({f"{name}.{layer}": place(x.to(dtype).contiguous()) for name, x in found.items()})
         scalings[f"scaling.{layer}"] = repr(scaling)
 
-    observe(model, ids, sink)
+    observe(model, ids, sink, first)
     wait_for(device)
     return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
 

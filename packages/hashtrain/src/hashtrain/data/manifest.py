@@ -36,11 +36,12 @@ def identity(
     dtype: torch.dtype,
     seed: int | None = None,
     weights: str | None = None,
+    reach: int | None = None,
 ) -> dict[str, Any]:
     """Return the identity of a capture: two captures with equal identity hold the same bits.
 
     The model is identified by its weights in memory, so no name or revision has to be trusted. `seed` is the one that
-    drew the contexts, if any; `weights` is `weights_hash(model)`, if known.
+    drew the contexts, if any; `weights` is `weights_hash(model)`, if known; `reach` decides the contexts' positions.
     """
     sha = hashlib.sha256()
     for ids in contexts:
@@ -54,6 +55,7 @@ def identity(
         "contexts": len(contexts),
         "context": max(map(len, contexts), default=0),
         "seed": seed,
+        "reach": reach,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device_of(model).type,
         "versions": _VERSIONS,

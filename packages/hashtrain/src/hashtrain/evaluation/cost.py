@@ -13,6 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.data.capture import replacing
+from hashtrain.data.offsets import offset
+from hashtrain.data.offsets import positions as moved_to
 from hashtrain.evaluation.budgets import divide
 from hashtrain.evaluation.metrics import reading
 from hashtrain.evaluation.remainder import (
@@ -46,16 +48,19 @@ class Steps:
     Args:
         model: a causal LM whose layers all have full attention.
         ids: the context, int64 [T]; positions: int64 [R], the tokens of it to decode.
+        first: position of its first token (`hashtrain.data.offsets`).
     """
 
     @torch.inference_mode()
-    def __init__(self, model: PreTrainedModel, ids: Tensor, positions: Tensor):
+    def __init__(self, model: PreTrainedModel, ids: Tensor, positions: Tensor, first: int = 0):
         self.model: Any = model
         device = device_of(model)
         self.ids: Tensor = ids.to(device)
         self.positions: Tensor = positions.to(device)
         self._cache = DynamicCache(config=model.config)
-        self.model(self.ids[None], past_key_values=self._cache, logits_to_keep=1)
+        self.first: int = first
+        moved = moved_to(model, len(ids), first)
+        self.model(self.ids[None], past_key_values=self._cache, logits_to_keep=1, **moved)
         self._context = len(ids)
         self._attended: dict[int, Tensor] = {}
         self.dense: Tensor = self.log_probs(None, ())
@@ -75,7 +80,9 @@ class Steps:
 
         with replacing(self.model, attend):
             logits = self.model(
-                self.ids[None, self.positions], position_ids=self.positions[None], past_key_values=self._cache
+                self.ids[None, self.positions],
+                position_ids=self.first + self.positions[None],
+                past_key_values=self._cache,
             ).logits
         self._cache.crop(-len(self.positions))
         return logits[0].float().log_softmax(-1)
@@ -115,11 +122,15 @@ class Steps:
         return out.flatten(0, 1).transpose(0, 1)[None].to(q.dtype)
 
 
-def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int) -> list[Steps]:
-    """Draw steps from the last three quarters of the first `CONTEXTS` contexts, int64 [T] each."""
+def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int, reach: int | None = None) -> list[Steps]:
+    """Draw steps from the last three quarters of the first `CONTEXTS` contexts, int64 [T] each.
+
+    Args: reach: contexts are spread over positions 0 to reach - 1; None: all begin at 0.
+    """
     draw, found = torch.Generator().manual_seed(seed), []
-    for ids in contexts[:CONTEXTS]:
-        found.append(Steps(model, ids, torch.randint(len(ids) // 4, len(ids), (ROWS,), generator=draw)))
+    for number, ids in enumerate(contexts[:CONTEXTS]):
+        rows = torch.randint(len(ids) // 4, len(ids), (ROWS,), generator=draw)
+        found.append(Steps(model, ids, rows, offset(number, len(ids), reach)))
     return found
 
 

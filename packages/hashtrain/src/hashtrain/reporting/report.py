@@ -162,6 +162,7 @@ def _made(config: HasherConfig, result: Metrics, metrics: Metrics) -> str:
         f"layers, {shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
         f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps per layer, {metrics['contexts']} contexts "
         f"of {metrics['context']} tokens ({metrics['corpus']}).\n"
+        f"For contexts of {'any length' if config.reach is None else f'up to {config.reach} tokens'}.\n"
         f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
         f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
         f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}.\n"

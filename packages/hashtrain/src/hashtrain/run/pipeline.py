@@ -109,7 +109,8 @@ def _announce(prepared: Prepared, console: Console) -> None:
     console.print(
         f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
         f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on, "
-        f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
+        f"{len(validation.contexts)} held out, for contexts of up to {prepared.reach}; {prepared.disk / 1e9:.1f} GB of "
+        "disk while it runs"
     )
     if not command.stream:
         _say_if_fewer(prepared, console)
@@ -188,7 +189,7 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
         with tracking(console, steps) as advance:
             report = live(command.out / "metrics.jsonl", advance, board)
             model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
-            train_all(model, prepared.contexts, mine, prepared.reads, report)
+            train_all(model, prepared.contexts, mine, prepared.reads, report, prepared.reach)
         if _trains_first(command):
             _capture(prepared, console)
         loaded.cache_clear()
@@ -247,7 +248,7 @@ def _costs(
         return {}
     model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
     contexts, costs = prepared.train.contexts, dict[str, dict[str, Any]]()
-    steps = steps_of(model, contexts, command.seed)
+    steps = steps_of(model, contexts, command.seed, prepared.reach)
     with tracking(console, (prepared.shape.num_layers + 1) * len(coded)) as advance:
         for name, hasher in coded.items():
             costs[name] = layer_costs(steps, hasher.to(prepared.device), command.fraction, advance, failing[name])
@@ -262,16 +263,23 @@ def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
     count = command.contexts if command.stream else len(prepared.contexts)  # `_collect` corrects it
     trained = record_of(command, recipe, count, prepared.device) if recipe.trained else {}
     revision = getattr(prepared.model_config, "_commit_hash", None)
-    return config_of(command, recipe, prepared.shape, trained, revision)
+    made = recipe.trained or starts_from_data(recipe.variant)  # the others know no positions
+    return config_of(command, recipe, prepared.shape, trained, revision, prepared.reach if made else None)
 
 
 def config_of(
-    command: TrainCommand, recipe: Recipe, shape: ModelShape, trained: dict[str, Any], revision: str | None = None
+    command: TrainCommand,
+    recipe: Recipe,
+    shape: ModelShape,
+    trained: dict[str, Any],
+    revision: str | None = None,
+    reach: int | None = None,
 ) -> HasherConfig:
     """Return the config of a recipe's hasher.
 
     Args:
         trained: its training settings (`record_of`); revision: of the base model, if known.
+        reach: the longest context that it is made for; None if it is not made from contexts.
     """
     return HasherConfig(
         variant=recipe.variant,
@@ -284,6 +292,7 @@ def config_of(
         estimator=recipe.estimator,
         gamma=recipe.gamma,
         training=trained,
+        reach=reach,
         base_model=base_model(command.model),
         base_revision=revision,
     )

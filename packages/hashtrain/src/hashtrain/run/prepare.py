@@ -16,6 +16,7 @@ from hashtrain.config import ModelShape
 from hashtrain.data.capture import require_disk
 from hashtrain.data.corpus import held_out_sources, python_sources, split, tokenise_with, whole
 from hashtrain.data.manifest import identity, known_weights, weights_hash, weights_record
+from hashtrain.data.offsets import reach_of
 from hashtrain.data.shares import room_for
 from hashtrain.data.texts import list_texts, require_apart
 from hashtrain.data.token_contexts import TokenContexts, key_of, sweep
@@ -37,6 +38,8 @@ class Prepared:
     command: TrainCommand
     model_config: Any
     shape: ModelShape
+    reach: int
+    """The longest context that the hashers are made for (`hashtrain.data.offsets`)."""
     train: Source
     validation: Source
     disk: int
@@ -85,6 +88,7 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     model, tokenizer = loaded(command.model_path, device, command.backbone_memory)
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)
+    reach = reach_of(model.config, command.context, command.reach)
     for recipe in command.recipes:
         require_own(command.out / recipe.name, base_model(command.model), shape)
     if device == "cpu" and workers_of(command, device, ranks) > 1 and not command.dry_run:
@@ -95,7 +99,7 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     require_vocabulary(model, *texts["train"], *texts["held"])
     record = weights_record(command.model_path, model)
     weights = known_weights(command.out / ".work" / "weights.json", record) or weights_hash(model)
-    own = {name: identity(model, ids, torch.bfloat16, command.seed, weights) for name, ids in texts.items()}
+    own = {name: identity(model, ids, torch.bfloat16, command.seed, weights, reach) for name, ids in texts.items()}
     identities = [{**one} for one in own.values()]
     every, count = cast("Sequence[Tensor]", texts["train"]), len(texts["train"])
     if command.stream:  # the other contexts are known by what they are made of
@@ -105,14 +109,14 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     reads = training_reads(command, shape, count, MAX_CONTEXTS, shared)
     both = {"train": reads, "held": validation_reads(command, shape, len(texts["held"]))}
     train, validation = (
-        Source(name, command.out / ".work" / name, ids, own[name] | both[name].identity(len(ids)), both[name])
+        Source(name, command.out / ".work" / name, ids, own[name] | both[name].identity(len(ids)), both[name], reach)
         for name, ids in texts.items()
     )
     disk = sum(source.reads.bytes(source.lacking) for source in (train, validation))
     require_disk(command.out, disk, "" if command.stream else ", or --stream")
     ranks.barrier()  # rank 0 must not write while others still check
     kept = {"record": record, "hash": weights}
-    settings = command, model.config, shape, train, validation, disk, device, ranks
+    settings = command, model.config, shape, reach, train, validation, disk, device, ranks
     return Prepared(*settings, every, identities, reads, found, kept)
 
 

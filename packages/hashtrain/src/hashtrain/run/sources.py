@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hashtrain.data.capture import capture_one
 from hashtrain.data.captured import Capture, Kept
 from hashtrain.data.manifest import begin, finish, missing
+from hashtrain.data.offsets import offset
 from hashtrain.machine.distribute import ALONE, Ranks
 from hashtrain.machine.workers import run_jobs
 from hashtrain.models import load_model
@@ -32,6 +33,12 @@ class Source:
     """`hashtrain.data.manifest.identity` of the expected capture."""
     reads: Reads
     """What the run reads of it."""
+    reach: int | None = None
+    """Contexts are spread over positions 0 to reach - 1; None: all begin at 0."""
+
+    def first(self, number: int) -> int:
+        """Return the position of the first token of a context."""
+        return offset(number, len(self.contexts[number]), self.reach)
 
     @property
     def stored(self) -> Capture:
@@ -52,6 +59,7 @@ class _Job:
     path: Path
     name: str
     kept: Kept
+    first: int
     memory: float | None = None
 
 
@@ -88,7 +96,10 @@ def make_all(
         for source in sources:
             begin(source.stored, source.identity)
     ranks.barrier()
-    jobs = [_Job(model, device, of.contexts[n], of.stored.file(n), of.name, of.reads.kept(n), memory) for of, n in mine]
+    jobs = [
+        _Job(model, device, of.contexts[n], of.stored.file(n), of.name, of.reads.kept(n), of.first(n), memory)
+        for of, n in mine
+    ]
     if jobs:
         _capture(jobs, workers, advance)
     ranks.barrier()
@@ -115,7 +126,8 @@ def _capture(jobs: Sequence[_Job], workers: int, advance: Callable[[str, int], N
 
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:
-    capture_one(model or loaded(job.model, job.device, job.memory)[0], job.ids, job.path, kept=job.kept)
+    own = model or loaded(job.model, job.device, job.memory)[0]
+    capture_one(own, job.ids, job.path, kept=job.kept, first=job.first)
     report(f"capture {job.name} q and k", 1)
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hashtrain.data.capture import run_context
 from hashtrain.data.captured import Capture, InMemory
+from hashtrain.data.offsets import offset
 from hashtrain.machine.workers import one_thread
 from hashtrain.models import require_vocabulary
 from hashtrain.run.job import LayerJob, Report, following, started
@@ -29,12 +30,13 @@ class LiveCapture(Capture):
     They stay on the model's device, where training runs: 0.55 GB for all layers of Llama-3-8B at 8,192 tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, contexts: Sequence[Tensor], reads: Reads):
+    def __init__(self, model: PreTrainedModel, contexts: Sequence[Tensor], reads: Reads, reach: int | None):
         super().__init__(Path(), 0)
         self.count: int = 0  # contexts that are known, so that `step % len(...)` is the current one
         self.model: PreTrainedModel = model
         self.contexts: Sequence[Tensor] = contexts
         self.reads: Reads = reads
+        self.reach: int | None = reach
         self.current: int = -1
         self._held: InMemory | None = None
 
@@ -48,7 +50,8 @@ class LiveCapture(Capture):
             self.current = step % self.count
             ids = self.contexts[self.current]
         require_vocabulary(self.model, ids)
-        self._held = InMemory(*run_context(self.model, ids, kept=self.reads.at_step(step), place=lambda x: x))
+        kept, first = self.reads.at_step(step), offset(self.current, len(ids), self.reach)
+        self._held = InMemory(*run_context(self.model, ids, kept=kept, place=lambda x: x, first=first))
 
     def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
         return self._of(context).keys(context, layer)
@@ -63,7 +66,12 @@ class LiveCapture(Capture):
 
 
 def train_all(
-    model: PreTrainedModel, contexts: Sequence[Tensor], jobs: Sequence[LayerJob], reads: Reads, report: Report
+    model: PreTrainedModel,
+    contexts: Sequence[Tensor],
+    jobs: Sequence[LayerJob],
+    reads: Reads,
+    report: Report,
+    reach: int | None = None,
 ) -> None:
     """Train the layers of `jobs` in parallel and leave each one's final state as its checkpoint.
 
@@ -71,9 +79,10 @@ def train_all(
     training, so the result is bit-identical.
 
     Args:
-        model: on the training device; contexts: int64 [T] each, read in turn; reads: what to read of them.
+        model: on the training device; contexts: int64 [T] each, read in turn; reads: what to read of them; reach: they
+            are spread over positions 0 to reach - 1; None: all begin at 0.
     """
-    live, saved = LiveCapture(model, contexts, reads), time.monotonic()
+    live, saved = LiveCapture(model, contexts, reads, reach), time.monotonic()
     every = min((job.command.checkpoint_seconds for job in jobs), default=0.0)
     with one_thread():
         trainings = [_training(job, live, report) for job in jobs if job.recipe.trained and not job.finished.exists()]

@@ -61,6 +61,9 @@ class TrainCommand:
     """The budget for training and evaluation: a share of each row's visible tokens, sink and recent tokens included."""
     context: int = 4096
     """Tokens per context."""
+    reach: int | None = None
+    """The longest context that the hashers are for, in tokens: contexts are captured at positions spread over it, which
+    costs nothing. Default: the model's own longest. The paper: --context."""
     contexts: int = 40
     """Training contexts."""
     held_out: int = 24
@@ -129,7 +132,7 @@ class TrainCommand:
 
     def __post_init__(self) -> None:
         require_counts(self, contexts=1, held_out=1, held_out_rows=1, steps=1, rows=1, context=512)
-        require_counts(self, workers=0, dense_layers=0)
+        require_counts(self, workers=0, dense_layers=0, reach=1)
         require_counts(self, max_top=1, max_rest=1, first_trained=0, target_ends=0, hidden=1)
         require_seed(self.seed)
         require_device_name(self.device)

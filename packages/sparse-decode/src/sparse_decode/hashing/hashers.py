@@ -40,6 +40,11 @@ class OfHasher:
         return getattr(self.hasher, "dense_layers", ())
 
     @property
+    def reach(self) -> int | None:
+        """The longest context that the hasher was made for, in tokens; None if it has none, or it is not known."""
+        return getattr(self.hasher, "reach", None)
+
+    @property
     def layer_shares(self) -> tuple[float, ...]:
         """Budgets of the layers relative to their mean; empty if the hasher has none."""
         return getattr(self.hasher, "layer_shares", ())
