@@ -23,7 +23,6 @@ LINES = {
     "4096-reach/paper": ("paper, offsets", COLOURS["paper"], "-"),
     "4096/transform-start": ("transform's start, all at 0", COLOURS["transform"], ":"),
     "4096-reach/transform-start": ("transform's start, offsets", COLOURS["transform"], "-"),
-    "4096/transform+remainder": ("transform + remainder, all at 0", "#009e73", ":"),
     "4096-reach/transform+remainder": ("transform + remainder, offsets", "#009e73", "-"),
 }
 """Methods: their name, colour and style, in the order of the legend."""

@@ -37,6 +37,7 @@ from hashtrain.run.pipeline import width_of
 from hashtrain.run.repair import repair
 from hashtrain.settings.train_command import TrainCommand
 from hashtrain.training.trainer import Training
+from safetensors.torch import load_file, save_file
 from sparse_decode import HashSelector, LshSelector
 from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
@@ -68,8 +69,8 @@ def prefilled(model: PreTrainedModel, ids: Tensor, first: int = 0, kept: Layers 
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         if kept is not None:
-            new = (x[:, :, -q.shape[2] :].bfloat16() for x in (k, v))
-            kept.setdefault(layer, []).append((q.bfloat16(), *new, scaling))
+            keys, values = (x[:, :, -q.shape[2] :].bfloat16() for x in (k, v))
+            kept.setdefault(layer, []).append((q.bfloat16(), keys, values, scaling))
         return attention(layer, q, k, v, scaling)
 
     with replacing(model, attend):
@@ -104,9 +105,9 @@ def captured(model: PreTrainedModel, contexts: Iterator[tuple[Tensor, int]]) -> 
         kept: Layers = {}
         prefilled(model, ids, first, kept)
         tensors = {
-            f"{name}.{layer}": torch.cat([part[at] for part in parts], 2)
+            f"{name}.{layer}": torch.cat(of_name, 2)
             for layer, parts in kept.items()
-            for at, name in enumerate("qkv")
+            for name, of_name in zip("qkv", zip(*(part[:3] for part in parts), strict=True), strict=True)
         }
         held.append(InMemory(tensors, {f"scaling.{layer}": repr(parts[0][3]) for layer, parts in kept.items()}))
         print(f"captured {len(held)} of {len(ids)} tokens at {first}", file=sys.stderr, flush=True)
@@ -178,7 +179,7 @@ def measure(given: argparse.Namespace) -> None:
     commands = [*kept["commands"], " ".join(["uv", "run", "tools/measure_reach.py", *sys.argv[1:]])]
     for text in given.texts:
         ids = token_ids(text.read_text(encoding="utf-8"), tokenizer, max(given.lengths))[: max(given.lengths)]
-        whole = prompt_of(model, ids[: max(given.lengths) - SCORED - 1], given.cache, f"{text.stem}.pt")
+        whole = prompt_of(model, ids[: max(given.lengths) - SCORED - 1], given.cache, f"{text.stem}.safetensors")
         for length in given.lengths:
             done = {row["method"] for row in rows if (row["text"], row["length"]) == (text.stem, length)}
             rows += scored(model, ids[:length], whole, given.hashers, text.stem, done)
@@ -190,12 +191,14 @@ def prompt_of(model: PreTrainedModel, ids: Tensor, folder: Path | None, name: st
     """Return the keys and values of a prompt by layer, bfloat16, from the folder if they are there."""
     file = None if folder is None else folder / name
     if file is not None and file.exists():
-        return torch.load(file, weights_only=True)
-    cache = prefilled(model, ids)
-    found = [(layer.keys.bfloat16(), layer.values.bfloat16()) for layer in cache.layers]
+        held = load_file(file)
+        return [(held[f"k.{i}"], held[f"v.{i}"]) for i in range(len(held) // 2)]
+    layers: Any = prefilled(model, ids).layers
+    found = [(layer.keys.bfloat16(), layer.values.bfloat16()) for layer in layers]
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(found, file)
+        pairs = [pair for i, (k, v) in enumerate(found) for pair in ((f"k.{i}", k), (f"v.{i}", v))]
+        save_file({name: x.contiguous() for name, x in pairs}, file)
     return found
 
 
@@ -211,7 +214,8 @@ def scored(
     prompt = len(ids) - SCORED - 1
     cache = DynamicCache(config=model.config)
     for layer, parts in enumerate(whole):
-        cache.update(*(x[:, :, :prompt].float() for x in parts), layer)
+        keys, values = (x[:, :, :prompt].float() for x in parts)
+        cache.update(keys, values, layer)
     dense = scored_rows(model, ids, SCORED, cache)
     loss, found = dense.mean_loss(ids[-SCORED:]), list[dict[str, Any]]()
     for name, selector, whole_softmax in methods(folders, model.config):

@@ -25,7 +25,7 @@ class ReachHook:
         self.handle: RemovableHandle = found.module.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or "read_index" in kwargs:  # a step of continuous batching: requests in pages
+        if torch.compiler.is_compiling():
             return
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
         hidden = given.get("hidden_states")
