@@ -44,7 +44,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
 SCORED, FRACTION, CHUNK = 256, 0.02, 2048
-Layers = dict[int, list[tuple[Tensor, Tensor, Tensor, float]]]
+Layers = dict[int, list[tuple[tuple[Tensor, Tensor, Tensor], float]]]
 
 
 def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
@@ -66,8 +66,8 @@ def prefilled(model: PreTrainedModel, ids: Tensor, first: int = 0, kept: Layers 
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         if kept is not None:
-            new = (x[:, :, -q.shape[2] :].bfloat16() for x in (k, v))
-            kept.setdefault(layer, []).append((q.bfloat16(), *new, scaling))
+            keys, values = (x[:, :, -q.shape[2] :].bfloat16() for x in (k, v))
+            kept.setdefault(layer, []).append(((q.bfloat16(), keys, values), scaling))
         return attention(layer, q, k, v, scaling)
 
     with replacing(model, attend):
@@ -102,11 +102,11 @@ def captured(model: PreTrainedModel, contexts: Iterator[tuple[Tensor, int]]) -> 
         kept: Layers = {}
         prefilled(model, ids, first, kept)
         tensors = {
-            f"{name}.{layer}": torch.cat([part[at] for part in parts], 2)
+            f"{name}.{layer}": torch.cat([part[at] for part, _ in parts], 2)
             for layer, parts in kept.items()
             for at, name in enumerate("qkv")
         }
-        held.append(InMemory(tensors, {f"scaling.{layer}": repr(parts[0][3]) for layer, parts in kept.items()}))
+        held.append(InMemory(tensors, {f"scaling.{layer}": repr(parts[0][1]) for layer, parts in kept.items()}))
         print(f"captured {len(held)} of {len(ids)} tokens at {first}", file=sys.stderr, flush=True)
     return Contexts(held)
 
@@ -190,7 +190,8 @@ def prompt_of(model: PreTrainedModel, ids: Tensor, folder: Path | None, name: st
     if file is not None and file.exists():
         return torch.load(file, weights_only=True)
     cache = prefilled(model, ids)
-    found = [(layer.keys.bfloat16(), layer.values.bfloat16()) for layer in cache.layers]
+    layers: list[Any] = cache.layers
+    found = [(layer.keys.bfloat16(), layer.values.bfloat16()) for layer in layers]
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(found, file)
@@ -209,7 +210,8 @@ def scored(
     prompt = len(ids) - SCORED - 1
     cache = DynamicCache(config=model.config)
     for layer, parts in enumerate(whole):
-        cache.update(*(x[:, :, :prompt].float() for x in parts), layer)
+        keys, values = (x[:, :, :prompt].float() for x in parts)
+        cache.update(keys, values, layer)
     dense = scored_rows(model, ids, SCORED, cache)
     loss, found = dense.mean_loss(ids[-SCORED:]), list[dict[str, Any]]()
     for name, selector, whole_softmax in methods(folders, model.config):
