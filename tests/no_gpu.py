@@ -6,9 +6,7 @@ nothing about CUDA.
     python -m pytest -p tests.no_gpu -m cuda packages/sparse-decode/tests/test_steps_cuda.py
 """
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -48,9 +46,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)  # after those that are not selected have left
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Keep the first test of each function; write the names of all to a file, if one is named."""
-    if listed := os.environ.get("TESTS_OF_A_GPU"):
-        Path(listed).write_text("\n".join(item.nodeid for item in items))
+    """Keep the first test of each function."""
     first = {(item.path, item.originalname): item for item in reversed(items)}
     items[:] = [x for x in items if x in first.values() and not any(name in x.name for name in LEFT_OUT)]
     for item in items:

@@ -73,7 +73,7 @@ def _check(words: Words) -> None:
         _python(arguments)
     elif program == ENGINE and arguments[0].endswith(".py"):
         _script(arguments[0], arguments[1:])
-    elif program == "pytest":
+    elif program in ("pytest", "bash"):
         _paths([word for word in arguments if not word.startswith("-")])
     elif program.endswith(".py") and program != ENGINE:
         _script(program, arguments)

@@ -6,7 +6,7 @@
 #     OUT=folder DEV=cpu bash tools/gpu_day/day.sh      # a rehearsal; its times mean nothing
 #
 # Stages in the order of their value: facts, tests, layer, model, memcheck, racecheck. Each has its own limit, writes as it
-# goes, and cannot stop the next one. A folder .whl of wheels that the machine lacks is installed beside, if there is one.
+# goes, and cannot stop the next one. WORKERS: processes of tests (8); MORE_TESTS: further files. A folder .whl of wheels that the machine lacks is installed beside, if there is one.
 # In OUT: results.jsonl (every number), tests.xml, memcheck.txt, racecheck.txt, day.log.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
@@ -33,13 +33,13 @@ stage() {
   fi
   ((limit < left)) || limit=$left
   echo "[$SECONDS] stage $name: at most $limit s" | tee -a "$OUT/day.log"
-  timeout -k 5 "$limit" "$@" >>"$OUT/day.log" 2>&1
+  SECONDS_LEFT=$((limit - 8)) timeout -k 5 "$limit" "$@" >>"$OUT/day.log" 2>&1
   echo "[$SECONDS] stage $name: exit code $?" | tee -a "$OUT/day.log"
 }
-run() { stage "$1" "$2" "$3" python3 "$here/run.py" "$1" --device "$DEV" --out "$OUT" --seconds "$(($2 - 8))" ${SIZES:+--sizes $SIZES}; }
+run() { stage "$1" "$2" "$3" python3 "$here/run.py" "$1" --device "$DEV" --out "$OUT" "${@:4}"; }
 
 hashcore=packages/hashcore/tests sparse=packages/sparse-decode/tests
-pytest=(python3 -m pytest -q -p no:cacheprovider -W default -o addopts=--import-mode=importlib -m "${MARK:-cuda}" --tb=short)
+pytest=(python3 -m pytest -q -p no:cacheprovider -W default -o addopts=--import-mode=importlib -m cuda --tb=short)
 [ "$DEV" = cuda ] || pytest+=(-p tests.no_gpu) # the first test of each function, on the CPU in its place
 of_gpu=("$hashcore"/test_cuda.py "$hashcore"/test_pages_on_gpu.py
   "$sparse"/test_gather_cuda.py "$sparse"/test_steps_cuda.py "$sparse"/test_paged_on_gpu.py)
@@ -49,7 +49,7 @@ of_gpu=("$hashcore"/test_cuda.py "$hashcore"/test_pages_on_gpu.py
 run facts 40 5
 stage tests 150 20 "${pytest[@]}" -p pytest_lost_device -n "${WORKERS:-8}" --dist worksteal --max-worker-restart=30 \
   --maxfail=40 --durations=5 --junitxml="$OUT/tests.xml" "${of_gpu[@]}" ${MORE_TESTS:-}
-run layer 130 25
+run layer 130 25 ${SIZES:+--sizes $SIZES}
 run model 130 40
 small="(test_searches_equal_numpy and 2049 and weights0) or (test_equals_the_cpu and 600-7-kind0) or \
 (test_hashed_tokens and transform-64 and True) or (test_sums_of_a_static and 16) or (test_topk_equals_numpy and 2049)"

@@ -8,6 +8,7 @@ python3 tools/gpu_day/run.py summary --out out
 import argparse
 import importlib
 import json
+import os
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("stage", choices=("facts", "layer", "model", "summary"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--seconds", type=float, default=float(os.environ.get("SECONDS_LEFT", "100")))
     parser.add_argument("--sizes", nargs="*", default=[], help="of layer: batch x tokens, such as 8x32768")
     flags = parser.parse_args()
     if flags.stage == "summary":

@@ -1,5 +1,6 @@
 """Every CUDA kernel against the reference, run on the CPU under the host simulator: tolerance 0."""
 
+import math
 from unittest import mock
 
 import hostsim
@@ -436,6 +437,17 @@ def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     device = simulated.Device()
     assert_finds(device, query, keys, 7, None)
     assert device.kernels.count("list_candidates_shared") == 4
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("n", [1, 2**20, layout.MAX_POSITIONS - 1, layout.MAX_POSITIONS])
+def test_lists_of_the_longest_rows_have_offsets_of_16_bits(n, group):
+    """Their length, a multiple of 32, must fit too (lists.cuh, Cut); and the blocks of a row their limit."""
+    space = layout.SearchSpace.plan(group, group, n, 132)
+    step = math.ceil(math.ceil(n / (space.splits * layout.WARPS)) / 32) * 32
+    assert step <= layout.MAX_LIST < 2**16
+    assert space.splits <= layout.MAX_SPLITS
+    assert space.stride >= n
 
 
 def test_more_candidates_than_a_block_holds_are_read_in_turns(rng, monkeypatch):

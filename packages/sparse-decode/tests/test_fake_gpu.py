@@ -272,7 +272,7 @@ def test_a_compiled_step_of_a_gpu_is_one_graph_on_it(family, variant, remainder)
 
 @pytest.mark.parametrize("name", slow_but(("transform+remainder", "transform+padded", "planes"), STORED))
 def test_what_a_layer_does_is_what_is_stored(name):
-    assert counted(name)._asdict() == STORED[name], "uv run tools/count_launches.py stores what is counted now"
+    assert counted(name)._asdict() == STORED[name]
 
 
 def test_a_layer_of_every_hasher_does_little():

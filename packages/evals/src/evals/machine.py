@@ -1,5 +1,6 @@
 """The environment of a run: software, which decides its results, and hardware, which decides its times."""
 
+import importlib
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -14,13 +15,17 @@ def environment(device: str = "cpu") -> dict[str, str]:
     Args:
         device: where the model runs; a CUDA device is reported by its model, such as `NVIDIA H100`.
     """
-    import hashcore  # imported here: `--help` needs only the packages' names
-    import torch
+    import torch  # imported here: `--help` needs only the packages' names
 
-    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "numba", *PACKAGES[1:])}
-    software = {"python": platform.python_version(), "hashcore": hashcore.__version__, **packages}
+    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "numba")} | own_versions()
+    software = {"python": platform.python_version(), **packages}
     named = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     return {**software, "processor": processor(), "threads": str(torch.get_num_threads()), "device": named}
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of this project's packages, which need not be installed: their sources are enough."""
+    return {name: importlib.import_module(name.replace("-", "_")).__version__ for name in PACKAGES}
 
 
 def processor() -> str:

@@ -5,13 +5,12 @@ import json
 import math
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_type_hints
 
 from hashtrain.files.untrusted import one_line, read_json_object
 
-from evals.machine import PACKAGES
+from evals.machine import own_versions
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Result:
 
 def versions() -> str:
     """Return the versions of this project's packages in one line."""
-    return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return ", ".join(f"{name} {version}" for name, version in own_versions().items())
 
 
 def write_json(path: Path, data: Any) -> None:

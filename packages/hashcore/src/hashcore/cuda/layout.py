@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 THREADS = 512  # SELECT_THREADS
-MAX_BINS = 4 * THREADS
 VECTOR = 8
 TILE = 2048  # keys that a block scores per iteration; a smaller chunk would leave threads idle
 BLOCKS_PER_SM = 2  # occupy half of an SM's registers and warps; more blocks would need more tables
@@ -21,7 +20,7 @@ MAX_LIST = (1 << 16) - 32  # keys of a warp: their offsets and their number have
 BINS = 256  # high digits of a block's candidates
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
 MAX_SCORE = 0xFFFF
-MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns
+MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns, but a group is never divided
 
 
 _address, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64

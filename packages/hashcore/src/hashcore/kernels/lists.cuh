@@ -53,7 +53,7 @@ __device__ __forceinline__ Range reach(const Window& window, const Group& group)
 // capacity, so that a large cache with few tokens still occupies every warp.
 struct Cut {
   int base;
-  int step;  // keys of a list, at most 2^16
+  int step;  // keys of a list, a multiple of 32, at most 2^16 - 32
   int high;
 
   __device__ __forceinline__ Cut(const Range& range, int splits) : base(range.low & ~(VECTOR - 1)), high(range.high) {

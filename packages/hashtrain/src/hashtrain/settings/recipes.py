@@ -51,7 +51,7 @@ class Recipe:
     """What an ablation changes."""
 
 
-# Learning rates tuned for each hasher: tools/tune_learning_rates.py, docs/results/learning_rates.json.
+# Learning rates tuned for each hasher: docs/results/learning_rates.json.
 RECIPES = (
     Recipe("lsh", "lsh", trained=False),
     Recipe("paper", "paper", "random", 3e-3),

@@ -60,7 +60,7 @@ class LayerPlan:
         self.selector: Selector = selector
         self.budget: LayerBudget = budget
         self.rule: RowRule = rule
-        self._exact = bool(getattr(selector, "fills_counts", False))
+        self._fills_counts = bool(getattr(selector, "fills_counts", False))
         self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
         self._sink, self._recent = (0, 0) if self.own else (budget.sink, budget.recent)
         self.sights: Sights = sights or Sights()
@@ -247,8 +247,8 @@ class LayerPlan:
         rows = block.rows
         if block.reads is not None and not block.reads.any():
             return x.q.new_zeros(len(x.q), rows.q.shape[2], x.q.shape[1], x.v.shape[3])
-        indices, ends = block.complete(self.selector.select(rows), self._exact)
-        block.count(self.tally, indices, self._exact)
+        indices, ends = block.complete(self.selector.select(rows), self._fills_counts)
+        block.count(self.tally, indices, self._fills_counts)
         if self.own is not None:
             return self.own.attend(rows, x.v[:, :, : rows.k.shape[2]], indices)
         if x.host is not None:
