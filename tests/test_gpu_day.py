@@ -44,7 +44,7 @@ def test_a_rehearsal_runs_every_stage_and_names_a_planted_failure(tmp_path):
     more = {"OUT": str(tmp_path / "out"), "DEV": "cpu", "WORKERS": "2", "MORE_TESTS": str(tmp_path / "test_planted.py")}
     done = subprocess.run(["bash", DAY], env=os.environ | more, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert "FAILED test_planted::test_planted: AssertionError: words of the planted failure" in done.stdout
+    assert "::test_planted: AssertionError: words of the planted failure" in done.stdout
     assert "1 tests failed" in done.stdout
     ends = [line.partition("] ")[2] for line in done.stdout.splitlines() if "exit code" in line]
     stages = "facts", "tests", "layer", "model"

