@@ -9,8 +9,8 @@ from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
 from sparse_decode.caches import offload
 from sparse_decode.caches.offload import HostLayer
-from sparse_decode.layer.plan import LayerPlan
-from sparse_decode.unselected import sums
+from sparse_decode import sums
+from sparse_decode.step import SparseLayer
 from sparse_decode_doubles import (
     Auditor,
     Calibrated,

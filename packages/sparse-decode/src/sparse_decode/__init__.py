@@ -6,22 +6,22 @@ from hashtrain.lazy import export
 
 if TYPE_CHECKING:
     from sparse_decode.attach import Attachment, attach
-    from sparse_decode.attention.attend import attend
-    from sparse_decode.attention.attend_torch import attend_reference
+    from sparse_decode.attend import attend
     from sparse_decode.budget import Budget
-    from sparse_decode.hashing.hashers import KeyQueryHasher, QueryHeadHasher
+    from sparse_decode.hashers import KeyQueryHasher, QueryHeadHasher
     from sparse_decode.oracle import OracleSelector
+    from sparse_decode.reference import attend_reference
     from sparse_decode.select import AttendingSelector, HashSelector, LshSelector, RecentSelector, Rows, Selector
 
 export(
     __name__,
     {
         "attach": ("Attachment", "attach"),
-        "attention.attend": ("attend",),
-        "attention.attend_torch": ("attend_reference",),
+        "attend": ("attend",),
         "budget": ("Budget",),
-        "hashing.hashers": ("KeyQueryHasher", "QueryHeadHasher"),
+        "hashers": ("KeyQueryHasher", "QueryHeadHasher"),
         "oracle": ("OracleSelector",),
+        "reference": ("attend_reference",),
         "select": ("AttendingSelector", "HashSelector", "LshSelector", "RecentSelector", "Rows", "Selector"),
     },
 )

@@ -18,10 +18,8 @@ from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import CODED, cache_layer, carry_codes
 from sparse_decode.caches.growing import GrowingLayer, grow, stop_growing
 from sparse_decode.caches.offload import HostLayer
-from sparse_decode.hashing.hashers import KeyQueryHasher
+from sparse_decode.hashers import KeyQueryHasher
 from sparse_decode.interface import NO_COPY, Hook, register
-from sparse_decode.layer.blocks import RowRule
-from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.model import (
     NAMES,
     Attention,
@@ -35,6 +33,7 @@ from sparse_decode.planning import Options, as_budget, plan_layers, require_rows
 from sparse_decode.reach import ReachHook
 from sparse_decode.removed import OF_ATTACH, refuse
 from sparse_decode.select import Selector
+from sparse_decode.step import RowRule, SparseLayer
 
 
 def attach(
@@ -165,7 +164,7 @@ class Attachment:
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return (selected, visible) tokens by layer, summed over all sparse rows and query heads so far."""
-        found = {layer: plan.tally.totals() for layer, plan in self._plans.items()}
+        found = {layer: plan.counts() for layer, plan in self._plans.items()}
         return {layer: (selected, visible) for layer, (selected, visible) in found.items() if visible}
 
     def density(self) -> dict[int, float]:
@@ -179,6 +178,7 @@ class Attachment:
         """Reset the counts of `counts` and `density`."""
         for plan in self._plans.values():
             plan.tally.reset()
+            plan.shared.reset()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
@@ -210,7 +210,7 @@ class Attachment:
             self._held(plan, cache)
         return cache
 
-    def _held(self, plan: LayerPlan, cache: Any) -> CacheLayerMixin:
+    def _held(self, plan: SparseLayer, cache: Any) -> CacheLayerMixin:
         """Return the cache's layer, carrying codes if the selector needs them."""
         held = cache_layer(cache, plan.layer)
         if getattr(held, "encoder", None) is plan.encoder:

@@ -10,7 +10,7 @@ from hashtrain import top_count
 from hashtrain.config import RECENT, SINK, are_shares
 from torch import Tensor
 
-from sparse_decode.modes import in_graph
+from sparse_decode.modes import in_graph, ordinary_tensors
 from sparse_decode.removed import OF_BUDGET, refuse
 
 _STEPS = 256  # a tally adds up the counts of so many steps at once
@@ -117,7 +117,7 @@ class LayerBudget(Budget):
         below = cast(int, self.dense_below)
         return torch.where(visible < below, visible.long(), counts) if below else counts
 
-    def count_heads(self, visible: int) -> list[int]:
+    def count_heads(self, visible: int, length: int | None = None) -> list[int]:
         """Return `count` for an integer: one number if all heads read as many, else one for each share."""
         if self.by_head is True or not isinstance(self.dense_below, int):
             self._require_numbers()
@@ -125,9 +125,10 @@ class LayerBudget(Budget):
         below: Any = self.dense_below
         if visible < below:
             return [visible] * len(shares)
+        whole = visible if self.of == "visible" or length is None else length
         found: list[int] = []
         for share in shares:
-            count = max(self.min_tokens, math.floor(visible * min(1.0, self.fraction * share) + 1e-9))  # as top_count
+            count = max(self.min_tokens, math.floor(whole * min(1.0, self.fraction * share) + 1e-9))  # as top_count
             count = count if self.max_tokens is None else min(count, self.max_tokens)
             found.append(min(visible, max(count, self.sink + self.recent)))
         return found
@@ -156,17 +157,16 @@ class LayerBudget(Budget):
 
 
 class Tally:
-    """Tokens selected and visible so far in one layer, summed over sparse rows and query heads.
+    """Tokens selected and visible so far, summed over sparse rows and query heads.
 
     Counts known to the host are Python integers; those on a device are in `tensor` there, int64 [2], and the host waits
-    for them only in `totals`.
+    for them only in `totals`. A captured step adds to them when it is replayed.
     """
 
-    def __init__(self, device: torch.device | None):
+    def __init__(self, device: torch.device | None = None):
         self.tensor: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
         self._lock = Lock()
-        self._later: list[Tensor] = []  # counts of steps for each query head, not yet in `tensor`
-        self._heads = 0
+        self._later: list[tuple[Tensor, int]] = []  # counts of steps for each query head, not yet in `tensor`
         self._selected = self._visible = 0
 
     def totals(self) -> tuple[int, int]:
@@ -189,27 +189,24 @@ class Tally:
             self._selected += selected
             self._visible += visible
 
-    def add_rows(self, selected: Tensor, visible: Tensor, sparse: Tensor | None) -> None:
-        """Add the selected and visible tokens of sparse rows (None: all), int64 [B, Q], summed over query heads."""
-        counts = torch.stack([(x if sparse is None else x * sparse).sum() for x in (selected, visible)])
-        self.tensor.add_(counts.to(self.tensor.device))
-
     def add_step(self, counts: Tensor, heads: int) -> None:
         """Add what a step selected and saw for each query head, int64 [2]; a launch adds up many steps at once."""
         if in_graph(counts.device):
             self.tensor.add_(counts, alpha=heads)
             return
         with self._lock:
-            self._later.append(counts)
-            self._heads = heads
+            if self.tensor.device != counts.device:
+                with ordinary_tensors():
+                    self.tensor = self.tensor.to(counts.device)
+            self._later.append((counts, heads))
             if len(self._later) == _STEPS:
                 self._add_up()
 
     def _add_up(self) -> None:
-        if self._later:
-            device = self.tensor.device
-            self.tensor.add_(torch.stack([x.to(device) for x in self._later]).sum(0), alpha=self._heads)
-            self._later.clear()
+        for heads in {heads for _, heads in self._later}:
+            counts = [x.to(self.tensor.device) for x, own in self._later if own == heads]
+            self.tensor.add_(torch.stack(counts).sum(0), alpha=heads)
+        self._later.clear()
 
 
 def _are_shares(value: object) -> bool:

@@ -1,70 +1,64 @@
 """What Hugging Face calls in a sparse layer: the hook of its attention module, and the attention function.
 
-The hook passes an `AttentionContext` to the attention function as a keyword argument, `sparse_decode`. It is passed as
-an argument because threads share module state and context variables break compilation.
+The hook passes a `Call` to the attention function as a keyword argument, `sparse_decode`. It is passed as an argument
+because threads share module state and context variables break compilation. What cannot be sparse is refused; rows that
+need not be are dense; the others go through `SparseLayer.step`.
 
-Most calls are alike: one token and no options. For those, the hook and the function do as little as possible. A small
-layer at a short context takes a millisecond, and the hook's overhead must stay below 2 % of that; a longer one takes a
-step in one go (`LayerPlan.step`). `sparse_decode.layer.calls` runs all other calls.
+A small layer at a short context takes a millisecond, and our overhead must stay below 2 % of that: calls that are short
+and plain leave early.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
-from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 from transformers.utils.output_capturing import _active_collector
 
-from sparse_decode.attention.attend_inputs import Inputs
-from sparse_decode.caches.cache import CodedDynamicLayer
+from sparse_decode.attend import without_backward
+from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer, Uncached
 from sparse_decode.caches.growing import FROM, GrowingLayer, grow
-from sparse_decode.layer import calls
-from sparse_decode.layer.dense_step import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
-from sparse_decode.layer.plan import LayerPlan
+from sparse_decode.caches.offload import HostLayer
+from sparse_decode.compiled import attend_step
+from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
+from sparse_decode.inputs import Inputs, require
+from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa
 from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, OTHER_STATES
+from sparse_decode.modes import autocasts, no_autocast, readable
+from sparse_decode.select import HashSelector
+from sparse_decode.step import SparseLayer
 
 KEYWORD = "sparse_decode"
 NO_COPY = (
     "a model to which sparse attention is attached cannot be copied or pickled; call detach() first, and attach to the "
     "copy"
 )
-Coded = Callable[[LayerPlan, Any], CacheLayerMixin]
+Coded = Callable[[SparseLayer, Any], CacheLayerMixin]
 Growing = WeakSet[CacheLayerMixin]
 _OTHERS = frozenset(OTHER_STATES)
-_tuple: Callable[[type[Inputs], tuple[Any, ...]], Inputs] = tuple.__new__
 _SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
 
-class AttentionContext:
-    """What the attention function needs for one call: the layer's plan and its cache layer.
+class Call:
+    """What the attention function needs for one call: the sparse layer and its cache layer.
 
     It has no `to` method and no tensors, so that hooks that move a module's inputs to a device leave it unchanged.
+
+    Attributes: short: whether the cache is plain, because the call is below the break-even; by_torch: whether the
+        model's own attention is torch's.
     """
 
-    __slots__ = ("cache", "plan")
+    __slots__ = ("by_torch", "held", "layer", "short")
 
-    def __init__(self, plan: LayerPlan, cache: CacheLayerMixin | None):
-        self.plan: LayerPlan = plan
-        self.cache: CacheLayerMixin | None = cache
-
-
-class Short(AttentionContext):
-    """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer.
-
-    Attributes: name: of our attention; by_torch: whether the model's own is torch's, which needs no checks then.
-    """
-
-    __slots__ = ("by_torch", "count", "name")
-
-    def __init__(self, plan: LayerPlan, name: str):
-        super().__init__(plan, None)
-        self.count: Callable[[int, int], None] = plan.count_short
-        self.name: str = name
-        self.by_torch: bool = name == NAMES["sdpa"]
+    def __init__(self, layer: SparseLayer, held: Any, short: bool = False, by_torch: bool = False):
+        self.layer: SparseLayer = layer
+        self.held: Any = held
+        self.short: bool = short
+        self.by_torch: bool = by_torch
 
 
 class Hook:
@@ -92,14 +86,14 @@ class Hook:
     )
 
     def __init__(
-        self, plan: LayerPlan, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Coded, growing: Growing,
+        self, plan: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Coded, growing: Growing,
         may_be_short: bool,
     ):  # fmt: skip
-        self.plan: LayerPlan = plan
+        self.plan: SparseLayer = plan
         self._config, self._name = ours
         self._settings: dict[str, Any] = vars(self._config)
         self._arguments, self._coded, self._growing = arguments, coded, growing
-        self._layer, self._short = plan.layer, Short(plan, self._name)
+        self._layer, self._short = plan.layer, Call(plan, None, True, self._name == NAMES["sdpa"])
         below: Any = plan.budget.dense_below
         self._below: int = below if may_be_short else 0
 
@@ -116,20 +110,20 @@ class Hook:
             held: Any = cache.layers[self._layer]
             kind = type(held)
             if kind is CodedDynamicLayer and held.encoder is self.plan.encoder:
-                call = AttentionContext(self.plan, held)
+                call = Call(self.plan, held)
             elif self._below and (kind is DynamicLayer or kind is GrowingLayer):
                 call = self._if_short(cache, held, given)
         kwargs[KEYWORD] = call or self._context(given)  # safe: torch makes a new dict for every call
         return None
 
-    def _context(self, given: dict[str, Any]) -> AttentionContext:
+    def _context(self, given: dict[str, Any]) -> Call:
         """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
         cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
         if isinstance(cache, Cache) and self._layer < len(cache.layers):
             held: Any = cache.layers[self._layer]
             if getattr(held, "encoder", None) is self.plan.encoder:
-                return AttentionContext(self.plan, held)
-        return AttentionContext(self.plan, None if cache is None else self._coded(self.plan, cache))
+                return Call(self.plan, held)
+        return Call(self.plan, None if cache is None else self._coded(self.plan, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
         """Raise ValueError in a step of continuous batching, or if another attention was set."""
@@ -147,7 +141,7 @@ class Hook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
-    def _if_short(self, cache: Cache, held: Any, given: dict[str, Any]) -> AttentionContext | None:
+    def _if_short(self, cache: Cache, held: Any, given: dict[str, Any]) -> Call | None:
         """Return the context of a call after which the sequence is still too short to need codes; else None."""
         hidden = given.get("hidden_states")
         if hidden is None or cache.offloading:
@@ -157,7 +151,7 @@ class Hook:
         if n + new >= self._below:
             return None
         if new > 1:  # a prompt: `attention` checks whether later steps can be sparse
-            return AttentionContext(self.plan, held)
+            return Call(self.plan, held)
         if n >= FROM and type(held) is DynamicLayer and may_grow(hidden):
             grow(held, self._growing)
         return self._short
@@ -170,77 +164,233 @@ def may_grow(hidden: Tensor) -> bool:
 
 def register() -> None:
     """Register our attention with Hugging Face, and its masks, without which padding would be ignored."""
-    masks = {"sdpa": sdpa_mask, "eager": mask_of_eager, FLASH: mask_of_flash}
-    for name, mask in masks.items():
+    for name, mask in {"sdpa": mask_of_sdpa, "eager": mask_of_eager, FLASH: mask_of_flash}.items():
         AttentionInterface.register(NAMES[name], attention)
         AttentionMaskInterface.register(NAMES[name], mask)
-
-
-def mask_of_eager(*, q_length: int, **how: Any) -> Tensor | None:
-    """Build eager attention's mask; None for one row that sees every token, as for torch's attention.
-
-    Args: those of transformers' `eager_mask`, by name.
-    """
-    if q_length == 1 and sdpa_mask(q_length=1, **how) is None:
-        return None
-    return eager_mask(q_length=q_length, **how)
-
-
-def mask_of_flash(*, q_length: int, **how: Any) -> Tensor | None:
-    """Build flash attention's mask, bool [B, N] or None; for one row torch's, which sparse steps read.
-
-    Args: those of transformers' mask functions, by name.
-    """
-    return (sdpa_mask if q_length == 1 else flash_attention_mask)(q_length=q_length, **how)
 
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
 ) -> Output:  # fmt: skip
-    """Attend, sparsely in the rows that the plan makes sparse.
+    """Attend, sparsely in the rows that the layer's rule makes sparse.
 
     Args: those of Hugging Face's attention functions, in their order, because kvpress passes dropout by position.
-        Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask [B, 1, Q, N] or None.
+        Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask: see `sparse_decode.intervals`.
     Returns: [B, Q, Hq, D]; and the attention weights if eager attention is to return them, else None.
     Raises: ValueError if the call cannot be sparse, now or in a later step.
     """
-    call: AttentionContext | None = kwargs.pop(KEYWORD, None)
-    if type(call) is Short and attention_mask is None and not dropout and kwargs.keys() <= QUIET:
-        batch, heads, rows, _ = query.shape
-        if rows == 1:
-            call.count(batch * heads, key.shape[2])
-            if call.by_torch and key.shape[2] < OWN_FROM.get(key.dtype, 256):
-                return attend_by_torch(query, key, value, 0.0, scaling), None
-            return attend_densely(module, query, key, value, None, 0.0, scaling, call.name)
+    call: Call | None = kwargs.pop(KEYWORD, None)
     if call is None:
         return attend_densely(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    plain = not dropout and attention_mask is None and kwargs.keys() <= QUIET
+    if call.short and plain and query.shape[2] == 1:
+        n = key.shape[2]
+        call.layer.count_dense(query.shape[0], query.shape[1], n)
+        if call.by_torch and n < OWN_FROM.get(key.dtype, 256):
+            return attend_by_torch(query, key, value, 0.0, scaling), None
+        return attend_densely(module, query, key, value, None, 0.0, scaling)
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-    if type(call) is AttentionContext and attention_mask is None and _is_plain(module, query, dropout, kwargs):
-        options = kwargs.get("softcap"), kwargs.get("s_aux")
-        # `Inputs(...)` would be a call in Python.
-        x = _tuple(Inputs, (query, key, value, factor, *options))
-        out = call.plan.step(call.cache, x)
-        if out is not None:
-            return out, None
-    given = query, key, value, attention_mask, dropout, factor, kwargs
-    return calls.attend(calls.Call(module, call.plan, call.cache, *given))
+    compiling = torch.compiler.is_compiling()
+    if plain and query.shape[2] == 1 and not compiling and _is_plain(module, call, query, key, value):
+        return call.layer.step(Inputs(query, key, value, factor), None, call.held), None
+    return _Given(module, call.layer, call.held, query, key, value, attention_mask, dropout, factor, kwargs).attend()
 
 
-def _is_plain(module: Any, query: Tensor, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """Whether a call without a mask is a decode step without options, which `LayerPlan.step` may run as a whole."""
-    if query.shape[2] != 1 or not query.shape[0] or dropout or torch.compiler.is_dynamo_compiling():
+def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a step without a mask and options needs no further look."""
+    held = call.held
+    if type(held) is not CodedDynamicLayer or held.keys is not k or held.values is not v or not q.shape[0]:
         return False
-    kind = "cpu"
-    if type(query) is not Tensor or not query.is_cpu:
-        kind = query.device.type
-        if kind != "cuda" or torch.compiler.is_compiling():
-            return False
-    if query.requires_grad or torch.is_autocast_enabled(kind) or _active_collector.get():
+    if q.requires_grad or k.requires_grad or v.requires_grad or torch.is_autocast_enabled(q.device.type):
         return False
-    if not kwargs.keys() <= QUIET:
-        if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+    if not q.dtype == k.dtype == v.dtype or _active_collector.get() or call.layer.all_dense(k.shape[2]):
+        return False
+    return k.shape[2] > max(1, call.layer.rule.all_below) and module.__dict__.get(MASKED) is None
+
+
+@dataclass
+class _Given:
+    """Any call of a sparse layer: the arguments of `attention`, the layer and its cache layer.
+
+    Attributes: factor: on the logits; length: number of tokens, int64 [], of a static cache, which a compiled graph
+        must not read; whole: whether all of key and value is attended to: a static cache returns its whole buffers.
+    """
+
+    module: Any
+    layer: SparseLayer
+    held: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    factor: float
+    kwargs: dict[str, Any]
+    length: Tensor | None = None
+    whole: bool = True
+
+    def attend(self) -> Output:
+        layer, held, rows, compiling = self.layer, self.held, self.query.shape[2], torch.compiler.is_compiling()
+        if isinstance(held, StaticLayer):
+            self.length = held.cumulative_length
+            self.whole = compiling or self._all_room()
+        first = layer.rule.first_sparse(rows, self._end())
+        self._refuse(first < rows)
+        if not compiling:
+            self._require_serves()
+        if first == rows:
+            self._learn()
+            return self._densely()
+        if self.mask is not None and self.mask.dim() == 2:  # flash attention's, of a prompt
+            raise ValueError(
+                "flash attention's mask of padding is only for dense rows; load the model with "
+                'attn_implementation="sdpa"'
+            )
+        device = self.query.device
+        if autocasts(device):  # cast as torch's own attention does
+            host = isinstance(held, HostLayer)  # its keys and values keep their dtype
+            kind = self.key.dtype if host else torch.get_autocast_dtype(device.type)
+            self.query, self.key, self.value = (x.to(kind) for x in (self.query, self.key, self.value))
+        if compiling:
+            return self._compiled(), None
+        with no_autocast(device):
+            return self._sparse(first)
+
+    def _end(self) -> int:
+        """Return the number of tokens attended to."""
+        return self.key.shape[2] if self.whole else int(cast(Tensor, self.length))
+
+    def _inputs(self, k: Tensor, v: Tensor) -> Inputs:
+        return Inputs(self.query, k, v, self.factor, self.kwargs.get("softcap"), self.kwargs.get("s_aux"))
+
+    def _view(self) -> Any:
+        """Return the cache layer, or what stands in for one that carries no codes."""
+        if isinstance(self.held, CodedDynamicLayer | CodedStaticLayer):
+            return self.held
+        return Uncached(self.key, self.layer.encoder if self.layer.selector.needs_codes else None)
+
+    def _densely(self, rows: int | None = None) -> Output:
+        """Attend as the model alone would, in the first `rows` rows; None: in all."""
+        host = isinstance(self.held, HostLayer)
+        q, (k, v), mask = self.query, self.held.all_on(self.query.device) if host else (self.key, self.value), self.mask
+        if rows is not None:
+            end = self._end() - q.shape[2] + rows
+            q, k, v = q[:, :, :rows], k[:, :, :end], v[:, :, :end]
+            mask = mask if mask is None else mask[:, :, :rows] if is_interval(mask) else mask[:, :, :rows, :end]
+        return attend_densely(self.module, q, k, v, mask, self.dropout, self.factor, **self.kwargs)
+
+    def _sparse(self, first: int) -> Output:
+        """Run a call of which rows from `first` on may be sparse, outside of compiled graphs."""
+        layer, q, end = self.layer, self.query, self._end()
+        if self.whole is False:
+            self.key, self.value, self.whole = self.key[:, :, :end], self.value[:, :, :end], True
+        if readable(q) and layer.all_dense(end):
+            interval = intervals_of(self.mask, q.shape[2], end)
+            if interval is None and q.shape[2] == 1:
+                layer.count_dense(*q.shape[:2], end)
+            else:
+                layer.count_dense_rows(q, interval, end)
+            self._learn()
+            return self._densely()
+        self._refuse_weights()
+        interval = intervals_of(self.mask, q.shape[2], end)
+        view = self._view()
+        if isinstance(view, CodedStaticLayer) and not readable(q) and not view.sums.ready and layer.remainder:  # pyright: ignore[reportOptionalMemberAccess]
+            self._learn()
+        dense = [self._densely(first)[0]] if first else []
+        x = self._inputs(self.key, self.value)
+        interval = interval if interval is None or not first else interval[:, first:]
+        out = layer.step(x._replace(q=q[:, :, first:]), interval, view)
+        return without_backward(torch.cat([*dense, out], 1) if first else out, q), None
+
+    def _compiled(self) -> Tensor:
+        """Run a call that may contain a sparse row inside a compiled graph: [B, Q, Hq, Dv]."""
+        layer, x, held = self.layer, self._inputs(self.key, self.value), self.held
+        static = isinstance(held, CodedStaticLayer)
+        ready = layer.remainder is None or (static and held.sums is not None and held.sums.ready)
+        if static and ready and x.q.is_cuda and x.q.shape[2] == 1 and is_interval(self.mask):
+            hashes = isinstance(layer.selector, HashSelector) and layer.selector.traceable(layer.layer, x.q)
+            if hashes and (layer.remainder is None or (x.q.device, x.scaling) in layer.remainder.placed):
+                return layer.step(x, cast(Tensor, self.mask)[:, 0], held)
+        codes = held.codes if isinstance(held, CodedDynamicLayer | CodedStaticLayer) else None
+        sums = held.sums.tensors if static and layer.remainder is not None and held.sums is not None else []
+        given = codes, self.mask, self.length, x.sinks, [*sums, layer.placeholder], layer.number
+        return attend_step(*x[:3], *given, x.scaling, x.softcap)
+
+    def _learn(self) -> None:
+        """Add the tokens of a dense call to the remainder's sums of a static cache, so that no later step has to."""
+        layer, held = self.layer, self.held
+        if layer.remainder is None or not isinstance(held, CodedStaticLayer) or held.sums is None:
+            return
+        if torch.compiler.is_compiling():
+            held.sums.ready = False
+            return
+        n = int(cast(Tensor, self.length))
+        layer.remainder.on(self.key.device, self.factor)  # a compiled step needs them on the device already
+        interval = intervals_of(self.mask, self.query.shape[2], self.key.shape[2]) if is_interval(self.mask) else None
+        starts = None if interval is None else interval.expand(len(self.key), -1, -1)[:, -1, 0]
+        held.sums.advance(self.key, self.value, starts, max(0, n - 1), self.key.device)
+
+    def _all_room(self) -> bool:
+        """Whether a step reads the whole buffers of a static cache, because reading its length would make the host wait.
+
+        The mask hides the unfilled part. The sums of the remainder must include all earlier tokens.
+        """
+        if self.query.shape[2] > 1 or self.mask is None or readable(self.key):
             return False
-        if kwargs.get("output_attentions"):
-            return False
-    return module.__dict__.get(MASKED) is None
+        held = self.held
+        return self.layer.remainder is None or (isinstance(held, CodedStaticLayer) and held.sums is not None and held.sums.ready)
+
+    def _refuse(self, sparse: bool) -> None:
+        """Raise ValueError if a call asks for what sparse attention, now or in later steps, does not support."""
+        kwargs = self.kwargs
+        if kwargs.get("position_bias") is not None:
+            raise ValueError("sparse attention does not support position_bias; leave this model dense")
+        both = not getattr(self.module, "is_causal", True) and self.mask is None and self.query.shape[2] > 1
+        if sparse and (both or kwargs.get("is_causal") is False):
+            raise ValueError("sparse attention is causal, got is_causal=False; leave this model dense")
+        if self.dropout and (sparse or not torch.is_grad_enabled()):  # dropout is fine in dense calls of training
+            raise ValueError(f"sparse attention has no dropout, got {self.dropout}; call model.eval() first")
+
+    def _refuse_weights(self) -> None:
+        """Raise ValueError if the caller of the model wants attention weights, which eager attention returns."""
+        recorded = _active_collector.get() or ()
+        wanted = self.kwargs.get("output_attentions") or any("attentions" in name for name in recorded)
+        if wanted and self.module.config._attn_implementation == NAMES["eager"]:
+            raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
+
+    def _require_serves(self) -> None:
+        """Raise ValueError if a call of this form cannot be sparse, now or in a later step."""
+        layer, held, query, key = self.layer, self.held, self.query, self.key
+        if getattr(self.module, MASKED, None) is not None:
+            raise ValueError(
+                "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); use "
+                "a press that removes keys"
+            )
+        coded = isinstance(held, CodedDynamicLayer | CodedStaticLayer)
+        if layer.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):
+            own = cast(Tensor, held.keys)
+            if key.shape != own.shape or not _same_memory(key, own):
+                raise ValueError(
+                    f"layer {layer.layer} must attend to the keys in its cache, {tuple(own.shape)}, got other keys, "
+                    f"{tuple(key.shape)}; leave this model dense"
+                )
+            if query.shape[2] > 1 and not coded and isinstance(layer.selector, HashSelector):
+                layer.selector.require_heads(layer.layer, key)  # codes of now are refused when they are made
+            codes = cast(Tensor, held.codes).shape[1] if coded and query.shape[2] > 1 else key.shape[1]
+            if codes not in (key.shape[1], query.shape[1]):
+                raise ValueError(
+                    f"layer {layer.layer} needs codes of {key.shape[1]} KV heads or {query.shape[1]} query heads, got "
+                    f"{codes}; the head counts in the model's config are wrong"
+                )
+        if layer.own is None and not autocasts(query.device):
+            group = 1 if getattr(layer.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
+            require(query.device, query.dtype, (key.shape[3], self.value.shape[3]), group)
+        if self.mask is not None and self.mask.dim() == 4 and not is_interval(self.mask) and query.shape[2] > 1:
+            intervals_of(self.mask[:, :, -1:], 1, key.shape[2])  # the last row's, as of later steps
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors start at the same memory; also works for tensors without memory (fake, meta)."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and int(a.storage_offset()) == b.storage_offset()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from sparse_decode.attention.attend_inputs import require
+from sparse_decode.inputs import require
 from sparse_decode.modes import autocasts
 
 # Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.

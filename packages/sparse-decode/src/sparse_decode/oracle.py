@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_decode.attention.kernel_threads import run
+from sparse_decode.cpu.kernel_threads import run
 from sparse_decode.select import NoCodes, Rows
 
 _WIDENED = 1 << 28  # bytes of keys converted to float32 per chunk
@@ -35,16 +35,13 @@ class OracleSelector(NoCodes):
         logits = logits.mul_(rows.scaling).view(batch, hq, n_rows, n)
         if rows.softcap is not None:
             logits = logits.div_(rows.softcap).tanh_().mul_(rows.softcap)
-        if rows.visible is not None:
-            logits.masked_fill_(~rows.visible, -torch.inf)
+        logits.masked_fill_(~rows.visible, -torch.inf)
         p = logits.softmax(-1)
         if rows.sinks is not None:  # a head's sink takes part of its probability, the same for every token
             p *= (logits.logsumexp(-1, keepdim=True) - rows.sinks.float()[:, None, None]).sigmoid()
         if not self.per_query_head:
             p = cast(Tensor, p.unflatten(1, (hkv, hq // hkv))).sum(2)
-        candidates = rows.candidates()
-        if candidates is not None:
-            p = p.masked_fill_(~candidates, -1.0)  # below every candidate, even if p rounds to 0
+        p = p.masked_fill_(~rows.candidates(), -1.0)  # below every candidate, even if p rounds to 0
         return best_floats(p, rows.counts[:, None].expand(p.shape[:-1]))
 
 

@@ -16,14 +16,13 @@ from hashtrain.models import text_decoder
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_decode.budget import Budget, LayerBudget
-from sparse_decode.costs.break_even import predicted
-from sparse_decode.hashing.hashers import KeyQueryHasher
-from sparse_decode.layer.blocks import RowRule
-from sparse_decode.layer.plan import LayerPlan
+from sparse_decode.budget import Budget, LayerBudget, Tally
+from sparse_decode.costs import predicted
+from sparse_decode.hashers import KeyQueryHasher
+from sparse_decode.intervals import Memo
 from sparse_decode.model import Attention, require_kernels, require_own_keys, require_whole, sparse_modules
-from sparse_decode.positions import Sights
 from sparse_decode.select import AttendingSelector, HashSelector, Selector
+from sparse_decode.step import RowRule, SparseLayer
 
 Modules = Mapping[int, Attention]
 Budgets = Mapping[int, LayerBudget]
@@ -47,7 +46,7 @@ class Planned:
     """The sparse layers of an attachment: their modules and plans. Attributes: break_even: as in `Attachment`."""
 
     modules: dict[int, Attention] = field(default_factory=dict[int, Attention])
-    plans: dict[int, LayerPlan] = field(default_factory=dict[int, LayerPlan])
+    plans: dict[int, SparseLayer] = field(default_factory=dict[int, SparseLayer])
     break_even: int | None = None
 
 
@@ -76,7 +75,7 @@ def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | No
     if any(x.by_head for x in budgets.values()) and not isinstance(chosen, HashSelector):
         raise ValueError(f"a budget by head needs a hasher, got {type(chosen).__name__}; leave by_head out")
     budgets, even = _settled(model, budgets, shape.at, chosen, how)
-    return Planned(modules, _plans(modules, budgets, chosen, how), even)
+    return Planned(modules, _plans(modules, budgets, chosen, how, shape.at), even)
 
 
 def require_rows(dense_layers: object, sparse_rows: object) -> None:
@@ -159,9 +158,11 @@ def _settled(
     return found, even
 
 
-def _plans(modules: Modules, budgets: Budgets, selector: Selector, how: Options) -> dict[int, LayerPlan]:
+def _plans(
+    modules: Modules, budgets: Budgets, selector: Selector, how: Options, heads: HeadsOf
+) -> dict[int, SparseLayer]:
     coefficients = getattr(selector, "remainder", None) if how.remainder else None
-    found, sights = dict[int, LayerPlan](), Sights()
+    found, memo, shared = dict[int, SparseLayer](), Memo(), dict[Any, Tally]()
     for layer, budget in budgets.items():
         left_out = None if coefficients is None else coefficients(layer)
         if left_out is not None and isinstance(selector, AttendingSelector):
@@ -170,7 +171,8 @@ def _plans(modules: Modules, budgets: Budgets, selector: Selector, how: Options)
                 f"{type(selector).__name__}, which has its own attention; attach with remainder=False"
             )
         device = _device_of(modules[layer].module)
-        found[layer] = LayerPlan(layer, selector, budget, how.rule, left_out, sights, device)
+        counts = shared.setdefault((budget, device, heads(layer).num_query_heads), Tally(device))
+        found[layer] = SparseLayer(layer, selector, budget, how.rule, left_out, memo, counts, device)
     return found
 
 

@@ -5,14 +5,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import hashcore
 import torch
-from hashcore.torch_ops import OPERATORS
 from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
-from sparse_decode.hashing.encode_cuda import PlacedHasher
-from sparse_decode.hashing.hashers import KeyQueryHasher, OfHasher, PerHead, QueryHeadHasher
-from sparse_decode.modes import readable
-from sparse_decode.positions import Span, visible_span
+from sparse_decode.cuda.encode import PlacedHasher
+from sparse_decode.hashers import KeyQueryHasher, OfHasher, PerHead, QueryHeadHasher
+from sparse_decode.intervals import visible
 
 
 @dataclass(frozen=True)
@@ -23,63 +21,47 @@ class Rows:
         layer: index of the layer in the model.
         q: queries, [B, Hq, Q, D]; k: the keys they may see, [B, Hkv, N, D]; both after RoPE.
         codes: the keys' codes, int32 [B, H, N, W]; None if the selector needs none.
-        visible: bool [B, 1, Q, N], the tokens each row sees; None means that every row sees every token.
-        counts: int64 [B, Q], tokens to select; at most the row's candidates, 0 for rows that are not sparse. With a
-            budget by head, which only hash selectors get, [B, H, Q].
-        scaling: the model's factor on attention logits.
-        softcap: the bound of its soft-capped logits, or None.
-        sinks: its learned sink logits, one per query head [Hq], or None.
-        uniform_count: the value of `counts` as an integer if it is the same for all rows; None if not known.
-        most: an upper bound of `counts` in a decode step with a mask or a budget by head; None elsewhere.
-        known_span: the result of `span`, if known already.
+        interval: first and last (exclusive) of the tokens each row sees, int64 [B or 1, Q, 2]; None: all N.
+        counts: int64 [B, Q], tokens to select; at most the row's candidates. With a budget by head, which only hash
+            selectors get, [B, H, Q].
+        scaling, softcap, sinks: as in `Inputs`.
         sink, recent: numbers of first and last visible tokens that are always read; the others are the candidates.
-        planes: the result of `HashSelector.encode_queries`, if known already.
     """
 
     layer: int
     q: Tensor
     k: Tensor
     codes: Tensor | None
-    visible: Tensor | None
+    interval: Tensor | None
     counts: Tensor
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    uniform_count: int | None = None
     sink: int = 0
     recent: int = 0
-    most: int | None = None
-    known_span: Span | None = None
-    planes: tuple[Tensor, tuple[int, ...]] | None = None
-
-    @property
-    def heads(self) -> int:
-        """Number of index sets that `counts` distinguishes; 1 if all select as many tokens."""
-        return self.counts.shape[1] if self.counts.ndim == 3 else 1
 
     @property
     def by_head(self) -> Tensor:
         """`counts` as int64 [B, 1, Q] or, with a budget by head, [B, H, Q]."""
         return self.counts if self.counts.ndim == 3 else self.counts[:, None]
 
-    def span(self) -> Span:
-        """Return the tokens that each row sees: starts and ends (exclusive), int64 [B or 1, Q] each.
+    @property
+    def visible(self) -> Tensor:
+        """Which tokens each row sees, bool [B or 1, 1, Q, N]."""
+        return visible(self.span, self.k.shape[2])
 
-        Raises: ValueError if the visible tokens of a row are not consecutive.
-        """
-        if self.known_span is not None:
-            return self.known_span
-        if self.visible is not None:
-            return visible_span(self.visible)
-        n, none = self.k.shape[2], torch.zeros(1, self.q.shape[2], dtype=torch.int64, device=self.q.device)
-        return none, none + n
+    @property
+    def span(self) -> Tensor:
+        """The interval of each row, int64 [B or 1, Q, 2]."""
+        if self.interval is not None:
+            return self.interval
+        n = self.k.shape[2]
+        return torch.tensor([0, n], device=self.q.device).expand(1, self.q.shape[2], 2)
 
-    def candidates(self) -> Tensor | None:
-        """Return which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
-        if not self.sink and not self.recent:
-            return self.visible
-        (start, end), slots = self.span(), torch.arange(self.k.shape[2], device=self.q.device)
-        return ((slots >= start[..., None] + self.sink) & (slots < end[..., None] - self.recent))[:, None]
+    def candidates(self) -> Tensor:
+        """Return which tokens each row may select, bool [B or 1, 1, Q, N]."""
+        ends = torch.tensor([self.sink, -self.recent], device=self.q.device)
+        return visible(self.span + ends, self.k.shape[2])
 
 
 @runtime_checkable
@@ -127,10 +109,6 @@ class HashSelector(OfHasher):
     """
 
     needs_codes = True
-    fills_counts = True
-    """Each row gets exactly `counts` candidates and never a sink or recent token, so that the kernels can read those
-    without a merge. Set this in your own selectors if it holds."""
-
     def __init__(self, hasher: KeyQueryHasher):
         self.hasher = hasher
         self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher
@@ -187,21 +165,10 @@ class HashSelector(OfHasher):
     def select(self, rows: Rows) -> Tensor:
         if rows.codes is None:
             raise ValueError("a hash selector needs the codes of the keys, got None")
-        planes, weights = rows.planes or self.encode_queries(rows.layer, rows.q)
-        keys, counts = rows.codes[:, :, None], rows.by_head
-        uniform = rows.uniform_count if rows.visible is None else None
-        width = rows.most if rows.visible is None and uniform is None else uniform
-        if width is not None and isinstance(self._encoder, PerHead):  # nothing has to be checked or read
-            options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, None
-            return OPERATORS.search(planes, keys, width, counts if uniform is None else None, weights, *options)[1]
+        planes, weights = self.encode_queries(rows.layer, rows.q)
+        keys, counts = rows.codes[:, :, None], rows.by_head.expand(planes.shape[:3])
+        starts, lengths = (x[:, None] for x in rows.span.unbind(-1))
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index"}
-        if uniform is not None:
-            return hashcore.search(planes, keys, uniform, weights, **how)[1]
-        starts, lengths = (x[:, None] for x in rows.span())
-        if rows.most is not None and not readable(rows.q):  # the operator takes the number of slots as an argument
-            bounds = lengths, starts, keys.shape[-2], 0, rows.sink, rows.recent
-            return OPERATORS.search(planes, keys, rows.most, counts, weights, *bounds, False, None)[1]
-        counts = counts.expand(planes.shape[:3])
         return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, **how)[1]
 
 
@@ -232,14 +199,8 @@ class NoCodes:
 class RecentSelector(NoCodes):
     """Selects the last visible tokens: a sliding window of the budget's size."""
 
-    fills_counts = True
-
     def select(self, rows: Rows) -> Tensor:
-        if rows.uniform_count is not None and rows.visible is None:  # a step without a mask
-            end = rows.k.shape[2] - rows.recent
-            last = torch.arange(end - rows.uniform_count, end, device=rows.q.device)
-            return last.expand(rows.q.shape[0], rows.k.shape[1], rows.q.shape[2], -1)
         slots = torch.arange(int(rows.counts.max()) if rows.counts.numel() else 0, device=rows.q.device)
-        first = (rows.span()[1] - rows.recent - rows.counts)[..., None]
+        first = (rows.span[..., 1] - rows.recent - rows.counts)[..., None]
         chosen = torch.where(slots < rows.counts[..., None], first + slots, -1)
         return chosen[:, None].expand(-1, rows.k.shape[1], -1, -1)

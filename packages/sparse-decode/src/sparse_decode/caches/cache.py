@@ -20,10 +20,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 from sparse_decode.caches.buffer import GrowingBuffer, append_both
 from sparse_decode.caches.cache_encoder import Encoder, drop_codes
 from sparse_decode.caches.growing import itself
-from sparse_decode.caches.opaque import write_codes
+from sparse_decode.compiled import write_codes
 from sparse_decode.modes import ordinary_tensors, readable
-from sparse_decode.unselected.remainder import RunningMoments
-from sparse_decode.unselected.static_moments import StaticMoments
+from sparse_decode.sums import Sums
 
 _LATER = 16  # an update of at most this many tokens is hashed only when its codes are needed
 
@@ -103,12 +102,12 @@ class CodedDynamicLayer(Coded, DynamicLayer):
     plain: type[CacheLayerMixin] = DynamicLayer
     keys: Tensor | None
     values: Tensor | None
-    moments: RunningMoments
+    sums: Sums
     on_host = False
     """Whether keys and values are in host memory, even if the model is on a GPU."""
 
     def begin(self) -> None:
-        self.moments = RunningMoments()
+        self.sums = Sums()
         self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
         self._codes = GrowingBuffer()
         if self.get_seq_length():
@@ -128,7 +127,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
     def end(self) -> None:
         if self.get_seq_length():
             self.keys, self.values = (cast(Tensor, x).to(self.device) for x in (self.keys, self.values))
-        del self._keys, self._values, self._codes, self.moments
+        del self._keys, self._values, self._codes, self.sums
 
     @property
     def codes(self) -> Tensor:
@@ -165,7 +164,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         """Return the bytes of keys and values, and of codes and sums."""
         self.settle()
         _ = self.codes if self.get_seq_length() else None  # hash what is not hashed yet
-        return self._keys.nbytes + self._values.nbytes, self._codes.nbytes + self.moments.nbytes
+        return self._keys.nbytes + self._values.nbytes, self._codes.nbytes + self.sums.nbytes
 
     def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
         return self._keys, self._values, self._codes
@@ -207,7 +206,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         keys, values = self.keys, self.values
         super().crop(tokens_to_remove)
         if keys is not None and values is not None:
-            self.moments.drop(keys, values, self.get_seq_length())
+            self.sums.drop(keys, values, self.get_seq_length())
         for buffer in self._buffers():
             buffer.truncate(self.get_seq_length())
         self.mark()
@@ -216,7 +215,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         self.keys = self.values = None  # transformers before 5.21 would keep zeros of full length
         self.is_initialized = False
         super().reset()
-        self.moments = RunningMoments()
+        self.sums = Sums()
         for buffer in self._buffers():
             buffer.truncate(0)
         self.mark()
@@ -233,7 +232,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
     def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         self.settle()
         if self.get_seq_length():
-            for held in (*self._buffers(), self.moments):
+            for held in (*self._buffers(), self.sums):
                 held.map_batch(change)
             self.keys, self.values = self._keys.view(), self._values.view()
             self.mark()
@@ -245,21 +244,22 @@ class CodedStaticLayer(Coded, StaticLayer):
     plain: type[CacheLayerMixin] = StaticLayer
     _watched = ("keys", "values", "cumulative_length")
     _codes: Tensor | None = None
-    moments: StaticMoments | None = None
+    sums: Sums | None = None
+    on_host = False
 
     def begin(self) -> None:
         if not self.is_initialized:
             return self.end()
         keys, codes = cast(Tensor, self.keys), self._codes
-        if codes is None or self.moments is None or len(codes) != len(keys) or codes.device != keys.device:
+        if codes is None or self.sums is None or len(codes) != len(keys) or codes.device != keys.device:
             codes = self._allocate()
         else:
-            self.moments.reset()
+            self.sums.forget()
         n = int(self.cumulative_length)
         codes[:, :, :n] = self.encoder(keys[:, :, :n])
 
     def end(self) -> None:
-        for name in ("_codes", "moments"):
+        for name in ("_codes", "sums"):
             vars(self).pop(name, None)
 
     @property
@@ -268,11 +268,15 @@ class CodedStaticLayer(Coded, StaticLayer):
         self.settle()
         return self._codes
 
+    def room_for_code(self) -> tuple[Tensor, None]:
+        """Return the codes of the whole key buffer, of which none is missing."""
+        return cast(Tensor, self.codes), None
+
     def memory(self) -> tuple[int, int]:
         """Return the bytes of the static buffers: of keys and values, and of codes and sums."""
         if not self.is_initialized:
             return 0, 0
-        ours = cast(Tensor, self._codes).nbytes + cast(StaticMoments, self.moments).nbytes
+        ours = cast(Tensor, self._codes).nbytes + cast(Sums, self.sums).nbytes
         return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, ours
 
     def _allocate(self) -> Tensor:
@@ -283,8 +287,8 @@ class CodedStaticLayer(Coded, StaticLayer):
         heads, width = self.encoder.code_shape(keys)
         with ordinary_tensors():
             codes = torch.zeros(len(keys), heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
-            self._codes, self.moments = codes, StaticMoments.empty(keys, values)
-        for x in (codes, *self.moments.tensors):
+            self._codes, self.sums = codes, Sums.static(keys, values)
+        for x in (codes, *self.sums.tensors):
             torch._dynamo.mark_static_address(x)
         return codes
 
@@ -309,25 +313,40 @@ class CodedStaticLayer(Coded, StaticLayer):
 
     def reset(self) -> None:
         super().reset()
-        if self._codes is not None and self.moments is not None:
+        if self._codes is not None and self.sums is not None:
             self._codes.zero_()
-            self.moments.reset()
+            self.sums.forget()
         self.mark()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.settle()
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
-        if self._codes is not None and self.moments is not None and self.get_seq_length() > 0:
+        if self._codes is not None and self.sums is not None and self.get_seq_length() > 0:
             self._codes = self._codes.index_select(0, beam_idx.to(self._codes.device))
-            self.moments.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+            self.sums.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
         self.mark()
 
 
-def trim(
-    k: Tensor, v: Tensor, codes: Tensor | None, length: Tensor | int | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Trim keys, values and codes of a static cache to its first `length` tokens."""
-    if length is None:
-        return k, v, codes
-    n = int(length)
-    return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]
+class Uncached:
+    """What a step asks of a cache layer, for a call without one that carries codes: everything is made now.
+
+    Args: keys: [B, Hkv, N, D]; encoder: hashes them; None if the selector needs no codes.
+    """
+
+    on_host = False
+
+    def __init__(self, keys: Tensor, encoder: Encoder | None):
+        self.codes: Tensor | None = None if encoder is None else encoder(keys)
+        self.sums: Sums = Sums()
+
+    def room_for_code(self) -> tuple[Tensor | None, None]:
+        """Return the codes, of which none is missing."""
+        return self.codes, None
+
+
+class Compiled(Uncached):
+    """The same for a static cache in a compiled graph, given what it carries. Args: state: `Sums.tensors`, or none."""
+
+    def __init__(self, codes: Tensor | None, state: list[Tensor]):
+        self.codes = codes
+        self.sums = Sums.from_tensors(state) if state else Sums()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from sparse_decode.caches.opaque import register
+from sparse_decode.compiled import register
 from sparse_decode.modes import no_autocast, readable
 
 Encode = Callable[[Tensor], Tensor]

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from sparse_decode.caches.cache import CodedDynamicLayer
-from sparse_decode.modes import readable
-from sparse_decode.positions import include
 
 
 class HostLayer(CodedDynamicLayer):
@@ -48,15 +46,7 @@ class HostLayer(CodedDynamicLayer):
         self.crossed += k.nbytes + v.nbytes
         return k.to(device, non_blocking=True), v.to(device, non_blocking=True)
 
-    def cross(self, indices: Tensor, ends: tuple[int, int] | Tensor) -> None:
-        """Add the bytes of selected keys and values to `crossed`; indices and ends as in `sparse_decode.attend`.
-
-        On a GPU, whose indices the host does not read, every slot counts: an upper bound.
-        """
+    def cross(self, rows: int) -> None:
+        """Add the bytes of so many keys and values, of one KV head each, to `crossed`."""
         k, v = cast(Tensor, self.keys), cast(Tensor, self.values)
-        if readable(indices):
-            rows = int((include(indices, k.shape[2], ends) >= 0).sum())
-        else:
-            slots = sum(ends) if isinstance(ends, tuple) else ends.shape[-1]
-            rows = indices[..., 0].numel() * (indices.shape[-1] + slots)
         self.crossed += rows * (k.shape[3] + v.shape[3]) * k.element_size()

@@ -28,8 +28,8 @@ __device__ __forceinline__ double reciprocal(double b) {
 }
 
 // Add the tokens to the spread, and round each row to levels; a warp has ROWS rows at a time.
-__device__ __forceinline__ void fold(const float* spread, const Fresh& fresh, u32 joined, float n, float spoilt,
-                                     float* to, i8* levels, float* scales) {
+__device__ __forceinline__ void fold(float* spread, const Fresh& fresh, u32 joined, float n, float spoilt,
+                                     i8* levels, float* scales) {
   constexpr int FOURS = up(VALUE_DIM, 128), ROWS = FOURS == 1 ? 8 : 4;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -80,7 +80,7 @@ __device__ __forceinline__ void fold(const float* spread, const Fresh& fresh, u3
           x[r][j].at[c] += spoilt;
           top[r] = fmaxf(top[r], fabsf(x[r][j].at[c]));
         }
-        if (column < VALUE_DIM) *reinterpret_cast<Four*>(to + (d + r) * VALUE_DIM + column) = x[r][j];
+        if (column < VALUE_DIM) *reinterpret_cast<Four*>(spread + (d + r) * VALUE_DIM + column) = x[r][j];
       }
     }
 #pragma unroll

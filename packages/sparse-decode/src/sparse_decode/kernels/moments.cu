@@ -10,12 +10,10 @@
 // Sums f64 [B][Hkv][D] and [B][Hkv][Dv], spread f32 [B][Hkv][D][Dv], levels i8 of the same shape, scales f32
 // [B][Hkv][D]; q [B][Hq][D] contiguous; k and v with strides; mean_keys f32 [B][Hkv][D], rest f32 [B][Hq][Dv]. Spread
 // and levels start at multiples of 16 bytes, as torch allocates them; q, k and v may lie anywhere, but are read faster
-// if their rows start at such. New sums may be written in place or to other memory: a block reads and writes those of
-// its head alone.
+// if their rows start at such. New sums are written in place: a block reads and writes those of its head alone.
 //
-// With padding, n differs by row (`visible`), and only tokens that the row sees (`shown`) count. The sums must cover
-// exactly the earlier tokens that are visible now. If not, results are NaN, and so are sums written then: the host
-// could only recompute them after waiting for the device. The blocks of a row share this check.
+// With padding, a row sees tokens from its start on. The sums must begin there, too, and cover all but the last few. If
+// not, results are NaN, and so are sums written then: the host could only recompute them after waiting for the device.
 //
 // add_token, grid B x Hkv, 256 threads. There are few blocks, so latency is what a step costs: all loads are issued
 // before the first result is used, and what follows reads shared memory and registers.
@@ -31,7 +29,7 @@
 #include "fold.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    add_token(Token token, Padding row, Sums sums, Results to) {
+    add_token(Token token, Bounds row, State sums, Results to) {
   __shared__ __align__(16) Fresh fresh;
   __shared__ __align__(16) float scales[DIM], steep[HEADS][DIM], dots[FOLD + 1][HEADS];
   __shared__ __align__(16) float partial[PARTS][HEADS][VALUE_DIM];
@@ -65,12 +63,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   }
   uint4 queries[QUERIES], pieces[PIECES];
   load(from_q, has_q, is_aligned(token.q), queries);
-  i64 first, end;
+  i64 first, end, start = 0, begin = 0;
   int count = 0;
-  // The branches are for waits: values in one register cannot be told apart, and a step without a static cache or
-  // without a mask would wait for all loads so far, too.
+  // The branches are for waits: values in one register cannot be told apart, and a step whose length the host knows
+  // would wait for all loads so far, too.
   if (row.summed) {
-    first = row.summed[blockIdx.x], end = *row.length;
+    first = row.summed[blockIdx.x], end = row.interval ? row.interval[2 * batch + 1] : i64(token.tokens);
     if (first < end && end <= first + FOLD) count = int(end - first);
     load_fresh(token, batch, head, first, count, pieces);
   } else {
@@ -78,18 +76,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (token.summed < token.tokens && token.tokens <= token.summed + FOLD) count = token.tokens - token.summed;
     load_fresh(token, batch, head, token.summed, count, pieces);
   }
-  i64 tokens = end;
-  u32 joined = (1u << count) - 1;  // bit t: the row sees fresh token t
   bool changed = !count;
-  if (row.visible || row.shown || row.before) {
-    const int lane = thread % 32;
-    u32 joins = lane < count;
-    if (row.visible) tokens = row.visible[batch];
-    if (joins && row.shown) joins = row.shown[batch * row.shown_batch + first + lane];
-    changed |= is_changed(row, batch, head, token.kv_heads, count ? int(first) : 0);
-    hold(joins);
-    joined = __ballot_sync(FULL_WARP, joins);
+  u32 joined = (1u << count) - 1;  // bit t: the row sees fresh token t
+  if (row.interval || row.starts) {
+    if (row.interval) start = row.interval[2 * batch];
+    if (row.starts) begin = row.starts[batch];
+    changed |= start != begin;
+    const i64 hidden = start > first ? start - first : 0;  // of the fresh tokens
+    joined = hidden < count ? joined >> hidden << hidden : 0;
   }
+  const i64 tokens = end - start;
   if (thread < 2) {
     const double n = double(tokens), divisor = thread ? n - __popc(joined) : n;
     shares[thread] = reciprocal(divisor > 1.0 ? divisor : 1.0);
@@ -106,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   // Step (2).
   const double share = shares[0], old_share = shares[1];
   const float n = float(tokens);
-  const bool folds = to.spread && count == FOLD;
+  const bool folds = count == FOLD;
 #pragma unroll
   for (int j = 0; j < COMPONENTS; j++) {
     const int c = thread + j * THREADS;
@@ -127,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     } else {
       mean_v[c - DIM] = mean;
     }
-    double* const later = c < DIM ? to.keys + of_keys + c : to.values + of_values + (c - DIM);
+    double* const later = c < DIM ? sums.keys + of_keys + c : sums.values + of_values + (c - DIM);
     if (folds) *later = spoilt == spoilt ? whole : double(spoilt);
   }
 
@@ -235,12 +231,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
   // Step (5).
   const i64 at = of_keys * VALUE_DIM;
-  fold(sums.spread + at, fresh, joined, n, spoilt, to.spread + at, to.levels + at, to.scales + of_keys);
-  if (head == 0 && row.summed && thread < FOLD) {
-    row.before[batch * row.before_batch + end - FOLD + thread] = joined >> thread & 1;
-  }
-  if (thread == 0) {
-    if (head == 0) to.tokens[batch] = double(tokens);
-    if (row.summed) row.summed[blockIdx.x] = end;
-  }
+  fold(sums.spread + at, fresh, joined, n, spoilt, sums.levels + at, sums.scales + of_keys);
+  if (thread == 0 && row.summed) row.summed[blockIdx.x] = end;
 }

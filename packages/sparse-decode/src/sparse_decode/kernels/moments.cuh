@@ -20,24 +20,18 @@ static_assert(DIM % 16 == 0 && VALUE_DIM % 16 == 0 && DIM <= THREADS && VALUE_DI
 static_assert(FOLD < THREADS / DOT_LANES && FOLD % 4 == 0);
 static_assert(MAX_GROUP % HEADS == 0);
 
-struct Sums {
-  const double* keys;
-  const double* values;
-  const float* spread;
-  const i8* levels;
-  const float* scales;
-};
-
-// What is written; the sums after the step: null if not wanted.
-struct Results {
-  float* mean_keys;
-  float* rest;
-  double* tokens;  // f64 [B]: number of tokens
+// The sums: read, and every FOLD steps written in place, where each block has those of its head.
+struct State {
   double* keys;
   double* values;
   float* spread;
   i8* levels;
   float* scales;
+};
+
+struct Results {
+  float* mean_keys;
+  float* rest;
 };
 
 struct Token {
@@ -57,15 +51,11 @@ struct Token {
   i32 summed;  // in the sums, including padding
 };
 
-// Masks that differ by row; null pointers: no mask.
-struct Padding {
-  const i64* visible;  // n of each row
-  const u8* shown;     // which tokens a row sees
-  i64 shown_batch;
-  u8* before;  // which tokens the sums cover
-  i64 before_batch;
-  const i64* length;  // replaces `tokens` for a static cache, whose length the host does not know
-  i64* summed;        // replaces Token's, [B][Hkv], with `length`: each block reads and writes its own
+// What differs by row; null pointers: rows see all tokens, and the sums begin with the first.
+struct Bounds {
+  const i64* interval;  // [B][2]: first and last (exclusive) of the tokens that a row sees
+  const i64* starts;    // [B]: first token of the sums
+  i64* summed;          // [B][Hkv]: replaces Token's, which the host does not know; each block has its own
 };
 
 // One 16-byte access.
@@ -172,48 +162,4 @@ __device__ __forceinline__ void hold(u32& x) {
 #ifndef HOSTSIM
   asm volatile("" : "+r"(x));
 #endif
-}
-
-// Whether the sums of a row do not cover exactly the visible tokens before `at`, in this thread's part of the block's
-// share of them. Torch's bools are 0 or 1, and a missing mask is all ones.
-__device__ __forceinline__ bool is_changed(const Padding& row, int batch, int head, int heads, int at) {
-  if (!row.shown && !row.before) return false;
-  const bool is_masked = row.shown, was_masked = row.before;
-  const u8* now = is_masked ? row.shown + batch * row.shown_batch : nullptr;
-  const u8* then = was_masked ? row.before + batch * row.before_batch : nullptr;
-  const int share = int((u32(at) + u32(heads) - 1) / u32(heads) + 15) / 16 * 16, thread = threadIdx.x;
-  const int begin = share * head < at ? share * head : at, end = begin + share < at ? begin + share : at;
-  const int wide = is_aligned(now) && is_aligned(then) ? begin + (end - begin) / 16 * 16 : begin;
-  constexpr int AT_ONCE = 4;  // loads in flight
-  const uint4 all = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
-  u32 other = 0;
-#pragma unroll 1
-  for (int i = begin + 16 * thread; i < wide; i += 16 * THREADS * AT_ONCE) {
-    uint4 a[AT_ONCE], b[AT_ONCE];
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const int at = i + 16 * THREADS * j;
-      a[j] = b[j] = all;
-      if (is_masked && at < wide) a[j] = *reinterpret_cast<const uint4*>(now + at);
-      if (was_masked && at < wide) b[j] = *reinterpret_cast<const uint4*>(then + at);
-    }
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      other |= (a[j].x ^ b[j].x) | (a[j].y ^ b[j].y) | (a[j].z ^ b[j].z) | (a[j].w ^ b[j].w);
-    }
-  }
-#pragma unroll 1
-  for (int i = wide + thread; i < end; i += THREADS * AT_ONCE) {
-    u32 a[AT_ONCE], b[AT_ONCE];
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const int at = i + THREADS * j;
-      a[j] = b[j] = 1;
-      if (is_masked && at < end) a[j] = now[at];
-      if (was_masked && at < end) b[j] = then[at];
-    }
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) other |= a[j] ^ b[j];
-  }
-  return other;
 }

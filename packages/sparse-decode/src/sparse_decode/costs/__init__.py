@@ -1,1 +1,0 @@
-"""What a step or a run costs, predicted: bytes, memory, time."""

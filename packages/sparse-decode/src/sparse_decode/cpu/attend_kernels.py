@@ -1,0 +1,192 @@
+"""Numba kernel of attention over selected tokens: one row and the query heads of one set (`sparse_decode.attend`)."""
+
+# numba is untyped.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from hashcore.cpu.intrinsics import pointer
+from hashcore.cpu.parts import copy, hot, inner
+from numpy.typing import NDArray
+
+from sparse_decode.cpu.intrinsics import prefetch
+from sparse_decode.cpu.lanes import TOKENS, WIDTH, dot, weigh
+from sparse_decode.cpu.softmax import cap, exponentials, greatest
+
+TILE = 16
+"""Rows of keys or values that are copied together as float32, a multiple of TOKENS: 8 KiB at 128 components. The rows
+of the next tile are prefetched: they are far apart, so that hardware prefetchers do not predict them."""
+
+
+@numba.njit(inline="always")
+def _widen(row, kind, bits, floats):  # pragma: no cover - compiled
+    """Write one row as float32; `bits` and `floats` are the same memory."""
+    if kind == 0:
+        for i in range(len(row)):
+            bits[i] = row[i]
+    elif kind == 1:  # bfloat16 is the upper half of a float32
+        for i in range(len(row)):
+            bits[i] = np.uint32(row[i]) << np.uint32(16)
+    else:  # float16: move sign, exponent and mantissa; 2^112 corrects the exponent, subnormals included
+        for i in range(len(row)):
+            h = np.uint32(row[i])
+            bits[i] = ((h & np.uint32(0x8000)) << np.uint32(16)) | ((h & np.uint32(0x7FFF)) << np.uint32(13))
+        for i in range(len(row)):
+            floats[i] *= np.float32(2.0**112)
+        for i in range(len(row)):
+            if np.uint32(row[i]) & np.uint32(0x7C00) == np.uint32(0x7C00):  # infinity and NaN
+                bits[i] |= np.uint32(0x7F800000)
+
+
+@numba.njit(inline="always")
+def _fetch(line, at, count):  # pragma: no cover - compiled
+    """Prefetch the cache lines of a row, 64 bytes each."""
+    step = 64 // line.itemsize
+    for i in range(at, at + count, step):
+        prefetch(line, i)
+
+
+@numba.njit(inline="always")
+def _places(tokens, table, at):  # pragma: no cover - compiled
+    """Return the offsets of tokens in a head's rows, contiguous or in the pages of a table."""
+    places = np.empty(len(tokens), np.int64)
+    if len(table) == 0:
+        for j in range(len(tokens)):
+            places[j] = tokens[j] * at[2]
+        return places
+    for j in range(len(tokens)):
+        places[j] = table[tokens[j] // at[4]] * at[0] + tokens[j] % at[4] * at[2]
+    return places
+
+
+@numba.njit(inline="always")
+def _ask(x, places, j, count):  # pragma: no cover - compiled
+    """Prefetch rows places[j : j + TILE]."""
+    for t in range(j, min(j + TILE, len(places))):
+        _fetch(x, places[t], count)
+
+
+@numba.njit(inline="always")
+def _read_tile(x, places, j, width, wide, kind, tile):  # pragma: no cover - compiled
+    """Write rows places[j : j + TILE] to tile [TILE, wide] as float32; return how many there are."""
+    bits, count = tile.view(np.uint32), min(TILE, len(places) - j)
+    for t in range(count):
+        at, to = places[j + t], t * wide
+        _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
+    return count
+
+
+# The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
+@numba.njit(inline="always")
+def _multiply(q, k, places, kind, wide, logits):  # pragma: no cover - compiled
+    """Write the products of queries and keys to logits [heads, padded]."""
+    (heads, padded), dim = logits.shape, q.shape[1]
+    tile, queries = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
+    flat = logits.reshape(heads * padded)
+    for g in range(heads):
+        copy(q[g], queries[g * wide :])
+    _ask(k, places, 0, dim)
+    for j in range(0, len(places), TILE):
+        _ask(k, places, j + TILE, dim)
+        _read_tile(k, places, j, dim, wide, kind, tile)
+        for t in range(0, TILE, TOKENS):
+            dot(queries, wide, heads, tile, t * wide, wide, wide, flat, j + t, padded)
+
+
+@numba.njit(inline="always")
+def _soften(logits, used, scaling, softcap, sinks, stats):  # pragma: no cover - compiled
+    """Replace products by weights of the softmax; write the mean and the log-sum-exp of the logits to stats."""
+    heads, padded = logits.shape
+    flat, spare = logits.reshape(heads * padded), np.empty(padded, np.float32)
+    for g in range(heads):
+        line, start = logits[g, :used], g * padded
+        total = np.float32(0)
+        for j in range(used):
+            line[j] *= scaling
+        if softcap > 0:
+            cap(flat, start, padded, softcap, spare)
+        for j in range(used):
+            total += line[j]
+        stats[0, g] = total / np.float32(used)
+        logits[g, used:] = np.float32(-np.inf)
+        top = max(sinks[g], greatest(flat, start, padded))  # -inf without a learned sink
+        total = exponentials(flat, start, padded, top) + np.float32(math.exp(sinks[g] - top))
+        stats[1, g] = top + np.float32(math.log(total))
+        for j in range(used):
+            line[j] /= total
+
+
+@numba.njit(inline="always")
+def _weigh(v, places, kind, wide, weights, out):  # pragma: no cover - compiled
+    """Write the sums of values, weighted by weights [heads, padded], to out [heads, Dv]."""
+    (heads, padded), dim = weights.shape, out.shape[1]
+    flat = weights.reshape(heads * padded)
+    _ask(v, places, 0, dim)
+    tile, sums = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
+    for j in range(0, len(places), TILE):
+        _ask(v, places, j + TILE, dim)
+        count = _read_tile(v, places, j, dim, wide, kind, tile)
+        weigh(flat, j, padded, heads, tile, 0, wide, count, sums, wide)
+    for g in range(heads):
+        copy(sums[g * wide : g * wide + dim], out[g])
+
+
+@inner(fastmath={"reassoc", "contract", "nsz"})
+def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - compiled
+    """Return the remainder's share of the softmax (eq. 15 and 16), given the selected weight exp(total)."""
+    (mean, total), (log_visible, log_used, log_rest) = known, sizes
+    product = np.float32(0)
+    for i in range(len(query)):
+        product += query[i] * mean_key[i]
+    typical = c[0] + c[1] * mean + c[2] * (product * scaling) + c[3] * log_visible + c[4] * log_used
+    weight = min(typical, total - log_used) + log_rest
+    return np.float32(1) / (np.float32(1) + np.float32(math.exp(total - weight)))
+
+
+@hot(fastmath={"reassoc", "contract", "nsz"})
+def _attend(
+    q, k, k_at, v, v_at, table, indices, out, scaling, softcap, sinks, kind, coefficients, mean_key, rest, visible
+):  # pragma: no cover - compiled
+    heads, used = len(q), len(indices)
+    wide, wide_v = (q.shape[1] + WIDTH - 1) // WIDTH * WIDTH, (out.shape[1] + WIDTH - 1) // WIDTH * WIDTH
+    logits, stats = np.empty((heads, (used + TILE - 1) // TILE * TILE), np.float32), np.empty((2, heads), np.float32)
+
+    # 1. logits and 2. softmax
+    _multiply(q, k, _places(indices, table, k_at), kind, wide, logits)
+    _soften(logits, used, scaling, softcap, sinks, stats)
+
+    # 3. weighted sum of values
+    _weigh(v, _places(indices, table, v_at), kind, wide_v, logits, out)
+
+    # 4. the remainder
+    left = visible - used
+    if len(coefficients) and left > 0:
+        sizes = np.float32(math.log(visible)), np.float32(math.log(used)), np.float32(math.log(left))
+        for g in range(heads):
+            share = _share(coefficients[g], (stats[0, g], stats[1, g]), q[g], mean_key, scaling, sizes)
+            line, value = out[g], rest[g]
+            for i in range(len(line)):
+                line[i] += share * (value[i] - line[i])
+
+
+def attend_task(
+    q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...], v_address: int, v_reach: int,
+    v_at: tuple[int, ...], like: NDArray[Any], table: NDArray[np.int64], indices: NDArray[np.int64],
+    out: NDArray[np.float32], scaling: np.float32, softcap: np.float32, sinks: NDArray[np.float32], kind: int,
+    coefficients: NDArray[np.float32], mean_key: NDArray[np.float32], rest: NDArray[np.float32], visible: int,
+) -> int:  # pragma: no cover - compiled  # fmt: skip
+    """Attend with the queries q [G, D] of one row to the tokens in `indices`, which are valid; write out [G, Dv].
+
+    Keys and values of the head are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and
+    v_at are (_, _, stride of a token, _, _). With a table, the page table of the row, they are (stride of a page, _,
+    stride of a token, _, tokens per page). Without coefficients [G, 5] there is no remainder.
+    """
+    k = numba.carray(pointer(k_address), k_reach, like.dtype)
+    v = numba.carray(pointer(v_address), v_reach, like.dtype)
+    _attend(
+        q, k, k_at, v, v_at, table, indices, out, scaling, softcap, sinks, kind, coefficients, mean_key, rest, visible
+    )
+    return 0

@@ -1,0 +1,237 @@
+"""Numba kernels of `dense.attend_all`: dense attention of a few query rows on the CPU.
+
+A task is one (batch row, KV head, chunk of CHUNK tokens). It reads each key and value of its chunk once, converts it to
+float32 in cache and uses it for all X = R G lines: R query rows of the G query heads of the group.
+
+    1. l_xj = scaling q_x . k_j, soft-capped, for the tokens j that line x sees: TOKENS keys at once
+    2. m_x = max_j l_xj,  s_x = sum_j exp(l_xj - m_x)
+    3. o_x = sum_j exp(l_xj - m_x) v_j
+
+`combine` adds up the chunks c of a line in order, with M = max_c m_c or the learned sink if that is greater:
+out = sum_c exp(m_c - M) o_c / (sum_c exp(m_c - M) s_c + exp(sink - M)). Chunks do not depend on the number of threads
+or rows. Hence the result is the same bit for bit, and a row's result does not depend on the other rows.
+
+Bytes read: N (D + Dv) elements per KV head, in order. Memory bandwidth is the limit, until X is so large that the
+products take longer: 2 X D / LANES vector products per token. Keys that no row sees are not read.
+"""
+
+# numba is untyped.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from hashcore.cpu.intrinsics import pointer
+from hashcore.cpu.parts import hot
+from numpy.typing import NDArray
+
+from sparse_decode.cpu.attend_kernels import _fetch, _widen
+from sparse_decode.cpu.lanes import LANES, TOKENS, WIDTH, dot, weigh
+from sparse_decode.cpu.softmax import cap, exponentials, greatest
+
+AHEAD = 4096
+"""Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
+the last token are wasted."""
+CHUNK = 256
+"""Tokens per task: their logits stay in the L1 cache, for up to 32 lines."""
+
+
+@numba.njit(inline="always")
+def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cover - compiled
+    """Write rows j..j+WIDTH-1 of a chunk to tile [WIDTH, wide] as float32, zeros for tokens that no row sees."""
+    tile[: WIDTH * wide] = 0
+    bits = tile.view(np.uint32)
+    for t in range(WIDTH):
+        at, to = base + (j + t) * stride, t * wide
+        if j + t < len(shown) and shown[j + t]:
+            if kind == 1:
+                for i in range(width):  # the order of `lanes.place`
+                    to_i = to + ((i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1))
+                    bits[to_i] = np.uint32(x[at + i]) << np.uint32(16)
+            else:
+                _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
+
+
+@numba.njit(inline="always")
+def _in_place(shown, every, j, rows, width):  # pragma: no cover - compiled
+    """Whether `rows` rows of a chunk, from j on, can be used without a copy; every: no token is hidden."""
+    whole = j + rows <= len(shown) and width % WIDTH == 0
+    if whole and not every:
+        for t in range(rows):
+            whole = whole and shown[j + t] != 0
+
+
+@numba.njit(inline="always")
+def _ahead(size):  # pragma: no cover - compiled
+    """Return how many rows of `size` bytes to prefetch: WIDTH, or a half, a quarter, ... of it."""
+    rows = WIDTH
+    while rows > TOKENS and rows * size > AHEAD:
+        rows //= 2
+    return rows
+
+
+@numba.njit(inline="always")
+def _ask(x, at, step, rows, width):  # pragma: no cover - compiled
+    """Prefetch later rows; the hardware prefetcher would be too late."""
+    for t in range(rows):
+        _fetch(x, at + t * step, width)
+
+
+@numba.njit(inline="always")
+def _hide(line, bounds, b, r, first, count):  # pragma: no cover - compiled
+    """Set the logits of tokens that row r does not see, and of slots after the last token, to -inf."""
+    start, end = bounds[b, r, 0] - first, bounds[b, r, 1] - first
+    line[: max(0, min(count, start))] = np.float32(-np.inf)
+    line[max(0, min(count, end)) :] = np.float32(-np.inf)
+
+
+@numba.njit(inline="always")
+def _soften(logits, at):  # pragma: no cover - compiled
+    """Replace CHUNK logits by weights exp(logit - top); return the largest logit, top, and the sum of the weights."""
+    top = greatest(logits, at, CHUNK)
+    if top == np.float32(-np.inf):
+        logits[at : at + CHUNK] = np.float32(0)
+        return top, np.float32(0)
+    return top, exponentials(logits, at, CHUNK, top)
+
+
+@numba.njit(inline="always")
+def _look(bounds, b, first, shown):  # pragma: no cover - compiled
+    """Mark the tokens of a chunk that any row sees; return 0 if there are none, 2 if every row sees all, else 1."""
+    start, end, every, last = bounds[b, 0, 0], bounds[b, 0, 1], True, first + len(shown)
+    for r in range(bounds.shape[1]):
+        start, end = min(start, bounds[b, r, 0]), max(end, bounds[b, r, 1])
+        every = every and bounds[b, r, 0] <= first and last <= bounds[b, r, 1]
+    if every:
+        shown[:] = 1
+        return 2
+    shown[:] = 0
+    for j in range(max(0, start - first), min(len(shown), end - first)):
+        shown[j] = 1
+    return 1 if start < last and first < end else 0
+
+
+# The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
+@numba.njit(inline="always")
+def _multiply(queries, k, base, k_at, seen, every, kind, wide, lines, logits, tile):  # pragma: no cover - compiled
+    """Write the products of queries and the keys of a chunk, from `base` on, to logits."""
+    step, dim = k_at[2], k_at[5]
+    ahead = _ahead(dim * k.itemsize)
+    for j in range(0, len(seen), WIDTH):
+        if kind < 2 and _in_place(seen, every, j, WIDTH, dim):
+            for t in range(j, j + WIDTH, TOKENS):
+                _ask(k, base + (t + ahead) * step, step, TOKENS, dim)
+                dot(queries, wide, lines, k, base + t * step, step, dim, logits, t, CHUNK)
+        else:
+            _read(k, base, step, seen, j, dim, wide, kind, tile)
+            for t in range(0, WIDTH, TOKENS):
+                dot(queries, wide, lines, tile, t * wide, wide, wide, logits, j + t, CHUNK)
+
+
+@numba.njit(inline="always")
+def _weigh(v, base, v_at, seen, every, kind, wide, lines, ahead, weights, out, tile):  # pragma: no cover - compiled
+    """Add the values of a chunk, from `base` on, times their weights to out."""
+    step, dim = v_at[2], v_at[5]
+    for j in range(0, len(seen), WIDTH):
+        if kind < 2 and _in_place(seen, every, j, WIDTH, dim):
+            for t in range(j, j + WIDTH, ahead):
+                _ask(v, base + (t + ahead) * step, step, ahead, dim)
+                weigh(weights, t, CHUNK, lines, v, base + t * step, step, ahead, out, wide)
+        else:
+            _read(v, base, step, seen, j, dim, wide, kind, tile)
+            weigh(weights, j, CHUNK, lines, tile, 0, wide, WIDTH, out, wide)
+
+
+@hot(fastmath={"reassoc", "contract", "nsz"})
+def _task(
+    task, q, k, k_at, v, v_at, bounds, scaling, softcap, kind, sums, stats, shown, logits, spare, tile
+):  # pragma: no cover - compiled  # fmt: skip
+    heads, n, chunks = k_at[3], k_at[4], sums.shape[2]
+    b, h, c = task // (heads * chunks), task // chunks % heads, task % chunks
+    (lines, wide), wide_v, first = q.shape[2:], sums.shape[4], c * CHUNK
+    count = min(CHUNK, n - first)
+    seen, queries = shown[:count], q[b, h].reshape(lines * wide)
+    looked = _look(bounds, b, first, seen)
+    if looked == 0:
+        stats[b, h, c, :, 0], stats[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
+        return
+    every = looked == 2
+
+    base = b * k_at[0] + h * k_at[1] + first * k_at[2]
+    _multiply(queries, k, base, k_at, seen, every, kind, wide, lines, logits, tile)
+
+    values, ahead = b * v_at[0] + h * v_at[1] + first * v_at[2], _ahead(v_at[5] * v.itemsize)
+    _ask(v, values, v_at[2], ahead, v_at[5])  # loaded during the softmax
+    for x in range(lines):
+        line = logits[x * CHUNK : (x + 1) * CHUNK]  # all of it: the last chunk sums in the same order
+        for j in range(CHUNK):
+            line[j] *= scaling
+        if softcap > 0:
+            cap(logits, x * CHUNK, CHUNK, softcap, spare)
+        _hide(line, bounds, b, x // (lines // bounds.shape[1]), first, count)
+        stats[b, h, c, x, 0], stats[b, h, c, x, 1] = _soften(logits, x * CHUNK)
+
+    out = sums[b, h, c].reshape(lines * wide_v)
+    out[:] = 0
+    _weigh(v, values, v_at, seen, every, kind, wide_v, lines, ahead, logits, out, tile)
+
+
+def tasks(
+    first: int, last: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
+    v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], bounds: NDArray[np.int64],
+    scaling: np.float32, softcap: np.float32, kind: int, sums: NDArray[np.float32], stats: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Attend for tasks [first, last).
+
+    Keys and values are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and v_at are
+    (strides of batch row, head and token, numbers of heads, tokens and components). q [B, Hkv, X, D] and sums are
+    zero-padded to a multiple of WIDTH, and for bfloat16 in the order of `lanes.place`. bounds [B, R, 2]: first and last
+    (exclusive) of the tokens that a row sees. Outputs: o in sums [B, Hkv, C, X, Dv], m and s in stats [B, Hkv, C, X, 2], for each chunk.
+    """
+    k = numba.carray(pointer(k_address), k_reach, like.dtype)
+    v = numba.carray(pointer(v_address), v_reach, like.dtype)
+    lines, wide, wide_v = q.shape[2], q.shape[3], sums.shape[4]
+    shown, logits = np.empty(CHUNK, np.uint8), np.empty(lines * CHUNK, np.float32)
+    logits[:] = 0  # slots after the last token are also scaled and capped, before they are hidden
+    spare = np.empty(CHUNK, np.float32)
+    tile = np.empty(WIDTH * max(wide, wide_v), np.float32)
+    for task in range(first, last):
+        _task(task, q, k, k_at, v, v_at, bounds, scaling, softcap, kind, sums, stats, shown, logits, spare, tile)
+
+
+def combine(
+    first: int, last: int, sums: NDArray[np.float32], stats: NDArray[np.float32], sinks: NDArray[np.float32],
+    out: NDArray[np.float32], kind: int,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Combine the chunks of batch rows [first, last) into out [B, R, Hkv, G, Dv], zeros for rows without a token.
+
+    sinks [Hkv, G], -inf without learned sinks.
+    """
+    n_rows, heads, group, width = out.shape[1:]
+    for b in range(first, last):
+        for r, h, g in np.ndindex((n_rows, heads, group)):
+            x = r * group + g
+            parts, line, seen = stats[b, h, :, x], out[b, r, h, g], np.float32(-np.inf)
+            for c in range(len(parts)):
+                if seen == seen and not parts[c, 0] <= seen:  # NaN stays; max() would drop it
+                    seen = parts[c, 0]
+            top = max(seen, sinks[h, g])
+            line[:] = np.float32(0)
+            if seen == np.float32(-np.inf):
+                continue
+            total = np.float32(math.exp(sinks[h, g] - top))
+            for c in range(len(parts)):
+                if parts[c, 0] != np.float32(-np.inf):
+                    share = np.float32(math.exp(parts[c, 0] - top))
+                    total += share * parts[c, 1]
+                    values = sums[b, h, c, x]
+                    if kind == 1:
+                        for i in range(width):
+                            line[i] += share * values[(i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1)]
+                    else:
+                        for i in range(width):
+                            line[i] += share * values[i]
+            for i in range(width):
+                line[i] /= total

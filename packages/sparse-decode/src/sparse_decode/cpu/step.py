@@ -1,0 +1,240 @@
+"""Rows of one layer on the CPU: prepares the one call of the step kernel."""
+
+from operator import getitem, is_
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from hashcore.arguments import address
+from hashcore.cpu import threads
+from hashtrain import Hasher
+from hashtrain.layers.planes import Planes
+from hashtrain.layers.transform import Transform
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparse_decode.cpu import encode, step_kernels
+from sparse_decode.cpu.step_kernels import CALL, FORM
+from sparse_decode.inputs import KINDS, Inputs, reach
+from sparse_decode.select import HashSelector
+
+Fitted = tuple[Tensor, Tensor] | None
+"""What `Coefficients.on` returns; None without a remainder."""
+_NAMES = encode.NAMES * 2  # of the weights of the functions of queries and of keys
+_PLACE = {name: place for place, name in enumerate(CALL)}
+
+
+class Given(NamedTuple):
+    """What the kernel need not compute.
+
+    Attributes:
+        indices: a selection, int64 [B, H, Q, K]; tokens of it that are invisible or always read are skipped.
+        means: of the remainder, float32 [B, Hkv, Q, D] and [B, Hq, Q, Dv]; None: from the sums, for one row a sequence.
+        table: page tables, int64 [B, T], if keys and values are pages [M, Hkv, S, D].
+    """
+
+    indices: Tensor
+    means: tuple[Tensor, Tensor] | None = None
+    table: NDArray[np.int64] | None = None
+
+
+class _Hash(NamedTuple):
+    """The hasher's part of a form, with the owners of the addresses, to check that these are still valid."""
+
+    layer: Planes | Transform
+    weights: list[Tensor]
+    owners: list[dict[str, Any]]  # the modules' parameters: a module's own lookup is slow
+    addresses: list[int]  # of the weights
+    digits: encode.Digits
+    coordinate: Tensor | None
+    modules: dict[str, Any] | None  # the hasher's layers by index; None if `layer` is a copy on another device
+
+
+class _Form(NamedTuple):
+    """The kernel's arguments that calls share if they differ only in tensor contents and the number of tokens."""
+
+    key: tuple[Any, ...]  # shapes, dtypes and strides of the calls
+    values: NDArray[np.int64]  # in the order of FORM
+    left_out: Fitted
+    hashes: _Hash | None
+
+
+class CpuStep:
+    """Runs rows of one layer on the CPU.
+
+    Args: selector: hashes in the kernel if it is a `HashSelector` of `planes` or `transform`; others give indices.
+        sink, recent: of the budget.
+    """
+
+    def __init__(self, layer: int, selector: object, sink: int = 0, recent: int = 0):
+        self._name, self._layer = str(layer), layer
+        self._always = sink, recent
+        own = selector if isinstance(selector, HashSelector) and not selector.per_query_head else None
+        self._selector = own if own is not None and own.placed is not None else None
+        self._cpu_encoder = encode.CpuEncoder()
+        self._forms: dict[bool, _Form] = {}
+
+    def run(
+        self, x: Inputs, spans: NDArray[np.int64], reads: NDArray[np.int64] | None, held: Any = None,
+        left_out: Fitted = None, given: Given | None = None,
+    ) -> tuple[Tensor, NDArray[np.int64]] | None:  # fmt: skip
+        """Attend: q [B, Hq, Q, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, Q, Hq, Dv] and the tokens read [R, sets].
+
+        Args:
+            spans, reads: those of `step_kernels.tasks`, in the order of rows [B, Q]. reads: None with `given`.
+            held: the cache layer with codes and sums. left_out: coefficients of the remainder, if there is one.
+        Returns: None if the kernel cannot select here: another hasher, several rows a sequence, a search that more
+            threads should share, or weights that are not finite. Select, and call again with the selection.
+        Raises: ValueError if a given index is out of range.
+        """
+        q, k, v, scaling, softcap, sinks = x
+        batch, hq, rows, _ = q.shape
+        codes, pending = (None, None) if given is not None or self._selector is None else held.room_for_code()
+        if given is None and (codes is None or rows > 1):
+            return None
+        sets = k.shape[1] if given is None else given.indices.shape[1]
+        form = self._formed((q, k, v) if codes is None else (q, k, v, codes), left_out, sets)
+        if form is None:
+            return None
+        tasks, group = batch * rows * sets, hq // sets
+        out = torch.empty((batch, rows, hq, v.shape[3]), dtype=torch.float32, device=q.device)
+        keep = [None if sinks is None else sinks.detach().float().contiguous()]
+        call = np.zeros(len(CALL), np.int64)
+        call[:6] = rows, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if codes is None else codes.data_ptr(), out.data_ptr()
+        call[6] = 0 if keep[0] is None else keep[0].data_ptr()
+        call[7] = pending is not None
+        if left_out is not None and (given is None or given.means is None):
+            call[8 : 8 + 5] = held.sums.length, *(x.data_ptr() for x in held.sums.read)
+        read = group * (q.shape[3] + v.shape[3])
+        if given is None:
+            reads = cast("NDArray[np.int64]", reads)
+            most, each = int(reads.max()), int(reads.mean())
+            bits = form.values[6] * form.values[7] // 32  # BITS, PLANES
+            work, twice = tasks * (int(spans[:, 2].max()) * int(bits) + each * read), 2
+        else:
+            keep += _place(call, given, k, v)
+            each = given.indices.shape[3] + sum(self._always)
+            most = int((spans[:, 2] - spans[:, 1]).max(initial=0)) + each
+            work, twice = tasks * most * read, 1
+        workers = 1
+        if work >= 2 * min(threads.GRAIN, threads.TEAM_GRAIN):  # enough for two
+            available = min(threads.most(), torch.get_num_threads())
+            if given is None and available > tasks and work > (tasks + 1) * threads.GRAIN:
+                return None  # a search of its own is divided, and so uses all threads
+            workers = threads.count(work if twice > 1 else 2 * work, min(available, tasks))
+        used = np.zeros(tasks, np.int64)
+        shared = np.empty((tasks if twice > 1 else 0, max(sum(self._always), most)), np.int64), used.copy(), used
+        counts = np.zeros((1, 1), np.int64) if reads is None else reads
+        arguments = form.values, call, np.float32(scaling), np.float32(softcap or 0), spans, counts, *shared
+        wrong = threads.run(step_kernels.tasks, twice * tasks, workers, arguments)
+        if any(wrong):
+            if given is None:  # weights that are not finite: the search raises the error
+                return None
+            raise ValueError(f"indices must be below N = {int(spans[:, 2].max())}, got {int(given.indices.max())}")
+        if pending is not None:
+            pending.length += 1
+        return out if q.dtype == torch.float32 else out.to(q.dtype), used
+
+    def _formed(self, given: tuple[Tensor, ...], left_out: Fitted, sets: int) -> _Form | None:
+        """Return the shared arguments of such calls, cached while the addresses are valid; None for other hashers."""
+        q, k, v, *codes = given
+        own = bool(codes)
+        known = self._forms.get(own)
+        key = (
+            *(sets, q.dtype, k.dtype, v.dtype, left_out is None, q.shape, k.shape[:2], v.shape[:2]),
+            *(k.shape[3], v.shape[3], q.stride(), k.stride(), v.stride()),
+            *(item for x in codes for item in (x.shape[:2], x.shape[3], x.stride())),
+        )
+        if known is not None and known.key == key:
+            mine = known.left_out
+            if left_out is mine or (left_out and mine and left_out[0] is mine[0]):
+                if known.hashes is None or self._is_valid(known.hashes):
+                    return known
+        made = self._made(key, given, left_out, sets)
+        if made is not None:
+            self._forms[own] = made
+        return made
+
+    def _is_valid(self, known: _Hash) -> bool:
+        """Whether the addresses of a hasher's weights are still those of a form."""
+        if known.modules is None or known.modules.get(self._name) is not known.layer:
+            return False
+        if known.layer._buffers.get("coordinate") is not known.coordinate:
+            return False
+        # Loops in C: each call of a Python function would take as long as all of these.
+        there = map(getitem, known.owners, _NAMES)
+        return all(map(is_, there, known.weights)) and list(map(Tensor.data_ptr, known.weights)) == known.addresses
+
+    def _made(self, key: tuple[Any, ...], given: tuple[Tensor, ...], left_out: Fitted, sets: int) -> _Form | None:
+        q, k, v, *codes = given
+        names = "Q", "K", "V", "CODE"
+        found = {f"{name}_{step}": x.stride(i) for name, x in zip(names, given, strict=False)
+                 for i, step in enumerate(("BATCH", "HEAD", "TOKEN"))}  # fmt: skip
+        sizes = sets, q.shape[1] // sets, sets // k.shape[1], k.shape[3], v.shape[3], KINDS[q.dtype]
+        found |= dict(zip(("SETS", "GROUP", "SHARE", "DIM", "DIM_V", "KIND"), sizes, strict=True))
+        found |= dict(zip(("SINK", "RECENT", "REMAINDER"), (*self._always, int(left_out is not None)), strict=True))
+        hashes = None
+        if codes:
+            hashes = self._hashes(*given)
+            if hashes is None or not all(x.is_contiguous() for x in hashes.weights):
+                return None
+            found |= _of_hasher(hashes)
+        if left_out is not None:
+            found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), left_out, strict=True)}
+        found |= step_kernels.addresses(KINDS[q.dtype], hashes is not None)
+        return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), left_out, hashes)
+
+    def _hashes(self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> _Hash | None:
+        """Return the hasher's part of a form; None if the kernel does not support it."""
+        selector = cast(HashSelector, self._selector)
+        layer = cast(Any, selector.placed).layer(self._layer, q.device)
+        if not encode.supports(layer, q):
+            return None
+        own = cast(Planes | Transform, layer)
+        if not _agree(own, q, k, v, codes):
+            return None
+        owners = [own.query._parameters] * 5 + [own.key._parameters] * 5
+        weights = cast(list[Tensor], list(map(getitem, owners, _NAMES)))
+        found = cast(Hasher, selector.hasher).layers._modules
+        modules = found if found.get(self._name) is own else None
+        addresses, digits = [x.data_ptr() for x in weights], self._cpu_encoder.digits_of(own)
+        return _Hash(own, weights, owners, addresses, digits, own._buffers.get("coordinate"), modules)
+
+
+def _place(call: NDArray[np.int64], given: Given, k: Tensor, v: Tensor) -> list[Any]:
+    """Write what is given to the arguments of a call; return the owners of the addresses."""
+    indices = given.indices.contiguous()
+    keep: list[Any] = [indices]
+    call[_PLACE["GIVEN_AT"]], call[_PLACE["WIDTH"]] = indices.data_ptr() if indices.numel() else 1, indices.shape[3]
+    if given.means is not None:
+        keep += [x.contiguous() for x in given.means]
+        call[_PLACE["MEAN_KEYS_AT"]], call[_PLACE["RESTS_AT"]] = (x.data_ptr() for x in keep[1:])
+    if given.table is not None:
+        keep.append(table := np.ascontiguousarray(given.table))
+        call[_PLACE["TABLE_AT"] : _PLACE["PAGE"] + 1] = address(table), table.shape[1], k.shape[2]
+        call[_PLACE["K_REACH"] :] = reach(k), reach(v)
+    return keep
+
+
+def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:
+    """Whether the tensors of a call have one dtype, the sizes of the hasher, and contiguous components."""
+    heads = q.shape[1] == own.hkv * own.group and k.shape[1] == v.shape[1] == codes.shape[1] == own.hkv
+    sizes = q.shape[3] == k.shape[3] == own.d and 32 * codes.shape[3] == own.bits
+    alike = q.dtype == k.dtype == v.dtype and q.dtype in KINDS and len(q) == len(k) == len(v) == len(codes)
+    return heads and sizes and alike and all(x.stride(3) == 1 for x in (q, k, v, codes))
+
+
+def _of_hasher(known: _Hash) -> dict[str, int]:
+    """Return the sizes and addresses of a hasher by their names in FORM."""
+    own, weights, digits = known.layer, known.weights, known.digits
+    found = {
+        "BITS": own.bits,
+        "PLANES": own.planes,
+        "COORDINATES": weights[0].shape[2],
+        "SPREAD": int(digits[0].size > 0),
+        "QUERY_HIDDEN": weights[1].shape[2],
+        "KEY_HIDDEN": weights[6].shape[2],
+    }
+    names = [f"{which}_{name.upper()}" for which in ("QUERY", "KEY") for name in encode.NAMES]
+    found |= {name: x.data_ptr() for name, x in zip(names, weights, strict=True)}
+    return found | {name: address(x) for name, x in zip(("COORDINATE", "POWER", "LIMIT"), digits, strict=True)}

@@ -1,0 +1,292 @@
+"""The hash functions of our variants for a few tokens on CUDA: one launch, of keys and queries together in a step.
+
+The kernel, kernels/encode.cu, computes the same as the layers in torch and `sparse_decode.cpu.encode` on the CPU.
+`encode_weights` has what is found once for a layer, and this file what each call does: look the layer up on its device,
+call the operator, launch.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from hashcore.cuda import launch
+from hashcore.cuda.kept import Table, zeroed
+from hashcore.cuda.kernels import Kept, make_launch
+from hashtrain import Hasher
+from hashtrain.layers import LayerHasher
+from torch import Tensor
+
+from sparse_decode.cuda.gather import KERNELS, OPERATORS, Rows, Run, _sm_count, operator
+from sparse_decode.cpu.encode import MAX_TOKENS
+from sparse_decode.cuda.encode_weights import (
+    MOST_GROUPS,
+    Bits,
+    Codes,
+    Digits,
+    Functions,
+    How,
+    Side,
+    are_supported,
+    copied,
+    describe,
+    found_in,
+    place,
+    placed,
+    sides,
+)
+
+Tensors = Sequence[Tensor]
+THREADS = 512
+MOST_TOKENS = 4
+"""Tokens that a block hashes: more would not fit its shared memory."""
+TICKETS = MAX_TOKENS * MOST_GROUPS
+"""Words of zeros in front of the memory where the heads of a group meet."""
+_BF16 = {torch.bfloat16: "1", torch.float16: "0"}
+
+
+class PlacedHasher:
+    """A `hashtrain.Hasher` that provides each layer on the device of the keys, copied there if necessary.
+
+    A copy is renewed when the original weights change. Writes to weights that were created in inference mode are not
+    noticed, because torch does not count them.
+    """
+
+    def __init__(self, hasher: Hasher):
+        self.hasher = hasher
+        self._copies: dict[tuple[int, torch.device], tuple[_Watch, LayerHasher]] = {}
+
+    def layer(self, index: int, device: torch.device) -> LayerHasher:
+        """Return one layer's hash functions on a device."""
+        known = self._copies.get((index, device))
+        # Versions cannot be read while a graph is compiled.
+        if known is not None and (torch.compiler.is_compiling() or known[0].unchanged(self.hasher.layers[index])):
+            return known[1]
+        own = cast(LayerHasher, self.hasher.layers[index])
+        if own.remainder.device == device:
+            return own
+        there = copied(own, device)
+        place(there, own)
+        self._copies[index, device] = _Watch(own), there
+        return there
+
+
+class _Watch:
+    """Detects changes of a layer's weights, by identity and by version, which torch increments with every write.
+
+    It runs for each layer at each step, so it reads the modules' dictionaries directly.
+    """
+
+    def __init__(self, layer: LayerHasher):
+        self._layer = layer
+        places = [(x._parameters, x._buffers, x._modules) for x in layer.modules()]
+        self._held = [(held, name, held[name]) for three in places for held in three for name in held]
+        tensors = [x for *_, x in self._held if isinstance(x, torch.Tensor)]
+        self._storages = [x.untyped_storage() for x in tensors]  # kept alive, so that their addresses are not reused
+        self._at = [(x, held._cdata) for x, held in zip(tensors, self._storages, strict=True)]
+        self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
+
+    def unchanged(self, layer: object) -> bool:
+        """Whether `layer` is the watched layer, with unchanged weights."""
+        if layer is not self._layer:
+            return False
+        held = all(held[name] is x for held, name, x in self._held)
+        written = any(x._version != version for x, version in self._versions)
+        return held and not written and all(x.untyped_storage()._cdata == at for x, at in self._at)
+
+
+def supports(layer: LayerHasher, x: Tensor) -> bool:
+    """Whether the CUDA kernel supports tokens x [B, H, T, D] of a layer: few tokens, 16 bits."""
+    return x.device.type == "cuda" and x.dtype in _BF16 and fits(layer, x)
+
+
+def fits(layer: LayerHasher, x: Tensor) -> bool:
+    """Whether the operators below support tokens x [B, H, T, D] of a layer, apart from their dtype and device."""
+    known = placed.get(id(layer))
+    return 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS and (are_supported(layer) if known is None else known.fits)
+
+
+def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
+    """Hash keys [B, Hkv, T, D] into codes int32 [B, H, N, W] of `code_shape`, as `hash_keys`."""
+    known = placed.get(id(layer)) or found_in(layer)
+    OPERATORS.hash_keys(k, known.key, known.digits, codes, at)
+
+
+def queries(layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
+    """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`, without a check.
+
+    A check would make the host wait. NaN weights have level -1; infinite ones count as the largest float32.
+    """
+    known = placed.get(id(layer)) or found_in(layer)
+    found = OPERATORS.hash_queries(q, known.query, known.digits, *known.hows[per_query_head])
+    return found, known.planes[per_query_head]
+
+
+def step(
+    layer: LayerHasher, k: Tensor, codes: Tensor, q: Tensor, per_query_head: bool
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Do both at once: keys [B, Hkv, T, D] into all of `codes`, queries [B, Hq, T, D] to planes and their weights."""
+    known = placed.get(id(layer)) or found_in(layer)
+    how = known.hows[per_query_head]
+    found = OPERATORS.hash_step(k, known.key, q, known.query, known.digits, codes, *how)
+    return found, known.planes[per_query_head]
+
+
+def hash_keys(
+    x: Tensor, weights: Tensors, digits: Tensors, codes: Tensor, at: Tensor | None = None, run: Run | None = None
+) -> None:
+    """Hash x [B, Hkv, T, D], not empty, into codes int32 [B, H, N, W].
+
+    Args:
+        weights: see `encode_weights.NAMES`, without gaps.
+        digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
+        codes: their words must be contiguous (stride 1). With more heads than the functions, each code is written to
+            as many; with fewer, the codes of several functions lie side by side.
+        at: the token to start at, int64 []; None: the first.
+    """
+    _hash((x, side_of(weights, digits), codes, at), None, run)
+
+
+def hash_queries(x: Tensor, weights: Tensors, digits: Tensors, how: How, run: Run | None = None) -> Tensor:
+    """Hash x [B, Hq, T, D], not empty, to planes int32 of shape `planes_shape(x, how)`. Args: as `hash_keys`."""
+    return _hash(None, (x, side_of(weights, digits), how), run)
+
+
+def hash_step(
+    k: Tensor, of_k: Tensors, q: Tensor, of_q: Tensors, digits: Tensors, codes: Tensor, how: How, run: Run | None = None
+) -> Tensor:
+    """Do both in one launch: keys k [B, Hkv, T, D] into all of `codes`, and queries q [B, Hq, T, D] to planes."""
+    return _hash((k, side_of(of_k, digits), codes, None), (q, side_of(of_q, digits), how), run)
+
+
+class _Call(NamedTuple):
+    """A prepared launch; each call sets these arguments."""
+
+    k: ctypes.c_void_p
+    key_rows: Rows
+    codes: Codes
+    of_keys: bytearray
+    q: ctypes.c_void_p
+    query_rows: Rows
+    planes: Bits
+    of_queries: bytearray
+    digits: bytearray
+    words: int
+    """Of the memory where the heads of a group meet."""
+    like: Tensor
+    """A tensor like the result."""
+    launches: Kept
+
+
+_calls: Table[_Call] = Table()
+_Keys = tuple[Tensor, Side, Tensor, Tensor | None]
+_Queries = tuple[Tensor, Side, How]
+
+
+def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
+    """Launch one side, or both with the same number of tokens; return the planes of queries."""
+    k, of_keys, q, of_queries = None, None, None, None
+    if keys is not None:
+        k = _readable(keys[0])
+        of_keys = k.shape, keys[1].form, keys[2].shape, keys[2].stride()
+    if queries is not None:
+        q = _readable(queries[0])
+        of_queries = q.shape, queries[1].form, queries[2]
+    x = k if q is None else q
+    assert x is not None
+    form = of_keys, of_queries, x.dtype, x.device
+    call = _calls.found.get(form)
+    call = call or _calls.keep(form, _prepare(keys, queries))
+    found = None
+    if keys is not None and k is not None:
+        to, (codes, at) = call.codes, keys[2:]
+        call.k.value, to.words, to.at = k.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
+        call.key_rows.batch, call.key_rows.head, call.key_rows.token, _ = k.stride()
+        call.of_keys[:], call.digits[:] = keys[1].functions, keys[1].described
+    if queries is not None and q is not None:
+        found, planes = torch.empty_like(call.like), call.planes
+        call.q.value, planes.words = q.data_ptr(), found.data_ptr()
+        call.query_rows.batch, call.query_rows.head, call.query_rows.token, _ = q.stride()
+        call.of_queries[:], call.digits[:] = queries[1].functions, queries[1].described
+        if call.words:
+            planes.tickets = address = zeroed(call.words, x.device).address
+            planes.numbers = address + 4 * TICKETS
+    (launch.run if run is None else run)(call.launches, x.device, KERNELS)
+    return found
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return x [B, H, T, D] with contiguous components, which is all that the kernel needs."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
+    x, side = keys[:2] if queries is None else queries[:2]  # pyright: ignore[reportOptionalSubscript]
+    batch, _, tokens, _ = x.shape
+    codes, planes, k, q = Codes(), Bits(), ctypes.c_void_p(), ctypes.c_void_p()
+    blocks, heads, words, like = [0, 0], [0, 0], 0, x.new_empty(0)
+    if keys is not None:
+        heads[0], blocks[0] = keys[0].shape[1], _blocks(keys[0], keys[1])
+        to = keys[2]
+        join = to.shape[3] // (keys[1].form[-1] // 32)
+        codes = Codes(None, *to.stride()[:3], None, to.shape[1] * join // blocks[0], join)
+    if queries is not None:
+        how, heads[1], blocks[1] = queries[2], x.shape[1], _blocks(x, side)
+        like = _empty_planes(x, how)
+        planes = Bits(None, None, None, how.group, how.join, like.shape[3], how.planes == 0)
+        words = TICKETS + batch * heads[1] * tokens * side.form[3] if how.group > 1 else 0
+    of_keys, of_queries = (bytearray(ctypes.sizeof(Functions)) for _ in range(2))
+    digits = bytearray(ctypes.sizeof(Digits))
+    every, (key_rows, query_rows) = batch * tokens, (Rows(), Rows())
+    # A block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
+    each = min(MOST_TOKENS, every, -(-every * sum(blocks) // _sm_count(x.device)))
+    arguments = (
+        *(k, key_rows, ctypes.c_int32(heads[0]), codes, Functions.from_buffer(of_keys)),
+        *(q, query_rows, ctypes.c_int32(heads[1]), planes, Functions.from_buffer(of_queries)),
+        *(Digits.from_buffer(digits), ctypes.c_int32(tokens), ctypes.c_int32(every), ctypes.c_int32(each)),
+    )
+    macros = ("SPARSE_BF16", _BF16[x.dtype]), ("SPARSE_NARROW", side.form[5])
+    grid = -(-every // each), sum(blocks)
+    step = make_launch("encode.cu", "hash_tokens", grid, THREADS, arguments, macros, programmatic=True)
+    return _Call(k, key_rows, codes, of_keys, q, query_rows, planes, of_queries, digits, words, like, Kept([step]))
+
+
+def _blocks(x: Tensor, side: Side) -> int:
+    """Return the number of blocks that hash a token: of heads of x or of functions, whichever are more."""
+    return max(x.shape[1], side.form[0])
+
+
+def planes_shape(x: Tensor, how: How) -> tuple[int, ...]:
+    """Return the shape of the planes of queries [B, H, T, D]: [B, H / group / join, T, P, join bits / 32]."""
+    heads, slots = x.shape[1] // (how.group * how.join), how.planes or how.group.bit_length()
+    return x.shape[0], heads, x.shape[2], slots, how.join * how.bits // 32
+
+
+def _empty_planes(x: Tensor, how: How) -> Tensor:
+    return x.new_empty(*planes_shape(x, how), dtype=torch.int32)
+
+
+def side_of(weights: Tensors, digits: Tensors) -> Side:
+    """Return the kernel arguments of contiguous weights and digits, cached for layers passed to `place`."""
+    known = sides.get(id(weights[0]))
+    # Comparing lists compares identities first, so no tensor contents are compared here.
+    return known if known and known.weights == weights and known.digits == digits else describe(weights, digits)
+
+
+_HOW = "int bits, int group, int planes, int join"
+operator(
+    "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at) -> ()",
+    lambda *_: None,
+    cuda=hash_keys,
+)
+operator(
+    f"hash_queries(Tensor x, Tensor[] weights, Tensor[] digits, {_HOW}) -> Tensor",
+    lambda x, weights, digits, *how: _empty_planes(x, How(*how)),
+    cuda=lambda x, weights, digits, *how: hash_queries(x, weights, digits, How(*how)),
+)
+operator(
+    "hash_step(Tensor k, Tensor[] key_weights, Tensor q, Tensor[] query_weights, Tensor[] digits, "
+    f"Tensor(a!) codes, {_HOW}) -> Tensor",
+    lambda k, of_keys, q, of_queries, digits, codes, *how: _empty_planes(q, How(*how)),
+    cuda=lambda k, of_k, q, of_q, digits, codes, *how: hash_step(k, of_k, q, of_q, digits, codes, How(*how)),
+)

@@ -1,0 +1,153 @@
+"""The remainder's means on CUDA (`sparse_decode.sums`): one launch of kernels/moments.cu a step, which also adds tokens."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from hashcore.cuda import launch
+from hashcore.cuda.kept import Table
+from hashcore.cuda.kernels import Kept, make_launch
+from torch import Tensor
+
+from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, macros, operator
+from sparse_decode.inputs import require
+from sparse_decode.sums import FOLD, Sums
+
+THREADS = 256
+
+
+def defined(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+    """Return the macros that moments.cu is compiled with."""
+    return (*macros(dim, value_dim, dtype), ("SPARSE_FOLD", str(FOLD)))
+
+
+class Token(ctypes.Structure):
+    """Token of kernels/moments.cu, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k", "v")),
+        *((f"{name}_{step}", ctypes.c_int64) for name in ("key", "value") for step in ("batch", "head", "token")),
+        *((name, ctypes.c_void_p) for name in ("q", "slopes")),
+        *((name, ctypes.c_int32) for name in ("kv_heads", "group", "tokens", "summed")),
+    )
+
+
+class Bounds(ctypes.Structure):
+    """Bounds of kernels/moments.cu: addresses."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("interval", "starts", "summed"))
+
+
+class State(ctypes.Structure):
+    """State of kernels/moments.cu: addresses."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "spread", "levels", "scales"))
+
+
+class Results(ctypes.Structure):
+    """Results of kernels/moments.cu: addresses."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("mean_keys", "rest"))
+
+
+def add_token(
+    q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, sums: Sums, interval: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the means of the last token's row (eq. 16); every `FOLD` tokens, also add these to the sums.
+
+    Args:
+        q: its queries, [B, Hq, D]; slopes: float32 [Hq], times the factor on the logits; k [B, Hkv, N, D] and v
+            [B, Hkv, N, Dv], bfloat16 or float16 like q, with contiguous components.
+        sums: cover all tokens but the last few; interval: what rows see, int64 [B, 2]; None: all N tokens.
+    Returns: mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]. If the sums are not of the
+        visible tokens of a row but the last few, both are NaN, and so are sums that are written then: the host could
+        only recompute them after waiting for the device.
+    """
+    if sums.summed is not None:
+        return OPERATORS.add_token(q, slopes, k, v, *sums.tensors, 0, interval)
+    *state, n = *sums.tensors, k.shape[2]
+    found = OPERATORS.add_token(q, slopes, k, v, *state, sums.starts, None, sums.length, interval)
+    if n == sums.length + FOLD:
+        sums.length = n
+    return found
+
+
+def launch_sums(
+    q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, spread: Tensor, levels: Tensor,
+    scales: Tensor, starts: Tensor | None, summed: Tensor | None, covered: int, interval: Tensor | None,
+    run: Run | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch the kernel: the operator `add_token` on CUDA."""
+    results = empty_means(q, slopes, k, v, keys)
+    if not len(q):
+        return results
+    q, device = q.contiguous(), q.device
+    interval = None if interval is None else interval.contiguous()
+    form = q.shape, q.dtype, device, k.shape, k.stride(), v.shape, v.stride()
+    call = _calls.found.get(form) or _renewed(form, q, k, v)
+    token, bounds, state, to = call.token, call.bounds, call.state, call.results
+    token.k, token.v, token.q, token.slopes = k.data_ptr(), v.data_ptr(), q.data_ptr(), slopes.data_ptr()
+    token.summed = covered
+    bounds.interval, bounds.starts, bounds.summed = _at(interval), _at(starts), _at(summed)
+    given = keys, values, spread, levels, scales
+    state.keys, state.values, state.spread, state.levels, state.scales = (x.data_ptr() for x in given)
+    to.mean_keys, to.rest = (x.data_ptr() for x in results)
+    (launch.run if run is None else run)(call.launches, device, KERNELS)
+    return results
+
+
+class _Call(NamedTuple):
+    """A prepared launch for one set of shapes and strides; each call only sets the addresses in its arguments."""
+
+    token: Token
+    bounds: Bounds
+    state: State
+    results: Results
+    launches: Kept
+
+    def resize(self, n: int, keys: Sequence[int], values: Sequence[int]) -> bool:
+        """Set the number of tokens and the strides, which do not change the grid; return True."""
+        token = self.token
+        token.tokens = n
+        token.key_batch, token.key_head, token.key_token = keys[:3]
+        token.value_batch, token.value_head, token.value_token = values[:3]
+        return True
+
+
+_calls: Table[_Call] = Table()
+
+
+def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> _Call:
+    """Return the launch for a form: that of the previous length, updated, or a new one."""
+    (batch, heads, n, dim), value_dim, strides = k.shape, v.shape[3], (form[4], form[6])
+    kind, group = (*form[:3], batch, heads, dim, value_dim), q.shape[1] // heads
+    require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
+
+    def make() -> _Call:
+        arguments = Token(kv_heads=heads, group=group), Bounds(), State(), Results()
+        named = defined(dim, value_dim, q.dtype)
+        made = make_launch("moments.cu", "add_token", (batch * heads, 1), THREADS, arguments, named, programmatic=True)
+        call = _Call(*arguments, Kept([made]))
+        call.resize(n, *strides)
+        return call
+
+    return _calls.renew(form, kind, n, lambda made: made.resize(n, *strides), make)
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def empty_means(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, keys: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    """Return tensors for mean keys [B, Hkv, D] and values [B, Hq, Dv]; also the operator's fake implementation."""
+    return (q.new_empty(*keys.shape, dtype=torch.float32), q.new_empty(*q.shape[:2], v.shape[-1], dtype=torch.float32))
+
+
+_HELD = ", ".join(f"Tensor({mark}!) {name}" for mark, (name, _) in zip("abcde", State._fields_, strict=True))
+operator(
+    f"add_token(Tensor q, Tensor slopes, Tensor k, Tensor v, {_HELD}, Tensor? starts, Tensor(f!)? summed, "
+    "SymInt covered, Tensor? interval) -> (Tensor, Tensor)",
+    empty_means,
+    cuda=launch_sums,
+)

@@ -1,0 +1,154 @@
+"""Dense calls of an attached model: decode steps on the CPU with our own kernel, all others as the model does them.
+
+The model's own attention is for other devices, prompts, training, dropout, returned weights, biases and windows.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
+
+from sparse_decode.cpu.dense import attend_all
+from sparse_decode.inputs import KINDS
+from sparse_decode.intervals import is_interval, visible
+from sparse_decode.model import FLASH, NAMES
+
+Output = tuple[Tensor, Tensor | None]
+"""Of an attention function: [B, Q, Hq, D], and the attention weights [B, Hq, Q, N] or None."""
+
+QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
+"""Keyword arguments that attention functions get and ignore."""
+MASKED = "masked_key_indices"
+"""Attribute by which AdaKV presses mask keys per head. Read from the module's `__dict__`: torch's own lookup of what a
+module does not have takes as long as an operator."""
+EAGER = "eager", NAMES["eager"]
+"""Names of attention that replace the model's eager attention, and its own name."""
+MOST_ROWS = 16
+"""A call with a non-empty cache and at most this many query rows is a decode step; more are part of a prompt."""
+
+
+def own_from() -> dict[torch.dtype, int]:
+    """Return the number of tokens from which our kernel attends, by type; below it, torch's own takes less time.
+
+    Where the CPU multiplies matrices of 16-bit numbers itself (AMX, or AVX-512 for float16), torch is faster for
+    longer. Measured on an Intel Xeon with AMX and an AMD EPYC without (docs/log.md).
+    """
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return {
+        torch.float32: 256,
+        torch.bfloat16: 8192 if able.get("amx_bf16") else 256,
+        torch.float16: 32768 if able.get("avx512_fp16") else 256,
+    }
+
+
+OWN_FROM = own_from()
+"""The same, of this machine: a table, because compiled graphs cannot contain a cached function."""
+
+
+def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
+    """Attend with one row per sequence that sees all tokens, with torch's attention: [B, 1, Hq, Dv].
+
+    Does the same as transformers' function in this case, without its checks.
+    """
+    shared = query.shape[1] != key.shape[1]
+    if shared and not key.shape[3] == value.shape[3] <= 256:
+        query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+        shared = False
+    out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=shared)
+    return out.reshape(out.shape[0], 1, -1, value.shape[3])
+
+
+def attend_densely(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, set_to: str | None = None, **kwargs: Any,
+) -> Output:  # fmt: skip
+    """Attend to all visible tokens: long decode steps on the CPU with our kernel, all other calls as the model does.
+
+    Args: those of `interface.attention`; set_to: the attention that the module's config names, if known: reading it
+        there takes six calls.
+    """
+    name = set_to or module.config._attn_implementation
+    alone = mask is None and query.shape[2] == 1
+    if key.shape[2] < OWN_FROM.get(key.dtype, 256):
+        if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
+            return attend_by_torch(query, key, value, dropout, scaling), None
+    elif _is_step(query, key, value, mask) and not _asks_for_more(module, dropout, kwargs):
+        factor, softcap, sinks = scaling, kwargs.get("softcap"), kwargs.get("s_aux")
+        factor = float(query.shape[3] ** -0.5 if factor is None else factor)
+        if name in EAGER or (softcap is None and sinks is None):  # torch's own attention supports neither
+            interval = None if mask is None else mask[:, 0]
+            return attend_all(query, key, value, factor, interval, softcap=softcap, sinks=sinks), None
+    given = as_mask(mask, query, key, name)
+    return dense_attention(module)(module, query, key, value, given, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def as_mask(mask: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tensor | None:
+    """Return a mask as the model's own attention takes it: intervals become bool, eager attention's numbers or, for flash
+    attention, bool [B, N]."""
+    rows, n = query.shape[2], key.shape[2]
+    if mask is None and name in EAGER and rows == 1:
+        return query.new_zeros(1, 1, 1, n)  # some eager attention functions add a mask unconditionally
+    if mask is None and 1 < rows < n and name == NAMES["sdpa"]:  # torch would align the first row with the first token
+        return torch.ones(rows, n, dtype=torch.bool, device=query.device).tril(n - rows)[None, None]
+    if mask is None and name in EAGER:
+        shown = torch.ones(rows, n, dtype=torch.bool, device=query.device).tril(n - rows)[None, None]
+    elif not is_interval(mask):
+        return mask
+    elif name == NAMES[FLASH]:
+        assert mask is not None
+        return torch.arange(n, device=mask.device) >= mask[:, 0, -1, :1]
+    else:
+        assert mask is not None
+        shown = visible(mask[:, 0], n)
+    if name not in EAGER:
+        return shown
+    return torch.zeros(shown.shape, dtype=query.dtype, device=query.device).masked_fill(~shown, torch.finfo(query.dtype).min)
+
+
+def _is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether these are the tensors of a decode step, with a mask, dtypes and strides that the kernel supports."""
+    rows, n = query.shape[2], key.shape[2]
+    if torch.compiler.is_compiling() or not 0 < rows <= MOST_ROWS or (rows > 1 and rows >= n) or not query.shape[0]:
+        return False
+    if mask is not None and not is_interval(mask):
+        return False
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+        return False
+    if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
+        return False
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return False
+    alike = query.dtype in KINDS and query.dtype == key.dtype == value.dtype and query.shape[1] % key.shape[1] == 0
+    return alike and key.stride(3) == 1 and value.stride(3) == 1
+
+
+def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
+    """Whether a call needs a feature that the kernel lacks: dropout, biases, keys masked per head, returned weights."""
+    if dropout or module.training or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+        return True
+    if module.__dict__.get(MASKED) is not None or kwargs.get("output_attentions"):
+        return True
+    recorded = _active_collector.get()
+    return bool(recorded) and any("attentions" in name for name in recorded)
+
+
+def dense_attention(module: Any) -> Callable[..., Output]:
+    """Return the attention function that the model uses when not attached."""
+    if module.config._attn_implementation == NAMES[FLASH]:
+        return _by_flash
+    if module.config._attn_implementation in EAGER:
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def _by_flash(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Output:
+    """Attend as a model with flash attention does; mask: bool [B, N] or None."""
+    own, own_config = copy.copy(module), copy.copy(module.config)
+    own.config, own_config._attn_implementation_internal = own_config, FLASH  # by this name it finds the library
+    return ALL_ATTENTION_FUNCTIONS[FLASH](own, q, k, v, mask, **options)

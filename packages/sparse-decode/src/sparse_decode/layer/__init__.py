@@ -1,1 +1,0 @@
-"""One sparse layer of an attached model: plain decode steps, and every other call."""

@@ -1,1 +1,0 @@
-"""Decode steps over keys, values and codes in pages, as serving engines store them."""

@@ -1,0 +1,356 @@
+"""One step of one sparse layer, the only way through: hash, select, sum, attend.
+
+    q [B, Hq, Q, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], an interval [start, end) for each row -> out [B, Q, Hq, Dv]
+
+1. Hash: the queries to planes, the new keys to codes (eq. 1 to 5).
+2. Select: the `budget` best of the interval, without its sink and recent tokens, which are always read (eq. 6 and 7).
+3. Sum: what the remainder needs of all visible tokens (eq. 16).
+4. Attend: softmax over what was read, and the remainder as one more token (eq. 8 and 15).
+
+On the CPU one kernel does all of this for a row a sequence, and 4 for others. On CUDA each is an operator, which a
+graph can contain, and nothing waits: counts, intervals and sums stay on the device.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from hashcore.cuda.launch import lane
+from hashcore.torch_ops import OPERATORS as SEARCH
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparse_decode.budget import LayerBudget, Tally
+from sparse_decode.caches.cache import Compiled
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.compiled import register
+from sparse_decode.cpu.step import CpuStep, Given
+from sparse_decode.cuda.gather import OPERATORS
+from sparse_decode.cuda.sums import add_token
+from sparse_decode.inputs import Inputs
+from sparse_decode.intervals import Memo, Numbers, Seen, causal, intervals_of, seen_on_device
+from sparse_decode.modes import in_graph, readable
+from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
+from sparse_decode.sums import FOLD, Coefficients, Sums, means_of_rows
+
+ROWS_AT_ONCE = 64
+"""Rows of a sequence that are processed together; each block's remainder starts from sums over all tokens before it."""
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """Which query rows may be sparse."""
+
+    start: int | None
+    """Rows from this position of their sequence on are sparse; None: the rows of decode steps are, calls of one row
+    with a non-empty cache."""
+
+    def first_sparse(self, rows: int, n: int) -> int:
+        """Return the first of `rows` rows that can be sparse in a call that ends at token `n`; `rows` for none."""
+        if self.start is not None:
+            return max(0, min(rows, self.start + rows - n))
+        return 0 if rows == 1 < n else rows
+
+    @property
+    def all_below(self) -> int:
+        """A row with this many visible tokens or fewer is not sparse; only visible ones count, so that a padded sequence
+        turns sparse at the same position as without padding."""
+        return self.start or 0
+
+
+class SparseLayer:
+    """One sparse layer of one attachment.
+
+    Attributes:
+        own: the selector, if it computes attention itself.
+        tally: numbers of tokens selected and visible. shared: those that all layers of this budget have in common.
+        remainder: coefficients of the remainder; None: none is added. encoder: hashes the layer's keys.
+        number: by which compiled graphs refer to this layer; placeholder: see `compiled.attend_step`.
+    """
+
+    def __init__(
+        self, layer: int, selector: Selector, budget: LayerBudget, rule: RowRule, remainder: Tensor | None = None,
+        memo: Memo | None = None, shared: Tally | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
+        self.layer: int = layer
+        self.selector: Selector = selector
+        self.budget: LayerBudget = budget
+        self.rule: RowRule = rule
+        self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
+        self._sink, self._recent = (0, 0) if self.own else (budget.sink, budget.recent)
+        self._memo, self._numbers = memo or Memo(), Numbers()
+        self.remainder: Coefficients | None = None if remainder is None else Coefficients(remainder)
+        self.tally: Tally = Tally(device)
+        self.shared: Tally = shared or Tally()
+        self.number: int = register(self)
+        self.placeholder: Tensor = torch.zeros(1, device=device)
+        self._cpu = CpuStep(layer, selector, self._sink, self._recent)
+        hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
+        if isinstance(selector, HashSelector):
+            hashed += partial(selector.write_codes, layer), partial(selector.traceable, layer)
+        self.encoder: Encoder = Encoder(*hashed)
+
+    def counts(self) -> tuple[int, int]:
+        """Return the tokens selected and visible so far, summed over sparse rows and query heads."""
+        (selected, visible), (more, seen) = self.tally.totals(), self.shared.totals()
+        return selected + more, visible + seen
+
+    def all_dense(self, n: int) -> bool:
+        """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
+        return n < cast(int, self.budget.dense_below)
+
+    def count_dense(self, batch: int, heads: int, n: int) -> None:
+        """Count a step over `n` tokens that was dense because of `dense_below`."""
+        if n > self.rule.all_below:
+            self.tally.add(batch * heads * n, batch * heads * n)
+
+    def count_dense_rows(self, q: Tensor, interval: Tensor | None, n: int) -> None:
+        """The same for rows of q [B, Hq, Q, D] with intervals, or the last of n tokens."""
+        interval = causal(len(q), q.shape[2], n, q.device) if interval is None else interval.expand(len(q), -1, -1)
+        visible = interval[..., 1] - interval[..., 0]
+        seen = int((visible * (visible > self.rule.all_below)).sum()) * q.shape[1]
+        self.tally.add(seen, seen)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, mask: Tensor | None, length: Tensor | None,
+        sinks: Tensor | None, state: list[Tensor], scaling: float, softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        """Run a step of a compiled graph: what `compiled.attend_step` calls, with its arguments."""
+        n = k.shape[2] if length is None else int(length)
+        x = Inputs(q, k[:, :, :n], v[:, :, :n], scaling, softcap, sinks)
+        if codes is None and self.selector.needs_codes:
+            codes = self.encoder(x.k)
+        return self.step(x, intervals_of(mask, q.shape[2], n), Compiled(None if codes is None else codes[:, :, :n], state))
+
+    def step(self, x: Inputs, interval: Tensor | None, held: Any) -> Tensor:
+        """Attend in all rows of a call; rows that the rule does not make sparse read all visible tokens.
+
+        Args: interval: int64 [B, Q, 2] as `intervals_of` returns it; held: the cache layer of k and v, or an `Uncached`.
+        """
+        rows, n = x.q.shape[2], x.k.shape[2]
+        if rows == 1:
+            return self._on_cpu(x, interval, held, None) if readable(x.q) else self._on_device(x, interval, held)
+        interval = causal(len(x.q), rows, n, x.q.device) if interval is None else interval.expand(len(x.q), -1, -1)
+        whole, pieces = interval[:, -1:, 1] - interval[:, -1:, 0], list[Tensor]()
+        for first in range(0, rows, ROWS_AT_ONCE):
+            last = min(first + ROWS_AT_ONCE, rows)
+            end = n - rows + last
+            block = x._replace(q=x.q[:, :, first:last], k=x.k[:, :, :end], v=x.v[:, :, :end])
+            given = block, interval[:, first:last], held
+            pieces.append(self._on_cpu(*given, whole) if readable(x.q) else self._on_device(*given))
+        return torch.cat(pieces, 1)
+
+    # ---- On the CPU --------------------------------------------------------------------------------------------------
+
+    def _on_cpu(self, x: Inputs, interval: Tensor | None, held: Any, whole: Tensor | None) -> Tensor:
+        """Attend in a block of rows; whole: tokens that the last row of a sequence sees, for budgets of its length."""
+        q, n = x.q, x.k.shape[2]
+        spans, reads, starts = self._spans(q, interval, n, whole)
+        if self.own is not None:
+            return self._by_itself(x, causal(len(q), 1, n, q.device) if interval is None else interval, reads, held)
+        left_out = sums = None
+        if self.remainder is not None:
+            left_out, sums = self.remainder.on(q.device, x.scaling), self._sums_of(x, spans, starts, held)
+        found = self._cpu.run(x, spans, reads, held, left_out)
+        if found is None:
+            indices = self.selector.select(self._rows(x, interval, spans, reads, held))
+            means = None
+            if left_out is not None and q.shape[2] > 1:
+                first = int(spans[0, 2]) - 1
+                before = cast(Sums, sums).advance(x.k, x.v, starts, first, q.device)
+                means = means_of_rows(before, q, left_out[1], x.k, x.v, starts, first, first + q.shape[2])
+            found = self._cpu.run(x, spans, None, held, left_out, Given(indices, means))
+        out, used = cast("tuple[Tensor, NDArray[np.int64]]", found)
+        if sums is not None and (end := int(spans[-1, 2])) >= sums.length + FOLD:
+            sums.advance(x.k, x.v, starts, end, q.device)
+        self._count(spans, used.reshape(len(spans), -1), q.shape[1])
+        if held.on_host:
+            held.cross(int(used.sum()))
+        return out
+
+    def _spans(
+        self, q: Tensor, interval: Tensor | None, n: int, whole: Tensor | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Tensor | None]:
+        """Return what rows see and read: `CpuStep.run`'s spans and reads; and the sequences' starts, None if all 0."""
+        batch, recent = len(q), self._recent
+        if interval is None:
+            reads = self.budget.count_heads(n) if n > self.rule.all_below else [n]
+            tail = 0 if min(reads) >= n else max(0, n - recent)
+            return np.array([[0, tail, n]] * batch, np.int64), np.array([reads], np.int64), None
+        seen = interval.expand(batch, -1, -1).reshape(-1, 2).tolist()
+        lengths = [None] * len(seen) if whole is None else whole.expand(batch, q.shape[2]).flatten().tolist()
+        spans, counts = [], []
+        for (start, end), length in zip(seen, lengths, strict=True):
+            size = end - start
+            reads = self.budget.count_heads(size, length) if size > self.rule.all_below else [size]
+            spans.append((start, start if min(reads) >= size else max(start, end - recent), end))
+            counts.append(reads)
+        sets = max(map(len, counts), default=1)
+        counts = [reads if len(reads) == sets else reads * sets for reads in counts]
+        starts = None if not any(start for start, _ in seen) else interval.expand(batch, -1, -1)[:, 0, 0]
+        return np.array(spans, np.int64).reshape(-1, 3), np.array(counts, np.int64).reshape(-1, sets), starts
+
+    def _sums_of(self, x: Inputs, spans: NDArray[np.int64], starts: Tensor | None, held: Any) -> Sums:
+        """Return sums that cover all tokens before the rows of a block but the last few."""
+        sums, rows = cast(Sums, held.sums), x.q.shape[2]
+        ends = spans[:, 2].reshape(len(x.q), rows)
+        if (ends != ends[0, 0] + np.arange(rows)).any():
+            raise ValueError(
+                "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
+                "attach with remainder=False"
+            )
+        n = int(ends[0, 0])
+        if rows == 1 and not sums.covers(n, len(x.q), starts, x.q.device):
+            sums.advance(x.k, x.v, starts, n - 1, x.q.device)
+        return sums
+
+    def _rows(
+        self, x: Inputs, interval: Tensor | None, spans: NDArray[np.int64], reads: NDArray[np.int64], held: Any
+    ) -> Rows:
+        """Return the input of the selector for a block of rows."""
+        (batch, _, rows, _), end = x.q.shape, int(spans[:, 2].max(initial=0))
+        always = self._sink + self._recent
+        counts = torch.from_numpy(np.maximum(reads - always, 0)).expand(len(spans), -1)
+        counts = counts.unflatten(0, (batch, rows)).transpose(1, 2)  # [B, H or 1, Q]
+        counts = counts[:, 0] if counts.shape[1] == 1 else counts
+        dense = torch.from_numpy(spans[:, 1] <= spans[:, 0]).view(batch, -1)  # these rows read all they see
+        counts = counts.masked_fill(dense if counts.ndim == 2 else dense[:, None], 0)
+        codes = self._codes(x.k, held)
+        codes = None if codes is None else codes[:, :, :end]
+        how = {"softcap": x.softcap, "sinks": x.sinks, "sink": self._sink, "recent": self._recent}
+        return Rows(self.layer, x.q, x.k[:, :, :end], codes, interval, counts, x.scaling, **how)
+
+    def _codes(self, k: Tensor, held: Any) -> Tensor | None:
+        """Return the codes of the cached keys k [B, Hkv, N, D]: from the cache, or hashed now if there is none."""
+        if not self.selector.needs_codes:
+            return None
+        codes: Tensor = held.codes
+        if codes.shape[2] < k.shape[2]:
+            raise ValueError(
+                f"the cache must carry a code for each of its {k.shape[2]} keys, got {codes.shape[2]}; change its keys "
+                "only through its methods"
+            )
+        return codes
+
+    def _by_itself(self, x: Inputs, interval: Tensor, reads: NDArray[np.int64], held: Any) -> Tensor:
+        """Attend by a selector that does so itself."""
+        (batch, hq, rows, _), own = x.q.shape, cast(AttendingSelector, self.own)
+        counts = torch.from_numpy(reads).expand(batch * rows, -1)[:, 0].view(batch, rows).to(x.q.device)
+        end = int(interval[..., 1].max())
+        codes = self._codes(x.k, held)
+        given = Rows(
+            self.layer, x.q, x.k[:, :, :end], None if codes is None else codes[:, :, :end], interval, counts,
+            x.scaling, x.softcap, x.sinks,
+        )  # fmt: skip
+        indices = own.select(given)
+        found = (indices >= 0).sum((1, 3)) * (hq // indices.shape[1])
+        visible = interval[..., 1] - interval[..., 0]
+        sparse = visible > self.rule.all_below
+        self.tally.add(int((found * sparse).sum()), int((visible * sparse).sum()) * hq)
+        return own.attend(given, x.v[:, :, :end], indices)
+
+    def _count(self, spans: NDArray[np.int64], used: NDArray[np.int64], heads: int) -> None:
+        """Add to the tally: used: tokens that each row and set has read, [R, sets]."""
+        visible = spans[:, 2] - spans[:, 0]
+        sparse = visible > self.rule.all_below
+        read = int(used[sparse].sum()) * (heads // max(1, used.shape[1]))
+        self.tally.add(read, int(visible[sparse].sum()) * heads)
+
+    # ---- On a device -------------------------------------------------------------------------------------------------
+
+    def _on_device(self, x: Inputs, interval: Tensor | None, held: Any) -> Tensor:
+        """Attend in a block of rows, without waiting for the device if it is one row a sequence."""
+        q, k, v, scaling, softcap, sinks = x
+        (batch, hq, rows, _), n = q.shape, k.shape[2]
+        if self.own is not None:
+            interval = causal(batch, rows, n, q.device) if interval is None else interval.expand(batch, -1, -1)
+            reads = self.budget.count(interval[..., 1] - interval[..., 0], interval[:, -1:, 1])
+            return self._by_itself(x, interval, reads.reshape(-1, 1).cpu().numpy(), held)
+        seen = None if interval is None and rows == 1 else self._seen(interval, x)
+        indices, rest = self._select(x, seen, held), cast("tuple[Tensor | None, ...]", (None,) * 4)
+        if self.remainder is not None:
+            coefficients, slopes = self.remainder.on(q.device, scaling)
+            rest = coefficients, *self._means(x, slopes, seen, held), None if seen is None else seen.visible
+        if seen is None:
+            reads = self.budget.count_heads(n)
+            self.tally.add(batch * hq * sum(reads) // len(reads), batch * hq * n)
+            ends = self._sink, self._recent, None
+        elif rows == 1:
+            ends = 0, 0, seen.always[:, 0]
+        else:  # the kernel reads such tokens once for all rows of a sequence
+            always = seen.always[:, None].expand(-1, indices.shape[1], -1, -1)
+            indices, ends = torch.cat([always, indices], -1), (0, 0, None)
+        if held.on_host:
+            held.cross(indices[..., 0].numel() * (indices.shape[-1] + self._sink + self._recent))  # at most
+        return OPERATORS.gather(q, k, v, indices, scaling, softcap, sinks, *rest, *ends, None)
+
+    def _select(self, x: Inputs, seen: Seen | None, held: Any) -> Tensor:
+        """Select tokens besides those that are always read: int64 [B, H, Q, K], -1 in unused slots."""
+        q, k, n, always = x.q, x.k, x.k.shape[2], self._sink + self._recent
+        width = max(0, max(self.budget.most(n), min(n, self.rule.all_below)) - always)
+        known = [max(0, each - always) for each in self.budget.count_heads(n)]
+        counts = seen.counts if seen is not None else self._numbers.of(known, q) if len(known) > 1 else None
+        if not isinstance(self.selector, HashSelector):
+            counts = self._numbers.of(known, q) if counts is None else counts
+            counts = counts[:, 0] if counts.shape[1] == 1 else counts
+            interval = None if seen is None else seen.interval
+            how = {"softcap": x.softcap, "sinks": x.sinks, "sink": self._sink, "recent": self._recent}
+            rows = Rows(self.layer, q, k, self._codes(k, held), interval, counts, x.scaling, **how)
+            found = self.selector.select(rows)
+            first, last = (0, n) if seen is None else (seen.starts[..., None], seen.ends[..., None])
+            return found.masked_fill((found < first + self._sink) | (found >= last - self._recent), -1)
+        codes, planes, weights = self._encoded(x, held)
+        bounds = (None, None) if seen is None else (seen.ends, seen.starts)
+        how = *bounds, n, 0, self._sink, self._recent, False, None
+        width = max(known) if seen is None else width
+        return SEARCH.search(planes, codes[:, :, None, :n], width, counts, weights, *how)[1]
+
+    def _encoded(self, x: Inputs, held: Any) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """Hash the queries, and the new keys if they are not yet; return codes, planes and the planes' weights."""
+        q, k, n, selector = x.q, x.k, x.k.shape[2], cast(HashSelector, self.selector)
+        if q.shape[2] == 1 and not torch.compiler.is_compiling():
+            room, missing = held.room_for_code()
+            if missing is not None:
+                found = selector.encode_step(self.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
+                if found is not None:
+                    missing.length += 1
+                    return room, *found
+        return cast(Tensor, self._codes(k, held)), *selector.encode_queries(self.layer, q)
+
+    def _means(self, x: Inputs, slopes: Tensor, seen: Seen | None, held: Any) -> tuple[Tensor, Tensor]:
+        """Return mean keys [B, Hkv, Q, D] and values [B, Hq, Q, Dv] of the remainder, and update the sums."""
+        (q, k, v), n, rows, sums = x[:3], x.k.shape[2], x.q.shape[2], cast(Sums, held.sums)
+        starts = None if seen is None else seen.interval[:, 0, 0]
+        if rows > 1:
+            before = sums.advance(k, v, starts, n - rows, q.device)
+            return means_of_rows(before, q, slopes, k, v, starts, n - rows, n)
+        if sums.summed is None:  # else they were brought here by the prompt, and the device knows how far they are
+            few = sums.length < n <= sums.length + FOLD and sums.ready and sums.is_for(len(k), q.device)
+            if not few:
+                sums.advance(k, v, starts, n - 1, q.device)
+        mean_keys, rest = add_token(q[:, :, 0], slopes, k, v, sums, None if seen is None else seen.interval[:, 0])
+        return mean_keys[:, :, None], rest[:, :, None]
+
+    def _seen(self, interval: Tensor | None, x: Inputs) -> Seen:
+        """Return what rows see, and count it; once in a step for all layers of a budget."""
+        (batch, hq, rows, _), n, device = x.q.shape, x.k.shape[2], x.q.device
+        own = causal(batch, rows, n, device) if interval is None else interval
+
+        def find() -> tuple[Seen, Tensor]:
+            return seen_on_device(own.expand(batch, -1, -1).contiguous(), self.budget, self.rule.all_below)
+
+        if interval is None or torch.compiler.is_compiling():
+            seen, totals = find()
+            self.tally.add_step(totals, hq // seen.counts.shape[1])
+            return seen
+
+        def once() -> Seen:
+            seen, totals = find()
+            self.shared.add_step(totals, hq // seen.counts.shape[1])
+            return seen
+
+        # What was computed outside of a capture, or in another one, is not computed again when this one is replayed.
+        capture = lane(device) if in_graph(device) else ()
+        return self._memo.of(interval, self.layer, (self.budget, self.rule, batch, hq, n, device, capture), once)

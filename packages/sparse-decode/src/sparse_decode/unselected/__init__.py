@@ -1,1 +1,0 @@
-"""The remainder: unselected tokens, added back from running sums."""
