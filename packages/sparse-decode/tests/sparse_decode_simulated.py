@@ -7,7 +7,7 @@ import pytest
 import torch
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 from hostsim import Simulator, compiler, guarded
-from sparse_decode.attention import gather
+from sparse_decode.cuda import gather
 
 if compiler() is None and os.environ.get("CI") != "true":
     pytest.skip("g++ is needed to run the kernels on the CPU", allow_module_level=True)

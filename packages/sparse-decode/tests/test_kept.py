@@ -11,7 +11,7 @@ import torch
 from hashcore.cuda import operands, tensor_search, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode.attention import gather
+from sparse_decode.cuda import gather
 from sparse_decode.hashing import encode_cuda, encode_weights
 from sparse_decode.unselected import remainder
 from sparse_decode.unselected.sums import FOLD, Rounded

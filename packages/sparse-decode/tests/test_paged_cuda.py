@@ -13,7 +13,7 @@ from hashcore import torch_library
 from hashcore.cuda.source import read_source
 from hashtrain import Hasher, HasherConfig
 from hostsim import SimulationError, Simulator
-from sparse_decode.attention import gather
+from sparse_decode.cuda import gather
 from sparse_decode.budget import LayerBudget
 from sparse_decode.pages import paged_cuda
 from sparse_decode.pages.paged import PagedLayer, Pages

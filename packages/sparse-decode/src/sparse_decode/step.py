@@ -189,14 +189,15 @@ class SparseLayer:
             counts.append(reads)
         sets = max(map(len, counts), default=1)
         counts = [reads if len(reads) == sets else reads * sets for reads in counts]
-        starts = None if not any(start for start, _ in seen) else interval.expand(batch, -1, -1)[:, 0, 0]
+        starts = None if not any(start for start, _ in seen) else interval.expand(batch, -1, -1)[:, -1, 0]
         return np.array(spans, np.int64).reshape(-1, 3), np.array(counts, np.int64).reshape(-1, sets), starts
 
     def _sums_of(self, x: Inputs, spans: NDArray[np.int64], starts: Tensor | None, held: Any) -> Sums:
         """Return sums that cover all tokens before the rows of a block but the last few."""
         sums, rows = cast(Sums, held.sums), x.q.shape[2]
-        ends = spans[:, 2].reshape(len(x.q), rows)
-        if (ends != ends[0, 0] + np.arange(rows)).any():
+        begins, ends = (spans[:, i].reshape(len(x.q), rows) for i in (0, 2))
+        others = (begins != begins[:, -1:]) & (begins < ends)  # rows of padding see nothing
+        if others.any() or (ends != ends[0, 0] + np.arange(rows)).any():
             raise ValueError(
                 "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
                 "attach with remainder=False"
@@ -322,7 +323,7 @@ class SparseLayer:
     def _means(self, x: Inputs, slopes: Tensor, seen: Seen | None, held: Any) -> tuple[Tensor, Tensor]:
         """Return mean keys [B, Hkv, Q, D] and values [B, Hq, Q, Dv] of the remainder, and update the sums."""
         (q, k, v), n, rows, sums = x[:3], x.k.shape[2], x.q.shape[2], cast(Sums, held.sums)
-        starts = None if seen is None else seen.interval[:, 0, 0]
+        starts = None if seen is None else seen.interval[:, -1, 0]
         if rows > 1:
             before = sums.advance(k, v, starts, n - rows, q.device)
             return means_of_rows(before, q, slopes, k, v, starts, n - rows, n)

@@ -110,21 +110,25 @@ class Sums:
     def static(cls, k: Tensor, v: Tensor) -> "Sums":
         """Allocate sums of zero tokens for a static cache of keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]."""
         made, zeros = cls(), k.new_zeros(max(1, len(k)), k.shape[1], dtype=torch.int64)
-        made.summed = zeros
-        made._put(Moments.none(k, v, k.device), zeros[:, 0].clone(), 0)
+        made._put(Moments.none(k, v, k.device), zeros[: len(k), 0].clone(), 0)
+        made.summed, made.ready = zeros, False
         return made
 
     def forget(self) -> None:
         """Discard the sums; the next call recomputes them."""
         self.length: int = 0
         """Tokens summed so far, padding included."""
-        self.starts: Tensor | None = None
         self.ready: bool = False
         """Whether a step on a device may use the sums without a look at them."""
-        if self.summed is None:
-            self.keys = self.values = self.spread = self.levels = self.scales = None
-        else:
+        if self.summed is not None:
             self.summed.zero_()
+            return
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.spread: Tensor | None = None
+        self.levels: Tensor | None = None
+        self.scales: Tensor | None = None
+        self.starts: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -156,7 +160,7 @@ class Sums:
             old = self.keys, self.values, self.spread, self.levels, self.scales
             if self.summed is None or self.keys is None or self.keys.shape != sums.keys.shape:
                 self.keys, self.values, self.spread, self.levels, self.scales = (x.clone() for x in new)
-                self.starts = starts
+                self.starts = None if starts is None else starts.clone(memory_format=torch.contiguous_format)
             else:  # a compiled or captured step knows these tensors
                 for room, found in zip(old, new, strict=True):
                     room.copy_(found)  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,0 +1,69 @@
+"""Intervals in place of masks: what rows see is what transformers' masks show."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_sdpa, visible
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
+
+
+def padding(lengths, n):
+    return torch.arange(n) >= n - torch.tensor(lengths)[:, None]
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=3), st.integers(1, 12), st.integers(0, 5), st.booleans())
+def test_the_tokens_are_those_of_torchs_mask(lengths, rows, room, static):
+    """Left-padded batches, chunks behind a cache, and rooms of static caches that are not full."""
+    n = 12
+    seen = padding(lengths, n)
+    shown = torch.cat([seen, torch.zeros(len(lengths), room, dtype=torch.bool)], 1)
+    offset = torch.tensor(n - rows) if static else n - rows
+    how = {"batch_size": len(lengths), "q_length": rows, "kv_length": n + room, "q_offset": offset, "device": "cpu"}
+    ours = mask_of_sdpa(attention_mask=shown, **how)
+    expected = sdpa_mask(attention_mask=shown, allow_is_causal_skip=False, **how)
+    if ours is None:
+        assert seen.all()
+        assert not static
+        return
+    assert is_interval(ours)
+    assert ours.shape == (len(lengths), 1, rows, 2)
+    assert torch.equal(visible(ours[:, 0], n + room), expected)
+    assert torch.equal(intervals_of(expected, rows, n + room)[..., 1], ours[:, 0, :, 1].where(expected.any(-1)[:, 0], 0))
+
+
+@pytest.mark.parametrize("hidden", [[0, 3], [11], [4, 5]])
+def test_holes_stay_a_mask_and_are_refused_in_steps(hidden):
+    """Padding on the right, too: the prompt is dense as before, and the first step says what is wrong."""
+    shown = torch.ones(1, 12, dtype=torch.bool)
+    shown[0, hidden] = False
+    how = {"batch_size": 1, "kv_length": 12, "device": "cpu", "attention_mask": shown}
+    prompt = mask_of_sdpa(q_length=12, q_offset=0, **how)
+    assert torch.equal(prompt, sdpa_mask(q_length=12, q_offset=0, **how))
+    step = mask_of_sdpa(q_length=1, q_offset=11, **how)
+    if hidden == [11]:
+        assert intervals_of(step, 1, 12).tolist() == [[[0, 11]]]
+        return
+    with pytest.raises(ValueError, match="must see consecutive tokens for sparse attention, got one with holes"):
+        intervals_of(step, 1, 12)
+
+
+def test_windows_stay_masks():
+    how = {"batch_size": 1, "q_length": 6, "kv_length": 6, "device": "cpu", "allow_is_causal_skip": False}
+    how["mask_function"] = sliding_window_causal_mask_function(3)
+    assert torch.equal(mask_of_sdpa(**how), sdpa_mask(**how))
+    assert mask_of_eager(dtype=torch.float32, **how).dtype == torch.float32
+
+
+def test_masks_that_attention_cannot_use_are_refused():
+    shown = torch.ones(1, 1, 3, 8, dtype=torch.bool)
+    numbers = torch.zeros(1, 1, 3, 8).masked_fill(~shown.tril(5), torch.finfo(torch.float32).min)
+    assert torch.equal(intervals_of(numbers, 3, 8), intervals_of(shown.tril(5), 3, 8))
+    with pytest.raises(ValueError, match="must hide or show tokens, got one with biases"):
+        intervals_of(numbers + 0.5, 3, 8)
+    with pytest.raises(ValueError, match="must be shared by all heads"):
+        intervals_of(shown.expand(1, 2, 3, 8), 3, 8)
+    for narrow in (shown[..., :7], torch.tensor([[[[0, 9]] * 3]])):
+        with pytest.raises(ValueError, match="must be for 3 rows and 8 keys"):
+            intervals_of(narrow, 3, 8)
+    assert torch.equal(intervals_of(shown[:, :, :1], 3, 8), torch.tensor([0, 8]).expand(1, 3, 2))
