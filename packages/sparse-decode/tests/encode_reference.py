@@ -3,8 +3,8 @@
 import hashcore.reference
 import numpy as np
 from hashcore.quantiser import group_weights
-from sparse_decode.hashing.encode_cuda import THREADS, planes_shape
-from sparse_decode.hashing.encode_weights import NAMES
+from sparse_decode.cuda.encode import THREADS, planes_shape
+from sparse_decode.cuda.encode_weights import NAMES
 
 F32 = np.float32
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)

@@ -19,7 +19,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from sparse_decode import attach
 from sparse_decode.budget import LayerBudget
-from sparse_decode.hashing.hashers import QueryHeadHasher
+from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.select import HashSelector
 from sparse_decode.unselected.remainder import RunningMoments
 from sparse_decode.unselected.static_moments import StaticMoments

@@ -8,9 +8,9 @@ from hashcore.cpu import threads
 from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
 from sparse_decode import attend, attend_reference
 from sparse_decode.attention import softmax
-from sparse_decode.attention.attend_inputs import LeftOut
+from sparse_decode.inputs import LeftOut
 from sparse_decode.attention.attend_kernels import TILE
-from sparse_decode.attention.lanes import LANES
+from sparse_decode.cpu.lanes import LANES
 from sparse_decode_doubles import as_sets, masked_attention
 
 # Parts of kernels cannot be called from Python.

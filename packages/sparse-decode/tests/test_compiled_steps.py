@@ -5,8 +5,8 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches.opaque import attend_step
-from sparse_decode.layer.blocks import RowRule
+from sparse_decode.compiled import attend_step
+from sparse_decode.step import RowRule
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.select import HashSelector, RecentSelector
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache

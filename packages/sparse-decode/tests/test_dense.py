@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attach, interface
 from sparse_decode.attention import bfloat_lanes, dense
-from sparse_decode.attention.dense import attend_all
+from sparse_decode.cpu.dense import attend_all
 from sparse_decode.budget import LayerBudget
 from sparse_decode.layer import dense_step
 from sparse_decode_doubles import QUICK, UNUSUAL, SignHasher, prompts, slow_but, tiny_model
@@ -337,6 +337,6 @@ def test_a_visible_key_that_is_not_a_number_gives_nan_and_not_a_row_without_toke
 def test_the_instruction_is_used_where_numba_compiles_for_it():
     """numba's cache tells kernels apart by the processor and its features; the choice must follow the same."""
     assert bfloat_lanes.supported() == bool(getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"))
-    code = "from sparse_decode.attention.bfloat_lanes import supported; assert not supported()"
+    code = "from sparse_decode.cpu.bfloat_lanes import supported; assert not supported()"
     plain = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     subprocess.run([sys.executable, "-c", code], env=plain, check=True)

@@ -7,8 +7,8 @@ from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_decode.hashing.encode import MAX_TOKENS, CpuEncoder, supports
-from sparse_decode.hashing.hashers import PerHead, QueryHeadHasher
+from sparse_decode.cpu.encode import MAX_TOKENS, CpuEncoder, supports
+from sparse_decode.hashers import PerHead, QueryHeadHasher
 
 SHAPES = [(4, 2, 16, 32), (7, 1, 64, 128), (6, 2, 13, 64), (3, 3, 20, 96)]
 """Query heads, KV heads, head size, bits."""

@@ -30,7 +30,7 @@ from hashcore.cuda.program import require_compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach, budget, positions
 from sparse_decode.budget import LayerBudget
-from sparse_decode.hashing.hashers import QueryHeadHasher
+from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.layer import plan as layer_plan
 from sparse_decode.layer.blocks import AttentionArgs, RowRule
 from sparse_decode.layer.plan import LayerPlan

@@ -11,8 +11,8 @@ from hostsim import SimulationError, Simulator, check_slack, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode.cuda import gather
-from sparse_decode.attention.attend import attend
-from sparse_decode.attention.attend_inputs import LeftOut
+from sparse_decode.attend import attend
+from sparse_decode.inputs import LeftOut
 from sparse_decode.positions import around
 from sparse_decode_simulated import device, inside
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparse_decode.attention.attend import attend
+from sparse_decode.attend import attend
 
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
 pytestmark = [

@@ -10,7 +10,7 @@ from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.layer import blocks
-from sparse_decode.layer.blocks import RowRule
+from sparse_decode.step import RowRule
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.model import NAMES
 from sparse_decode.unselected.remainder import RunningMoments

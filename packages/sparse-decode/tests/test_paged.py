@@ -5,9 +5,9 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode.budget import LayerBudget
-from sparse_decode.hashing.hashers import QueryHeadHasher
+from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.layer.plan import AttentionArgs, LayerPlan, RowRule
-from sparse_decode.pages.paged import PagedLayer, Pages, Step, tail_bytes
+from sparse_decode.pages import PagedLayer, Pages, Step, tail_bytes
 from sparse_decode.select import HashSelector
 
 HQ, HKV, DIM, BITS = 4, 2, 64, 128

@@ -16,8 +16,8 @@ from hostsim import SimulationError, Simulator
 from sparse_decode.cuda import gather
 from sparse_decode.budget import LayerBudget
 from sparse_decode.pages import paged_cuda
-from sparse_decode.pages.paged import PagedLayer, Pages
-from sparse_decode.pages.paged_cuda import DeviceStep
+from sparse_decode.pages import PagedLayer, Pages
+from sparse_decode.cuda.pages import DeviceStep
 from sparse_decode.select import HashSelector
 from sparse_decode_simulated import device, inside, steps
 from test_paged import DIM, HKV, HQ, SHAPE, Batch, selector

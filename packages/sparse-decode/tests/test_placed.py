@@ -6,7 +6,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
-from sparse_decode.hashing.encode_cuda import PlacedHasher
+from sparse_decode.cuda.encode import PlacedHasher
 from sparse_decode_doubles import Auditor, generate, prompts, tiny_model
 from transformers import AutoModelForCausalLM
 
