@@ -210,6 +210,17 @@ def _audited(layer, original, auditor, x, interval, held):
     return out
 
 
+def as_sets(indices, n):
+    """Turn index lists [..., K] into bool sets [..., n]; asserts ascending, no repeats, -1 only at the end."""
+    dead = indices < 0
+    assert not (dead[..., :-1] & ~dead[..., 1:]).any()
+    steps = indices[..., 1:] - indices[..., :-1]
+    assert (steps[~dead[..., 1:]] > 0).all()
+    counts = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.int64)
+    counts.scatter_add_(-1, indices.masked_fill(dead, n), torch.ones_like(indices))
+    return counts[..., :n] > 0
+
+
 def masked_attention(q, k, v, selected, scaling, softcap=None, sinks=None):
     """Dense attention over all tokens, restricted to `selected` [B, H, Q, N] by a mask: [B, Q, Hq, Dv]."""
     group = q.shape[1] // k.shape[1]
