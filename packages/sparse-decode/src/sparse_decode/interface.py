@@ -242,11 +242,6 @@ class _Given:
         if first == rows:
             self._learn()
             return self._densely()
-        if self.mask is not None and self.mask.dim() == 2:  # flash attention's, of a prompt
-            raise ValueError(
-                "flash attention's mask of padding is only for dense rows; load the model with "
-                'attn_implementation="sdpa"'
-            )
         device = self.query.device
         if autocasts(device):  # cast as torch's own attention does
             host = isinstance(held, HostLayer)  # its keys and values keep their dtype
