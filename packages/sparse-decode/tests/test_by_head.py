@@ -10,15 +10,15 @@ from hashtrain import ModelShape
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, attach
-from sparse_decode.inputs import Inputs
 from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.costs import step_bytes
 from sparse_decode.cuda import encode as encode_cuda
+from sparse_decode.cuda.pages import DeviceStep
+from sparse_decode.inputs import Inputs
 from sparse_decode.layer.blocks import AttentionArgs, RowRule
 from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.pages import PagedLayer
-from sparse_decode.cuda.pages import DeviceStep
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from test_fused import make_hasher, tensors
 from test_paged import DIM, HKV, HQ, Batch, selector

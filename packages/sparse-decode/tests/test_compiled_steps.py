@@ -6,8 +6,8 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach
 from sparse_decode.budget import LayerBudget
 from sparse_decode.compiled import attend_step
-from sparse_decode.step import RowRule, SparseLayer
 from sparse_decode.select import HashSelector, RecentSelector
+from sparse_decode.step import RowRule, SparseLayer
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 CONFIG = LlamaConfig(

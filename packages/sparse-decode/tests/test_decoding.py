@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from sparse_decode import Budget, OracleSelector, RecentSelector, attach
+from sparse_decode import Budget, OracleSelector, RecentSelector, attach, sums
 from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.offload import HostLayer
-from sparse_decode import sums
 from sparse_decode_doubles import (
     Auditor,
     Calibrated,

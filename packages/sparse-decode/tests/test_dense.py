@@ -11,11 +11,11 @@ from hashcore.cpu import threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attach, interface
+from sparse_decode import dense as dense_step
+from sparse_decode.budget import LayerBudget
 from sparse_decode.cpu import bfloat_lanes, dense
 from sparse_decode.cpu.dense import attend_all
-from sparse_decode.budget import LayerBudget
 from sparse_decode.intervals import causal, visible
-from sparse_decode import dense as dense_step
 from sparse_decode_doubles import QUICK, UNUSUAL, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -12,7 +12,8 @@ import torch
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
 from hostsim import check_slack
-from sparse_decode.cuda import encode as encode_cuda, encode_weights
+from sparse_decode.cuda import encode as encode_cuda
+from sparse_decode.cuda import encode_weights
 from sparse_decode_simulated import device, inside
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sparse_decode import Budget, attach
-from sparse_decode.attach import attach_rows
 from sparse_decode.model import FLASH
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 

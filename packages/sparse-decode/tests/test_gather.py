@@ -10,8 +10,8 @@ from hashcore.cuda.source import read_source
 from hostsim import SimulationError, Simulator, check_slack, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode.cuda import gather
 from sparse_decode.attend import attend
+from sparse_decode.cuda import gather
 from sparse_decode.inputs import LeftOut
 from sparse_decode.positions import around
 from sparse_decode_simulated import device, inside

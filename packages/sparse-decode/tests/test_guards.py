@@ -7,8 +7,8 @@ import torch
 from sparse_decode import Budget, attach
 from sparse_decode.attach import attach_rows
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.step import RowRule, SparseLayer
 from sparse_decode.model import NAMES
+from sparse_decode.step import RowRule, SparseLayer
 from sparse_decode_doubles import VOCABULARY, Auditor, Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AttentionMaskInterface, DynamicCache, StaticCache
 

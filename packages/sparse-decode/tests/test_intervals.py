@@ -29,7 +29,9 @@ def test_the_tokens_are_those_of_torchs_mask(lengths, rows, room, static):
     assert is_interval(ours)
     assert ours.shape == (len(lengths), 1, rows, 2)
     assert torch.equal(visible(ours[:, 0], n + room), expected)
-    assert torch.equal(intervals_of(expected, rows, n + room)[..., 1], ours[:, 0, :, 1].where(expected.any(-1)[:, 0], 0))
+    assert torch.equal(
+        intervals_of(expected, rows, n + room)[..., 1], ours[:, 0, :, 1].where(expected.any(-1)[:, 0], 0)
+    )
 
 
 @pytest.mark.parametrize("hidden", [[0, 3], [11], [4, 5]])

@@ -11,10 +11,10 @@ import torch
 from hashcore.cuda import operands, tensor_search, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode.cuda import gather
-from sparse_decode.cuda import encode as encode_cuda, encode_weights
-from sparse_decode.unselected import remainder
+from sparse_decode.cuda import encode as encode_cuda
+from sparse_decode.cuda import encode_weights, gather
 from sparse_decode.sums import FOLD, Rounded
+from sparse_decode.unselected import remainder
 
 TABLES = encode_cuda._calls, gather._calls, remainder._calls, tensor_search._searches
 HALF, OTHER = torch.bfloat16, torch.float16

@@ -13,11 +13,10 @@ from hashcore import torch_library
 from hashcore.cuda.source import read_source
 from hashtrain import Hasher, HasherConfig
 from hostsim import SimulationError, Simulator
-from sparse_decode.cuda import gather
 from sparse_decode.budget import LayerBudget
-from sparse_decode.pages import paged_cuda
-from sparse_decode.pages import PagedLayer, Pages
+from sparse_decode.cuda import gather
 from sparse_decode.cuda.pages import DeviceStep
+from sparse_decode.pages import PagedLayer, Pages, paged_cuda
 from sparse_decode.select import HashSelector
 from sparse_decode_simulated import device, inside, steps
 from test_paged import DIM, HKV, HQ, SHAPE, Batch, selector

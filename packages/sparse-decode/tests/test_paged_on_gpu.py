@@ -3,9 +3,8 @@
 import pytest
 import torch
 from sparse_decode.budget import LayerBudget
-from sparse_decode.pages import paged_cuda
-from sparse_decode.pages import PagedLayer, Pages
 from sparse_decode.cuda.pages import DeviceStep
+from sparse_decode.pages import PagedLayer, Pages, paged_cuda
 from test_paged import DIM, Batch, selector
 
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")

@@ -8,6 +8,7 @@ from sparse_decode import Budget, attach
 from sparse_decode.attach import attach_rows
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 
+
 def test_the_remainder_changes_attention_and_can_be_left_out():
     model = tiny_model()
     ids, _ = prompts((40,))

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference
+from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference, step
 from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
-from sparse_decode import step
 from sparse_decode_doubles import (
     TOLERANCE,
     UNUSUAL,
