@@ -1,19 +1,17 @@
 """The host simulator finds errors: in modified copies of our kernels, and in small wrong kernels."""
 
-import os
+import functools
 
 import numpy as np
 import pytest
 from hashcore import reference
 from hashcore.cuda import kernels, layout
-from hashcore.cuda.layout import RowMap, Selection, Window, Workspace
+from hashcore.cuda.layout import RowMap
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
-from hostsim import SimulationError, Simulator, check_slack, compiler, guarded
+from hashcore_samples import random_codes
+from hostsim import SimulationError, Simulator, check_slack, guarded
 
-if compiler() is None and os.environ.get("CI") != "true":
-    pytest.skip("g++ is needed to run kernels on the CPU", allow_module_level=True)
-
-SELECT = ["count_32", "select_32_32"]
+simulated = pytest.importorskip("simulated", reason="needs torch and g++")
 
 
 def mutant(name: str, original: str, changed: str, exports: list[str], macros=None) -> Simulator:
@@ -23,52 +21,44 @@ def mutant(name: str, original: str, changed: str, exports: list[str], macros=No
     return Simulator(text.replace(original, changed), exports, macros)
 
 
-def topk_with(simulator: Simulator, scores: np.ndarray, k: int, order: int) -> np.ndarray:
-    rows, n = scores.shape
-    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, 3)
-    inside, scratch = guarded(scores), guarded(np.zeros(plan.words, np.int32))
-    values, indices = guarded(np.zeros((rows, k), np.int32), 4), guarded(np.zeros((rows, k), np.int32), 4)
-    output = kernels.Output(values.ctypes.data, indices.ctypes.data, 32)
-    window, selection = Window(None, None, 1, 1, n, 0, 0, 0, n), Selection(None, 1, k, k)
-    for launch in kernels.topk(inside.ctypes.data, n, rows, window, selection, output, scratch.ctypes.data, plan):
-        simulator.launch(launch.kernel, launch.grid, (launch.threads,), launch.arguments, order=order)
-    return indices
+def search_differs(monkeypatch, original: str, changed: str) -> bool:
+    """Whether a search finds other keys, or fails, with one place of a kernel changed."""
 
+    def read(folder, name):
+        text = read_source(folder, name)
+        return text.replace(original, changed) if name == "choose.cu" else text
 
-def topk_differs(simulator: Simulator, orders=(0, 1, 7)) -> bool:
-    scores = np.random.default_rng(0).integers(0, 40, (3, 4800)).astype(np.int32)
-    expected = reference.topk(scores, 333)[1]
-    for order in orders:
+    assert read_source(HASHCORE_KERNELS, "choose.cu").count(original) == 1
+    monkeypatch.setattr(simulated, "read_source", read)
+    monkeypatch.setattr(simulated, "simulator", functools.cache(simulated.simulator.__wrapped__))
+    rng = np.random.default_rng(0)
+    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 4800, 4) & 0x11
+    for order in simulated.ORDERS:
         try:
-            if not np.array_equal(topk_with(simulator, scores, 333, order), expected):
-                return True
-        except SimulationError:
+            simulated.assert_finds(simulated.Device(order), query, keys, 333, (1, 2, 4))
+        except (AssertionError, SimulationError):
             return True
     return False
 
 
-def test_the_kernels_as_they_are_select_right():
-    assert not topk_differs(Simulator(read_source(HASHCORE_KERNELS, "select.cu"), SELECT))
+def test_the_kernels_as_they_are_select_right(monkeypatch):
+    assert not search_differs(monkeypatch, "(earlier < threshold.quota ?", "(earlier < threshold.quota ?")
 
 
-# A barrier each: before the sums of the warps are read, after the counts were cleared, after they were counted.
-BARRIERS = [
+# Barriers: before the sums of the warps are read, after the threshold's digit is found; and a wrong rule for ties.
+CHANGES = [
     (
         "if (lane == 31) warp_sums[warp] = inclusive;\n  __syncthreads();",
         "if (lane == 31) warp_sums[warp] = inclusive;",
     ),
-    ("counts[bin] = 0;\n  __syncthreads();", "counts[bin] = 0;"),
-    ("u32* totals, u32* table) {\n  __syncthreads();", "u32* totals, u32* table) {"),
+    ("above_before, before};\n  __syncthreads();", "above_before, before};"),
+    ("equal && earlier < threshold.quota", "equal && earlier <= threshold.quota"),
 ]
 
 
-@pytest.mark.parametrize(("original", "changed"), BARRIERS)
-def test_a_missing_barrier_is_caught(original, changed):
-    assert topk_differs(mutant("select.cu", original, changed, SELECT))
-
-
-def test_a_wrong_tie_rule_is_caught():
-    assert topk_differs(mutant("select.cu", "same && equal < quota", "same && equal <= quota", SELECT))
+@pytest.mark.parametrize(("original", "changed"), CHANGES)
+def test_a_change_of_a_kernel_is_caught(monkeypatch, original, changed):
+    assert search_differs(monkeypatch, original, changed)
 
 
 def pack_with(simulator: Simulator, words: int) -> None:

@@ -279,11 +279,6 @@ def test_rows_that_share_bounds_need_no_copies(rng, kinds):
     assert (found[0].data_ptr(), found[1]) == (bound.data_ptr(), 3)
     device, ranges = simulated.Device(), {"lengths": lengths, "starts": starts}
     assert_finds(device, query, keys, counts, (1, 2), **ranges)
-    scores = reference.score(query, keys, (1, 2))
-    values, indices = empty(2, 3, 40), empty(2, 3, 40)
-    bounds = operands.Bounds(inside(lengths), inside(starts))
-    tensors.topk(inside(scores), inside(counts), bounds, values, indices, device)
-    assert_selects(values, indices, scores, counts, **ranges)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
@@ -346,7 +341,6 @@ def test_more_than_the_kernels_can_count_is_refused():
         lambda: tensor_search.search(one, keys, 1, (1,), operands.Bounds(), *out, run=launched),
         lambda: tensors.score(one, keys, (1,), scores, launched),
         lambda: tensors.score(one, keys, None, scores[:, None], launched),
-        lambda: tensors.topk(scores, 1, operands.Bounds(), *out, run=launched),
     ):
         with pytest.raises(ValueError, match=words):
             call()
@@ -368,21 +362,21 @@ def test_more_than_the_kernels_can_count_is_refused():
 @given(
     st.integers(1, 3),
     st.sampled_from(LENGTHS),
-    st.sampled_from([1, 60, 5000, 2**31 - 1]),
+    st.sampled_from([1, 60, 5000, 2**31]),
     st.sampled_from(["int32", "int16", "uint8"]),
-    orders(),
     st.integers(0, 99),
 )
-def test_topk_equals_the_reference(rows, n, spread, dtype, device, seed):
+def test_topk_equals_the_reference(rows, n, spread, dtype, seed):
     rng = np.random.default_rng(seed)
     kind = np.iinfo(dtype)
     scores = rng.integers(max(-spread, kind.min), min(spread, kind.max) + 1, (rows, n)).astype(dtype)
+    scores[0, -1] = kind.min
     k = rng.integers(0, n + 1, rows).astype(np.int32)
     lengths, starts = rng.integers(0, n + 1, rows).astype(np.int32), rng.integers(0, n // 3 + 1, rows).astype(np.int32)
     width = max(1, int(k.max()))
-    values, indices = empty(rows, width), empty(rows, width, dtype=np.int64)
+    values, indices = empty(rows, width, dtype=dtype), empty(rows, width, dtype=np.int64)
     bounds = operands.Bounds(torch.from_numpy(lengths), torch.from_numpy(starts), 2, 1)
-    tensors.topk(inside(scores), torch.from_numpy(k), bounds, values, indices, device)
+    tensors.topk(inside(scores), torch.from_numpy(k), bounds, values, indices)
     assert_selects(values, indices, scores.astype(np.int32), k, lengths=lengths, starts=starts, sink=2, recent=1)
 
 

@@ -187,10 +187,7 @@ def _planes_on_cuda(w: torch.Tensor, planes: int, check: bool, codes: torch.Tens
 
 def _topk_on_cuda(x: torch.Tensor, count: int, k: torch.Tensor | None, *more: Any) -> None:
     *limits, scores, indices = more
-    values = scores if scores.dtype == torch.int32 else torch.empty_like(scores, dtype=torch.int32)
-    tensors.topk(x, count if k is None else k, _bounds(*limits), values, indices)
-    if values is not scores:
-        scores.copy_(values)
+    tensors.topk(x, count if k is None else k, _bounds(*limits), scores, indices)
 
 
 def _search_on_cuda(query: Any, keys: Any, count: int, k: Any, weights: Any, *more: Any) -> None:

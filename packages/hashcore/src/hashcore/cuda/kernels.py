@@ -4,17 +4,15 @@ Everything here works on addresses, so the same launches run on a device (cuda.l
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import Groups, Pages, RowMap, SearchSpace, Selection, Space, Window, Workspace
+from hashcore.cuda.layout import Groups, Pages, RowMap, SearchSpace, Selection, Space, Window
 
 PACK_THREADS = 256
 PLANES_THREADS = 128
-GEMM_THREADS = 128
-GEMM_TILE = (16, 256)  # queries, keys
 MAX_GRID_Y = 65_535
 
 
@@ -105,24 +103,6 @@ def score_all(
     return make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, score_macros(words, weights, tensor))
 
 
-def score_pairs(
-    query: int, keys: int, scores: int, batch: int, queries: int, n: int, words: int, map: RowMap
-) -> Launch:
-    """Score every key against every query of its batch entry."""
-    tiles = -(-queries // GEMM_TILE[0]) * -(-n // GEMM_TILE[1])
-    arguments = (_address(query), _address(keys), _address(scores), map, _int(batch), _int(queries), _int(n))
-    macros = [("HASHCORE_WORDS", str(words))]
-    return make_launch("gemm.cu", "score_pairs", (tiles, min(batch, MAX_GRID_Y)), GEMM_THREADS, arguments, macros)
-
-
-class Output(NamedTuple):
-    """Addresses of a selection's results: int32 scores, and indices of 32 or 64 bits; Selection.width slots per row."""
-
-    scores: int
-    indices: int
-    index_bits: int
-
-
 class Search(NamedTuple):
     """The arguments that the launches of a search share; each call sets their values."""
 
@@ -174,34 +154,3 @@ def search(
         name, grid = f"select_{index_bits}", (count * group, plan.splits)
         launches.append(make_launch("choose.cu", name, grid, layout.THREADS, given, paged, True))
     return Search(query, keys, values, indices, window, selection, space, Kept(launches), pages or Pages())
-
-
-def topk(
-    scores: int,
-    stride: int,
-    rows: int,
-    window: Window,
-    selection: Selection,
-    output: Output,
-    space: int,
-    workspace: Workspace,
-) -> Iterator[Launch]:
-    """Yield the four launches of a selection from int32 scores.
-
-    The address is aligned to 16 bytes; stride, the distance of rows, is a multiple of VECTOR. Three launches count
-    digits of the scores that share the threshold's higher digits; the last one selects.
-    """
-    levels, totals, table = layout.INT32_LEVELS, _address(space), _address(space + 4 * workspace.table)
-    for first in range(0, rows, workspace.rows):
-        grid = (min(workspace.rows, rows - first), workspace.splits)
-        at = _address(scores + 4 * stride * first)
-        shared = (window, selection, levels, _long(stride), _int(first))
-        for level in range(levels.count):
-            arguments = (at, totals, table, *shared, _int(level))
-            yield make_launch("select.cu", "count_32", grid, layout.THREADS, arguments)
-        arguments = (
-            *(at, totals, table, _address(space + 4 * workspace.tickets)),
-            *(_address(output.scores), _address(output.indices), *shared),
-        )
-        name = f"select_32_{output.index_bits}"
-        yield make_launch("select.cu", name, grid, layout.THREADS, arguments, programmatic=True)
