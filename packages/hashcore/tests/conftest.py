@@ -20,15 +20,11 @@ def rng() -> np.random.Generator:
 def on_device(monkeypatch):
     """Sends every call with a tensor down the CUDA path, with the host simulator as the device."""
     device = pytest.importorskip("simulated", reason="g++ is needed").Device()
-    from hashcore import torch_library, torch_ops
+    from hashcore import torch_ops
 
-    operators = SimpleNamespace()
-    for name in torch_library.SCHEMAS:
-        plain = name.removesuffix("_out")
-        write = torch_library.CUDA[plain]
-        call = write if name != plain else torch_library._functional(torch_library.RESULTS[name], write)
-        setattr(operators, name, call)
-    monkeypatch.setattr(torch_ops, "OPERATORS", operators)
+    made = {name: torch_ops.on_cuda(name) for name in torch_ops.OPERATIONS}
+    written = {f"{name}_out": operation.cuda for name, operation in torch_ops.OPERATIONS.items()}
+    monkeypatch.setattr(torch_ops, "OPERATORS", SimpleNamespace(**made, **written))
     monkeypatch.setattr("hashcore.cuda.launch.run", device)
     monkeypatch.setattr("hashcore.arguments.for_torch", lambda arguments: any(map(has_tensor, arguments)))
     return device

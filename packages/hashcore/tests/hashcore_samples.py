@@ -29,7 +29,7 @@ def on_threads(workers: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(cpu.threads, "count", return_value=workers))
-        for name in ("plan_score", "plan_search", "plan_ragged_search"):
+        for name in ("plan_score", "plan_search"):
             stack.enter_context(mock.patch.object(cpu, name, getattr(cpu, name).__wrapped__))
         yield
 
@@ -54,14 +54,18 @@ def operator_samples(device: str):
         return tuple(torch.zeros(*shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
 
     query, keys, weights, x = codes(2, 1, 3, 4), codes(1, 3, 33, 4), [1, 2, 4], torch.randn(3, 64, device=device)
+    levels = torch.zeros(3, 40, dtype=torch.int8, device=device)
     k, bound = torch.tensor([[3, 0, 9], [1, 1, 1]], device=device), torch.tensor([[33], [20]], device=device)
     scores, ranges = codes(2, 33) % 99, (None, None, 33, 0, 1, 2)  # lengths, starts, length, start, sink, recent
     return {
         "pack": (x,),
         "pack_out": (x, codes(3, 2)),
         "quantise": (x[:, :40], 3, True),
+        "quantise_out": (x[:, :40], 3, False, levels, x.new_zeros(3, 1)),
         "planes": (x, 3, False),
+        "planes_out": (x, 3, False, codes(3, 3, 2)),
         "group_planes": (codes(2, 7, 4),),
+        "group_planes_out": (codes(2, 7, 4), codes(2, 3, 4)),
         "score": (query, keys, weights),
         "score_out": (query[0, 0], keys[0, 0], None, codes(3, 33)),
         "topk": (scores, 5, None, *ranges),

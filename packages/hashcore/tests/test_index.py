@@ -103,11 +103,11 @@ def test_a_batch_equals_its_queries_alone(data, seed, rerank):
 
 
 def test_a_long_rerank_in_blocks_equals_one_in_one_go(monkeypatch):
-    from hashcore.index import retrieve
+    from hashcore.index import encoder
 
     index, queries = BitIndex.from_vectors(vectors_of(0, 90, 32), keep="float16"), vectors_of(1, 7, 32)
     whole = index.search(queries, 5, rerank=4)
-    monkeypatch.setattr(retrieve, "GATHERED", 1)
+    monkeypatch.setattr(encoder, "GATHERED", 1)
     assert_same(index.search(queries, 5, rerank=4), whole)
 
 

@@ -52,7 +52,7 @@ BUILDING = {
     "a vector far from the mean": (
         lambda: BitIndex.from_vectors(np.full((1, 32), 3e38), encoder="sign", mean=np.full(32, -3e38)),
         ValueError,
-        "small enough to be centred and rotated in float32, got an overflow in row 0; scale them",
+        "finite in float32, got NaN or infinity in row 0; remove, repair or scale it",
     ),
     "mean of none": (lambda: BitIndex.from_vectors(X[:0], centre=True), ValueError, "got none or mean= as well"),
 }
@@ -67,7 +67,7 @@ ADDING = {
     "an overflow": (
         lambda i: i.add(np.full((5, 40), 3e38, np.float32)),
         ValueError,
-        "vectors must be small enough to be centred and rotated in float32, got an overflow in row 0; scale them",
+        "vectors must be finite in float32, got NaN or infinity in row 0; remove, repair or scale it",
     ),
     "codes of nothing": (lambda i: i.add(CODES[:0, :1]), ValueError, "codes must have shape [n, 2] for this index"),
     "few ids": (lambda i: i.add(X, [7, 8]), ValueError, "one id for each of the 5 rows, got shape [2]; match them"),
@@ -94,22 +94,22 @@ SEARCHING = {
     "an overflow in a query": (
         lambda i: i.search(np.full((5, 40), 3e38, np.float32), 1),
         ValueError,
-        "queries must be small enough to be centred and rotated in float32, got an overflow in row 0; scale them",
+        "queries must be finite in float32, got NaN or infinity in row 0; remove, repair or scale it",
     ),
     "an overflow to encode": (
         lambda i: i.encode(np.full((5, 40), 3e38, np.float32)),
         ValueError,
-        "vectors must be small enough to be centred and rotated in float32, got an overflow in row 0; scale them",
+        "vectors must be finite in float32, got NaN or infinity in row 0; remove, repair or scale it",
     ),
     "rerank by NaN": (
         lambda i: i.search(X, 1, rerank=9, vectors=broken(np.nan)),
         ValueError,
-        "vectors= must be finite in float32, got NaN or infinity in row 3; remove or repair it",
+        "vectors= must be finite in float32, got NaN or infinity in row 3; remove, repair or scale it",
     ),
     "rerank by 1e300": (
         lambda i: i.search(X, 1, rerank=9, vectors=broken(1e300, float)),
         ValueError,
-        "vectors= must be finite in float32, got NaN or infinity in row 3; remove or repair it",
+        "vectors= must be finite in float32, got NaN or infinity in row 3; remove, repair or scale it",
     ),
     "an exact score beyond float32": (
         lambda i: i.search(X, 1, rerank=9, vectors=np.full((5, 40), 3e38, np.float32)),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from hashcore import BitIndex, reference
-from hashcore.index import encoder, projection
+from hashcore.index import encoder
 from hashcore_index import LAW, seeds, vectors_of
 from hashcore_samples import assert_same, on_threads
 from hypothesis import given
@@ -34,7 +34,7 @@ def test_projection_rounds_after_every_addition(data, dim, width, seed):
         expected += x[:, j, None] * matrix[j]
     for threads in (1, 3):
         with on_threads(threads):
-            np.testing.assert_array_equal(projection.project(x, matrix), expected)
+            np.testing.assert_array_equal(encoder.project(x, matrix), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4"])

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from hashcore import BitIndex, reference
-from hashcore.index import encoder, rows
+from hashcore.index import encoder
 from hashcore_index import LAW, brute_force, codes_of, same_state, seeds, sizes, vectors_of
 from hashcore_samples import assert_same
 from hypothesis import given, settings
@@ -43,11 +43,8 @@ def test_after_removal_an_index_equals_one_built_without(data, seed, alphabet):
         ids = np.sort(ids)
     gone = data.draw(st.sets(st.integers(0, n - 1)))
     index, keep = BitIndex.from_codes(codes, ids), np.delete(np.arange(n), sorted(gone))
-    waiting = data.draw(st.sampled_from([0, 3, rows.DEAD]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "DEAD", waiting)
-        for part in np.array_split(ids[sorted(gone)], 3):
-            index.remove(part)
+    for part in np.array_split(ids[sorted(gone)], 3):
+        index.remove(part)
     without = BitIndex.from_codes(codes[keep], ids[keep])
     same_state(index, without)
     assert len(index) == len(keep)
@@ -58,24 +55,22 @@ def test_after_removal_an_index_equals_one_built_without(data, seed, alphabet):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 12), min_size=1)), max_size=12), st.integers(0, 4))
-def test_any_history_equals_a_list_of_its_rows(history, waiting):
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 12), min_size=1)), max_size=12))
+def test_any_history_equals_a_list_of_its_rows(history):
     index, model = BitIndex(32, encoder="sign"), {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "DEAD", waiting)
-        for step, (adds, numbers) in enumerate(history):
-            chosen = sorted(numbers, key=lambda i: (i * 5) % 13)  # not ascending
-            if adds:
-                new = [i for i in chosen if i not in model]
-                fresh = codes_of(step, len(new), 1, 3)
-                index.add(fresh, np.array(new, np.int64))
-                model |= dict(zip(new, fresh, strict=True))
-            else:
-                old = [i for i in chosen if i in model]
-                index.remove(old)
-                for i in old:
-                    del model[i]
-            assert [i in index for i in range(13)] == [i in model for i in range(13)]
+    for step, (adds, numbers) in enumerate(history):
+        chosen = sorted(numbers, key=lambda i: (i * 5) % 13)  # not ascending
+        if adds:
+            new = [i for i in chosen if i not in model]
+            fresh = codes_of(step, len(new), 1, 3)
+            index.add(fresh, np.array(new, np.int64))
+            model |= dict(zip(new, fresh, strict=True))
+        else:
+            old = [i for i in chosen if i in model]
+            index.remove(old)
+            for i in old:
+                del model[i]
+        assert [i in index for i in range(13)] == [i in model for i in range(13)]
     assert list(index) == list(model)
     if model:
         query = codes_of(1, 1, 1)
@@ -134,9 +129,8 @@ def test_inputs_are_neither_changed_nor_held():
     np.testing.assert_allclose(index.search(copy[4], 1, rerank=9)[0], [copy[4] @ copy[4]], rtol=1e-6)
 
 
-def test_a_search_sees_every_change_whole(monkeypatch):
+def test_a_search_sees_every_change_whole():
     """While one thread adds and removes pairs of equal codes, no search sees one of a pair alone."""
-    monkeypatch.setattr(rows, "DEAD", 6)
     base, pair = codes_of(0, 200, 2), codes_of(1, 1, 2)
     index = BitIndex.from_codes(base)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_pages import shuffled_tables
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
-from hashcore import torch_ops  # noqa: E402
+import hashcore  # noqa: E402
 from hashcore.cuda import kept, operands, tensor_search  # noqa: E402
 
 torch = simulated.torch
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused(name):
     make, words = REFUSED[name]
     pool, blocks = (x.to("meta") for x in make())
     with pytest.raises((ValueError, TypeError), match=words):
-        torch_ops.search(torch.zeros(1, 4).int().to("meta"), pool, 1, blocks=blocks)
+        hashcore.search(torch.zeros(1, 4).int().to("meta"), pool, 1, blocks=blocks)
 
 
 def test_keys_that_would_have_to_be_copied_are_refused(rng):

@@ -6,13 +6,14 @@ import pytest
 from hashcore import reference
 from hashcore.arguments import Layout
 from hashcore.cpu import launch_plan, threads
+from hashcore.validation import comparison
 from hashcore_samples import assert_same, on_threads, random_codes
 
 
 def planned(n, width, rows=1, words=4, step=None, most=1):
     query = Layout(np.dtype(np.int32), (rows, 3, words), (12 * words, 4 * words, 4))
     keys = Layout(np.dtype(np.int32), (n, words), (step or 4 * words, 4))
-    return launch_plan.search(query, keys, (1, 2, 4), (rows,), width, True, None, most)
+    return launch_plan.search(comparison(query, keys, (1, 2, 4)), width, True, most)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, reference
-from hashcore.arguments import address, layout_of
+from hashcore.arguments import address
 from hashcore.cpu import launch_plan
 from hashcore_samples import assert_same, random_codes, unaligned
 from hypothesis import given, settings
@@ -57,17 +57,6 @@ CALLS = {
 }
 
 
-def test_plain_arguments_take_the_short_way(rng, monkeypatch):
-    codes, taken = random_codes(rng, 4, 2), []
-    way = cpu.search
-    monkeypatch.setattr(cpu, "search", lambda *given: (taken.append(1), way(*given))[1])
-    for weights in (None, (1, 2, 4, 8)):
-        assert_same(hashcore.search(codes, codes, 2, weights), reference.search(codes, codes, 2, weights))
-    assert not taken
-    hashcore.search(codes, codes, 2, lengths=4)
-    assert taken
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_what_equals_a_kept_call_and_is_wrong_is_refused_each_time(rng, call):
     query, keys = random_codes(rng, 2, 4), random_codes(rng, 50, 4)
@@ -99,7 +88,7 @@ def test_threads_share_a_plan(rng):
 @pytest.mark.slow
 def test_threads_may_make_room_at_once(monkeypatch):
     monkeypatch.setattr(cpu, "PLANS", 2)
-    get = cpu.kept(lambda number: launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True))
+    get = cpu.kept(lambda number: launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -117,7 +106,7 @@ def test_the_latest_plans_are_kept_and_each_is_the_one_asked_for(numbers, most):
 
     def make(number: int) -> launch_plan.Plan:
         made.append(number)
-        return launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True)
+        return launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "PLANS", most)
@@ -138,7 +127,7 @@ def test_a_plan_of_many_rows_is_not_kept():
     @cpu.kept
     def make(rows: int) -> launch_plan.Plan:
         made.append(rows)
-        return launch_plan.Plan(np.zeros(1, np.int64), np.zeros((rows, 6), np.int64), (), 0, 1, True)
+        return launch_plan.Plan(np.zeros(1, np.int64), np.zeros((rows, 6), np.int64), (), 0, 1)
 
     for rows in (cpu.ROWS, cpu.ROWS + 1, cpu.ROWS, cpu.ROWS + 1):
         make(rows)
@@ -163,13 +152,3 @@ def test_scores_of_all_sizes_are_exact(rng, weights):
         if sum(weights) < 512:
             for k in (1, 20, 199):
                 assert_same(hashcore.search(query, keys, k, weights), reference.search(query, keys, k, weights))
-
-
-def test_a_plan_does_not_depend_on_where_the_arrays_lie(rng):
-    made = [
-        launch_plan.search(layout_of(x), layout_of(x), (1,), (3,), 2, True, (2, 0, 3), 1)
-        for x in (random_codes(rng, 3, 3, 4) for _ in range(2))
-    ]
-    assert made[0].rows.tolist() == made[1].rows.tolist()
-    assert made[0].header.tolist() == made[1].header.tolist()
-    assert cpu.launch_plan is launch_plan

@@ -6,7 +6,6 @@ import pytest
 from hashcore_samples import assert_same, random_codes
 
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
-torch_ops = pytest.importorskip("hashcore.torch_ops", reason="torch is an optional extra of hashcore")
 
 # Integers, or floats that went through the same operations: tolerance 0 everywhere.
 
@@ -146,11 +145,3 @@ def test_mixing_kinds_is_refused(rng):
 def test_a_sparse_tensor_is_refused():
     with pytest.raises(ValueError, match=r"expected a strided tensor, got layout torch\.sparse_coo"):
         hashcore.pack(torch.zeros(2, 32).to_sparse())
-
-
-@pytest.mark.parametrize("name", ["query", "keys", "first"])
-@pytest.mark.parametrize("other", [3, "a", (), [1], torch.zeros(4, dtype=torch.int32), torch.tensor(3)])
-def test_what_is_no_tensor_of_codes_is_refused_by_the_functions_of_tensors_alone(name, other):
-    given = {"query": torch.zeros(1, 2, 4, dtype=torch.int32), "keys": torch.zeros(1, 9, 4, dtype=torch.int32)}
-    with pytest.raises((TypeError, ValueError), match=name):
-        torch_ops.search(**{**given, name: other}, k=1)
