@@ -261,11 +261,20 @@ def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 777, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 70}
     simulated.search(simulated.Device(), **case)
-    for made in ("search", "make_launch"):
-        monkeypatch.setattr(tensors.kernels, made, lambda *_, **__: pytest.fail("made again"))
+    monkeypatch.setattr(tensors.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
     monkeypatch.setattr(kept.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
     case["query"] = random_codes(rng, 2, 3, 4)
     assert_finds(simulated.Device(), **case)
+
+
+def test_a_cache_that_grows_needs_no_new_launches(rng, monkeypatch):
+    query, cache = torch.from_numpy(random_codes(rng, 2, 3, 4)), torch.from_numpy(random_codes(rng, 2, 900, 4))
+    forget(monkeypatch)
+    for n in (777, 778, 760, 900):
+        out = empty(2, 70), empty(2, 70)
+        tensor_search.search(query, cache[:, :n], 70, (1, 2, 4), operands.Bounds(), *out, simulated.Device())
+        assert_selects(*out, reference.score(query.numpy(), cache[:, :n].numpy(), (1, 2, 4)), 70)
+        monkeypatch.setattr(tensors.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
 
 
 @pytest.mark.parametrize("kinds", [("int32", "int32"), ("int64", "int64"), ("int64", "int32"), ("int32", "int64")])
@@ -482,8 +491,3 @@ def test_a_cache_that_is_filled_in_part_is_not_copied(rng):
     cache = torch.from_numpy(random_codes(rng, 2, 3, 64, 4))
     view = cache[:, :, :40]
     assert operands._rows(view).data_ptr() == cache.data_ptr()
-
-
-def test_scores_beyond_16_bits_are_refused():
-    with pytest.raises(ValueError, match=r"must fit 16 bits, got sum\(weights\) \* 32 \* W = 65536; use fewer planes"):
-        layout.top_score(8, (128, 128))

@@ -1,6 +1,5 @@
 """Kernel sources, macros and cubins; no GPU is needed."""
 
-import ctypes
 import itertools
 import logging
 import re
@@ -11,8 +10,6 @@ from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
 program = pytest.importorskip("hashcore.cuda.program")
-kernels = pytest.importorskip("hashcore.cuda.kernels")
-layout = pytest.importorskip("hashcore.cuda.layout")
 Program, CompileError = program.Program, program.CompileError
 
 KERNEL = '#include "own.cuh"\nextern "C" __global__ void kernel(int* out) { *out = VALUE + OWN; }\n'
@@ -114,10 +111,14 @@ def releases(source, name):
 
 def launched(group):
     """The launches of a search of 8 rows of 9,000 keys."""
-    sizes = (ctypes.c_int32 * 4)(1, 1, 1, 8)
-    rows = layout.RowMap(sizes, (ctypes.c_int64 * 4)(0, 0, 0, 12), (ctypes.c_int64 * 4)(), 4)
-    plan = layout.SearchSpace.plan(8, group, 9000, 3)
-    return kernels.search(rows, 4, (1, 2, 4), 8, group, 64, plan, True).launches
+    torch, found = pytest.importorskip("torch"), []
+    from hashcore.cuda import operands, tensor_search
+
+    query = torch.zeros(8, 3, 4, dtype=torch.int32)
+    keys = torch.zeros(1 if group > 1 else 8, 9000, 4, dtype=torch.int32)
+    out = torch.zeros(8, 5, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int64)
+    tensor_search.search(query, keys, 5, (1, 2, 4), operands.Bounds(), *out, run=lambda one, _: found.extend(one))
+    return found
 
 
 @pytest.mark.parametrize("group", [1, 8])

@@ -17,7 +17,6 @@ SAMPLE_BINS = 256
 MAX_LIST = (1 << 16) - 32  # keys of a warp: their offsets and their number have 16 bits
 BINS = 256  # high digits of a block's candidates
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
-MAX_SCORE = 0xFFFF
 MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns, but a group is never divided
 
 
@@ -36,6 +35,10 @@ class RowMap(ctypes.Structure):
 
 class Weights(ctypes.Structure):
     _fields_ = (("of", _int * 8),)
+
+    @classmethod
+    def holding(cls, weights: Sequence[int]) -> Self:
+        return cls((_int * 8)(*weights))
 
 
 class Codes(ctypes.Structure):
@@ -97,19 +100,6 @@ def require_rows(rows: int) -> None:
     """Raise ValueError for more rows than the kernels can number in 32 bits."""
     if rows >= 1 << 31:
         raise ValueError(f"on CUDA a call may have fewer than {1 << 31} rows, got {rows}; split the queries")
-
-
-def top_score(words: int, weights: Sequence[int]) -> int:
-    """Return the highest score of a search.
-
-    Raises: ValueError if it needs more than 16 bits.
-    """
-    top = 32 * words * sum(weights)
-    if top > MAX_SCORE:
-        raise ValueError(
-            f"the scores of a search must fit 16 bits, got sum(weights) * 32 * W = {top}; use fewer planes or words"
-        )
-    return top
 
 
 def sample_shift(top: int) -> int:

@@ -24,6 +24,7 @@ PACKED = QUANTISED | {
     **{torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"},
 }
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+MAX_GRID_Y = 65_535
 NO_ENTRY = -(1 << 63)  # below every entry of a selection
 SIMULATED_SMS = 3  # SMs of the simulated device; small, so that tests cover several chunks and turns
 SIMULATED_TENSOR = True  # a test sets it to False, for the counter that other devices use
@@ -77,9 +78,11 @@ def score(
         query, keys, weights = query.unsqueeze(-2), keys.unsqueeze(-3), (1,)
     lead = out.shape[:-1]
     at = supported(query, keys, lead)
-    addresses = at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr()
-    tensor = counts_bits(out.device)
-    _run(run, [kernels.score_all(*addresses, math.prod(lead), n, words, weights, at.map, tensor)], out.device)
+    addresses = (c_void_p(x.data_ptr()) for x in (at.query, at.keys, out))
+    arguments = *addresses, at.map, layout.Weights.holding(weights), c_int32(n)
+    grid = math.prod(lead), min(-(-n // layout.TILE), MAX_GRID_Y)
+    macros = kernels.score_macros(words, weights, counts_bits(out.device))
+    _run(run, [kernels.make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, macros)], out.device)
 
 
 def topk(
