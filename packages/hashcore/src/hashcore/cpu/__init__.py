@@ -111,24 +111,15 @@ def score(
     made = plan_score(*(Layout(x.dtype, x.shape, x.strides) for x in (query, keys)), weights, threads.most())
     if out is not None:
         validation.output("out", out, made.shape, [np.int32], [query, keys])
-    return run_score(made, arguments.address(query), arguments.address(keys), out)
-
-
-def run_score(made: Plan, query: int, keys: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-    """Run a plan on the addresses of its arrays; out has the plan's shape and any strides."""
-    rows = made.rows
-    if out is None:
-        out = np.empty(made.shape, np.int32)
-    if not all(made.shape):
-        return out
-    if not out.flags.c_contiguous:
-        if not arguments.are_plain(out):
-            out[...] = run_score(made, query, keys)
-            return out
-        rows = rows.copy()
-        rows[:, launch_plan.OUT] = arguments.offsets(out.shape[:-1], out.strides[:-1], out.shape[:-1])
-    passed = made.header, rows, query, keys, arguments.address(out)
-    threads.run(score_kernels.score_tasks, made.tasks, made.workers, passed)
+    found = out if out is not None and out.flags.c_contiguous and arguments.are_plain(out) else None
+    if found is None:
+        found = np.empty(made.shape, np.int32)
+    if all(made.shape):
+        passed = made.header, made.rows, *map(arguments.address, (query, keys, found))
+        threads.run(score_kernels.score_tasks, made.tasks, made.workers, passed)
+    if out is None or found is out:
+        return found
+    out[...] = found
     return out
 
 
@@ -191,41 +182,29 @@ def search(
         made = _paged(made, keys, blocks)
     if out is not None:
         validation.outputs(*out, made.shape, np.int32, against[1][-2], [query, keys, blocks, *rows[:3]])
-    return run_search(made, arguments.address(query), arguments.address(keys), out)
-
-
-def run_search(made: Plan, query: int, keys: int, out: Pair | None = None) -> Pair:
-    """Run a plan on the addresses of its arrays; out is a pair of arrays of the plan's shape."""
+    found = out
     if out is None or not (out[1].dtype == np.int64 and all(x.flags.carray for x in out)):
         found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
-    else:
-        found = out
     if all(made.shape):
-        if made.parts == 1:
-            _search_whole(made, query, keys, *found)
-        else:
-            scores, indices = found
-            rows = -1, made.shape[-1]
-            _search_parts(made, query, keys, scores.reshape(rows), indices.reshape(rows))
+        _run(made, arguments.address(query), arguments.address(keys), *found)
     if out is not None and found is not out:
         out[0][...], out[1][...] = found
     return found
 
 
-def _search_whole(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
-    """Run the search kernel into contiguous [rows, K], or [parts, rows, K] if the plan has several parts."""
-    passed = made.header, made.rows, made.table, query, keys, arguments.address(scores), arguments.address(indices)
+def _run(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
+    """Run a search into contiguous results; if the keys have several parts, search these and merge what they select."""
+    parts = scores, indices
+    if made.parts > 1:
+        shape = made.parts, scores.size // scores.shape[-1], scores.shape[-1]
+        parts = np.empty(shape, np.int32), np.empty(shape, np.int64)
+    passed = made.header, made.rows, made.table, query, keys, *map(arguments.address, parts)
     threads.run(search_kernels.search_tasks, made.tasks, made.workers, passed)
-
-
-def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
-    """Search the parts of the keys, and merge their selections into contiguous [rows, K]."""
-    shape = made.parts, *scores.shape
-    found = np.empty(shape, np.int32), np.empty(shape, np.int64)
-    _search_whole(made, query, keys, *found)
-    top, best = made.header[[launch_plan.TOP, launch_plan.BEST]].tolist()
-    k = np.ascontiguousarray(made.rows[:, launch_plan.K])
-    threads.run(search_kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))
+    if made.parts > 1:
+        top, best = made.header[[launch_plan.TOP, launch_plan.BEST]].tolist()
+        k = np.ascontiguousarray(made.rows[:, launch_plan.K])
+        whole = (x.reshape(shape[1:]) for x in (scores, indices))
+        threads.run(search_kernels.merge_tasks, shape[1], 1, (*parts, k, top, best, *whole))
 
 
 def _laid(pool: NDArray[Any], blocks: Any) -> Layout:
