@@ -6,11 +6,10 @@ Pages without an owner, and keys after a row's last, would score best. Pool, tab
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore_samples import random_codes
+from hashcore_samples import random_codes, shuffled_tables
 from hostsim import SimulationError, Simulator, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pages import shuffled_tables
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
 import hashcore  # noqa: E402
