@@ -5,8 +5,7 @@ import functools
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore.cuda import kernels, layout
-from hashcore.cuda.layout import RowMap
+from hashcore.cuda import kernels
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 from hashcore_samples import random_codes
 from hostsim import SimulationError, Simulator, check_slack, guarded
@@ -117,12 +116,6 @@ def test_shared_memory_is_a_blocks_own_and_starts_poisoned():
     assert not small(body).any()
 
 
-def test_blocks_in_flight_keep_their_shared_memory():
-    body = "__shared__ int x; if (t == 0) x = blockIdx.x; __syncthreads(); out[t] += x == int(blockIdx.x);"
-    for order in (0, 1, 5):
-        assert (small(body, order=order) == 2).all()
-
-
 def test_thread_orders_are_what_they_are_called():
     turns = [tuple(small("out[t] = atomicAdd(out + 64, 1);", order=order, size=65)[:64]) for order in (0, 1, 5)]
     assert turns[0] == tuple(range(64, 128))  # of the second block
@@ -130,30 +123,6 @@ def test_thread_orders_are_what_they_are_called():
     assert turns[2] not in turns[:2]
 
 
-def test_after_a_failure_the_simulator_works_again():
-    simulator = Simulator(
-        'extern "C" __global__ void kernel(int* out, int bad) { if (bad) *(int*)0 = 1; out[threadIdx.x] = 3; }',
-        ["kernel"],
-    )
-    out = guarded(np.zeros(32, np.int32), 4)
-    with pytest.raises(SimulationError):
-        simulator.launch("kernel", (1,), (32,), [out, np.int32(1)])
-    simulator.launch("kernel", (1,), (32,), [out, np.int32(0)])
-    assert (out == 3).all()
-
-
 def test_a_source_that_does_not_compile_shows_the_compilers_words():
     with pytest.raises(RuntimeError, match=r"g\+\+ refused the kernels kernel:[\s\S]*nonsense"):
         Simulator("nonsense", ["kernel"])
-
-
-def test_an_unknown_kernel_is_refused():
-    simulator = Simulator('extern "C" __global__ void kernel() {}', ["kernel"])
-    with pytest.raises(SimulationError, match="other: no kernel of that name"):
-        simulator.launch("other", (1,), (32,), [])
-
-
-def test_rows_of_a_map_merge():
-    merged = layout.collapse((2, 3, 4), (48, 16, 4), (0, 0, 0), 4)
-    assert isinstance(merged, RowMap)
-    assert (list(merged.size), list(merged.query), list(merged.keys)) == ([1, 1, 1, 24], [0, 0, 0, 4], [0, 0, 0, 0])

@@ -1,7 +1,5 @@
 """Search results of BitIndex, by code and by exact score."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import hashcore
 import numpy as np
 import pytest
@@ -64,22 +62,6 @@ def test_rerank_of_everything_is_exact_search(data, keep, metric, seed):
     assert scores.dtype == np.float32
 
 
-def test_rerank_scores_the_candidates_that_codes_find():
-    x, queries = vectors_of(0, 300, 64), vectors_of(1, 4, 64)
-    index = BitIndex.from_vectors(x)
-    _, candidates = index.search(queries, 12)
-    _, ids = index.search(queries, 4, rerank=3, vectors=x)
-    for query, some, best in zip(queries, candidates, ids, strict=True):
-        assert best.tolist() == some[np.argsort(-(x[some] @ query))[:4]].tolist()
-
-
-def test_equal_exact_scores_go_to_the_one_added_first():
-    x = vectors_of(0, 90, 32)
-    x[:, 0] = 1  # the inner product with the query, whatever the code's score
-    index = BitIndex.from_vectors(x, np.arange(90)[::-1], encoder="sign", keep="float32")
-    assert index.search(np.eye(32)[0], 9, rerank=10)[1].tolist() == list(range(89, 80, -1))
-
-
 def test_given_vectors_are_found_by_id():
     x = vectors_of(0, 40, 32)
     chosen = np.array([30, 4, 17, 2])
@@ -126,24 +108,6 @@ def test_repr_says_what_is_inside():
     )
     assert repr(BitIndex.from_codes(codes_of(0, 3, 4))) == "BitIndex(3 codes of 128 bits, signs, 0.0 MB)"
     assert BitIndex.from_codes(codes_of(0, 3, 4)).nbytes == 3 * (16 + 8)
-
-
-def test_the_shortlist_of_earlier_versions_is_refused_by_name():
-    codes = codes_of(0, 5, 4)
-    for search in (BitIndex.from_codes(codes).search, lambda query, k, **how: hashcore.search(query, codes, k, **how)):
-        with pytest.raises(ValueError, match=r"search no longer takes shortlist: .*; omit it"):
-            search(codes[:1], 1, shortlist=4)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'short'"):
-            search(codes[:1], 1, short=4)
-
-
-def test_searches_from_several_threads_equal_one_thread():
-    index, queries = BitIndex.from_vectors(vectors_of(0, 3000, 64), keep="float16"), vectors_of(1, 5, 64)
-    index.remove(np.arange(0, 3000, 7))
-    alone = index.search(queries, 9, rerank=3)
-    with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: index.search(queries, 9, rerank=3), range(24)):
-            assert_same(found, alone)
 
 
 def test_tensors_give_what_arrays_give_as_tensors():

@@ -217,8 +217,3 @@ def test_what_is_no_id_is_not_in_an_index():
     assert np.int32(4) in index
     for other in (5, -1, 2**70, "4", None, 4.0):
         assert other not in index
-
-
-def test_a_folder_is_no_index(tmp_path):
-    with pytest.raises(IsADirectoryError, match=r"expected a file that BitIndex\.save wrote, got the folder .*; name"):
-        BitIndex.load(tmp_path)

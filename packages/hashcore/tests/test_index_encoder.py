@@ -5,7 +5,7 @@ import pytest
 from hashcore import BitIndex, reference
 from hashcore.index import encoder
 from hashcore_index import LAW, seeds, vectors_of
-from hashcore_samples import assert_same, on_threads
+from hashcore_samples import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,18 +23,6 @@ def test_codes_are_the_signs_of_the_centred_rotation(data, dim, bits, centred, s
         projected += y[:, j, None] * row
     np.testing.assert_array_equal(index._encoder.project("vectors", x), projected)
     np.testing.assert_array_equal(index.codes, reference.pack(projected))
-
-
-@LAW
-@given(st.data(), st.integers(1, 90), st.integers(1, 700), seeds)
-def test_projection_rounds_after_every_addition(data, dim, width, seed):
-    x, matrix = vectors_of(seed, data.draw(st.integers(0, 35)), dim), vectors_of(seed + 1, dim, width)
-    expected = np.zeros((len(x), width), np.float32)
-    for j in range(dim):
-        expected += x[:, j, None] * matrix[j]
-    for threads in (1, 3):
-        with on_threads(threads):
-            np.testing.assert_array_equal(encoder.project(x, matrix), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4"])

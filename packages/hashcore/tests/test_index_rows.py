@@ -4,7 +4,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 from hashcore import BitIndex, reference
 from hashcore.index import encoder
 from hashcore_index import LAW, brute_force, codes_of, same_state, seeds, sizes, vectors_of
@@ -85,27 +84,6 @@ def test_ids_are_not_given_twice_by_default():
     index.add(codes_of(2, 1, 1), [40])
     index.add(codes_of(3, 1, 1))
     assert index.ids.tolist() == [0, 1, 3, 4, 40, 41]
-
-
-@pytest.mark.parametrize("keep", ["float16", "float32"])
-def test_many_small_additions_move_rows_seldom(keep):
-    index, moves, last = BitIndex(32, keep=keep), 0, None
-    for row in vectors_of(0, 500, 32)[:, None]:
-        index.add(row)
-        moves += index._rows.codes is not last
-        last = index._rows.codes
-    assert moves <= 5
-    assert len(index) == 500
-
-
-def test_everything_may_be_removed_and_added_again():
-    codes = codes_of(0, 9, 1)
-    index = BitIndex.from_codes(codes)
-    index.remove(index.ids)
-    assert len(index) == 0
-    index.add(codes[::-1], np.arange(9)[::-1])
-    assert index.search(codes[4], 1)[1].tolist() == [int(np.argmax((codes == codes[4])[::-1].all(-1)) * -1 + 8)]
-    assert index.ids.tolist() == list(range(9))[::-1]
 
 
 def test_what_an_index_gives_away_is_a_copy():

@@ -132,16 +132,6 @@ def test_queries_over_the_same_pages_read_them_together(rng, heads, kernel):
     assert device.kernels[0] == kernel
 
 
-def test_rows_with_other_tables_are_no_group(rng):
-    """With one head, sequences differ in their tables alone; keys of one must not be scored for another."""
-    lengths = np.array([500, 400, 300])
-    pool, query, device = Pool(rng, lengths, 32, 1, 4), random_codes(rng, 3, 1, 3, 4), simulated.Device()
-    found = search(query, pool, 20, PLANES, device, lengths[:, None])
-    ranges = dict(lengths=lengths[:, None], order="index")
-    simulated.assert_same(found, reference.search(query, pool.gathered(), 20, PLANES, **ranges))
-    assert device.kernels[0] == "list_candidates"
-
-
 def test_page_numbers_out_of_range_read_nothing_outside_the_pool(rng):
     """A caller's error, which the host cannot see: the guard pages are not touched."""
     pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
@@ -186,15 +176,6 @@ def test_a_second_search_makes_nothing(rng, monkeypatch):
     simulated.assert_same(search(query, pool, ends // 9, PLANES, simulated.Device(), other), expected)
 
 
-def test_contiguous_kernels_know_nothing_of_pages(rng):
-    """The same sources without the macro: no argument more, no other program."""
-    seen = []
-    out = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int64)
-    query, keys = (torch.from_numpy(random_codes(rng, 2, rows, 4)) for rows in (3, 300))
-    tensor_search.search(query, keys, 5, PLANES, operands.Bounds(), *out, run=lambda found, _: seen.extend(found))
-    assert not any("HASHCORE_PAGES" in dict(one.macros) for one in seen)
-
-
 def test_the_guard_pages_catch_a_table_that_is_read_too_far(rng):
     """The tests above can fail: a kernel that looks one page further is stopped."""
     source, macros = "score.cu", (("HASHCORE_WORDS", "4"), ("HASHCORE_PLANES", "3"), ("HASHCORE_WEIGHTS", "1,2,4"))
@@ -236,3 +217,13 @@ def test_keys_that_would_have_to_be_copied_are_refused(rng):
     pool.codes = np.lib.stride_tricks.as_strided(memory, pool.codes.shape, (memory.nbytes, 129 * 4, 16, 4))
     with pytest.raises(ValueError, match=r"aligned to 16 bytes, got strides .*copy the pages"):
         search(query, pool, 20, PLANES, simulated.Device(), np.array([[300]]))
+
+
+def test_rows_with_other_tables_are_no_group(rng):
+    """With one head, sequences differ in their tables alone; keys of one must not be scored for another."""
+    lengths = np.array([500, 400, 300])
+    pool, query, device = Pool(rng, lengths, 32, 1, 4), random_codes(rng, 3, 1, 3, 4), simulated.Device()
+    found = search(query, pool, 20, PLANES, device, lengths[:, None])
+    ranges = dict(lengths=lengths[:, None], order="index")
+    simulated.assert_same(found, reference.search(query, pool.gathered(), 20, PLANES, **ranges))
+    assert device.kernels[0] == "list_candidates"

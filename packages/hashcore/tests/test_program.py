@@ -82,17 +82,6 @@ def test_a_cache_that_cannot_be_written_is_reported_and_done_without(folder, mon
     assert "set HASHCORE_CACHE to a writeable folder" in caplog.text
 
 
-def test_programs_of_the_same_arguments_are_equal(folder):
-    assert Program("kernel.cu", {"A": 1, "B": 2}, folder) == Program("kernel.cu", {"B": "2", "A": "1"}, folder)
-    assert Program("kernel.cu", {"A": 1}, folder) != Program("kernel.cu", {"A": 2}, folder)
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in HASHCORE_KERNELS.glob("*.cu")))
-def test_sources_stay_within_120_columns(name):
-    for path in (HASHCORE_KERNELS / name, HASHCORE_KERNELS / "common.cuh"):
-        assert max(map(len, path.read_text().splitlines())) <= 120
-
-
 def body(source, name, text=None):
     """Return the body of a kernel, or of a function that it calls."""
     text = read_source(HASHCORE_KERNELS, source) if text is None else text

@@ -301,18 +301,6 @@ def test_inputs_are_not_modified(rng):
         np.testing.assert_array_equal(x, copy)
 
 
-def test_results_are_writable_and_share_no_memory_with_the_input(rng):
-    codes = random_codes(rng, 4, 2)
-    for result in (
-        hashcore.group_planes(codes[:1])[0],
-        hashcore.unpack(codes),
-        *hashcore.topk(codes % 9, 2),
-        *hashcore.search(codes, codes, 2),
-    ):
-        assert result.flags.writeable
-        assert not np.shares_memory(result, codes)
-
-
 def test_numpy_use_imports_no_torch_and_import_alone_no_numba():
     code = """
 import sys, numpy, hashcore

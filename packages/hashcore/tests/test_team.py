@@ -77,14 +77,6 @@ def test_arguments_of_every_kind_arrive_and_results_are_joined(rng, readonly):
     assert found == 2**12 - 1
 
 
-def test_kernels_are_compiled_once_for_arguments_of_a_type(rng):
-    kernel, known = threads.compiled(count_tasks), []
-    for kind in (np.int64, np.int64, np.int32):
-        team.run(kernel, 5, 2, (np.zeros(5, kind),))
-        known.append(sum(key[0] is kernel for key in team._bodies))
-    assert known[0] == known[1] == known[2] - 1
-
-
 def test_an_exception_of_a_kernel_is_raised_after_the_others_have_run():
     ran = np.zeros(40, np.int64)
     with pytest.raises(ArithmeticError, match="task 17 is one too many"):
@@ -138,17 +130,6 @@ def test_a_thread_is_worth_less_work_where_torch_has_one():
     small, large = threads.TEAM_GRAIN, threads.GRAIN
     found = [threads.count(work, 64) for work in (small, 2 * small, 9 * small, 2 * large, 5 * large)]
     assert found == [1, 2, 3, 3, 5]
-
-
-def test_several_threads_may_have_teams_at_once():
-    def work(_):
-        ran = np.zeros(300, np.int64)
-        for _ in range(50):
-            threads.run(count_tasks, 300, 4, (ran,))
-        return set(ran)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(work, range(4))) == [{50}] * 4
 
 
 def _in_child(queue):
