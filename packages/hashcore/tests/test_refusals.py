@@ -166,11 +166,37 @@ REFUSED = {
 }
 
 
+# Values of arrays, which the host does not see on a device; and what is said of arrays alone.
+OF_ARRAYS = ("k row beyond", "k row negative", "length row negative", "start after the end", "no such page", "page -1")
+OF_ARRAYS += (
+    "unpack a scalar",
+    "pack a list",
+    "words apart in pages",
+    "quantise 1e300",
+    "blocks a list",
+    "out too wide",
+)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refusal_says_what_was_expected_and_what_came(case):
     call, error, words = REFUSED[case]
     with pytest.raises(error, match=re.escape(words)):
         call()
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if case not in OF_ARRAYS])
+def test_a_device_refuses_the_same_in_the_same_words(case, on_device, monkeypatch):
+    def on_tensors(name):
+        function = getattr(hashcore, name)
+        return lambda *given, **how: function(*map(tensor, given), **{option: tensor(x) for option, x in how.items()})
+
+    for name in ("group_planes", "pack", "planes", "quantise", "score", "search", "topk", "unpack"):
+        monkeypatch.setitem(globals(), name, on_tensors(name))
+    call, error, words = REFUSED[case]
+    with pytest.raises(error, match=re.escape(words)):
+        call()
+    assert on_device.kernels == []
 
 
 READ_ONLY = np.zeros((3, 3), np.int32)
@@ -246,45 +272,6 @@ def test_a_refused_call_writes_nothing(call):
         call(out)
     assert (out[0] == -7).all()
     assert (out[1] == -7).all()
-
-
-WRONG = [
-    ("pack", (np.zeros((2, 33), np.float32),), {}),
-    ("pack", (np.zeros((2, 32), np.complex64),), {}),
-    ("pack", (np.zeros((2, 32), np.float32),), {"out": np.zeros((2, 2), np.int32)}),
-    ("pack", (np.zeros((2, 32), np.float32),), {"out": np.zeros((2, 1), np.int64)}),
-    ("unpack", (np.zeros((2, 32), np.int64),), {}),
-    ("quantise", (np.zeros((2, 0), np.float32),), {}),
-    ("quantise", (np.full((2, 32), np.inf, np.float32),), {}),
-    ("planes", (np.full((2, 32), np.nan, np.float32),), {}),
-    ("planes", (np.zeros((2, 32), np.float32), 9), {}),
-    ("group_planes", (np.zeros((2, 0, 4), np.int32),), {}),
-    ("score", (np.zeros((2, 3), np.int32), np.zeros((5, 4), np.int32)), {}),
-    ("score", (np.zeros((2, 3, 4), np.int32), np.zeros((3, 5, 4), np.int32)), {}),
-    ("score", (np.zeros((3, 4), np.int32), np.zeros((5, 4), np.int32), (1, 2)), {}),
-    ("topk", (np.zeros((2, 5), np.float32), 1), {}),
-    ("topk", (np.zeros((2, 5), np.int32), 6), {}),
-    ("topk", (np.zeros((2, 5), np.int32), 2), {"lengths": 6}),
-    ("topk", (np.zeros((2, 5), np.int32), 2), {"lengths": -1}),
-    ("topk", (np.zeros((2, 5), np.int32), 2), {"sink": -1}),
-    ("topk", (np.zeros((2, 5), np.int32), 2), {"starts": np.zeros(3, np.int64)}),
-    ("topk", (np.zeros((2, 5), np.int32), 2), {"starts": np.zeros(2, np.float32)}),
-    ("topk", (np.zeros((2, 5), np.int32), np.array([6, 1])), {}),
-    ("search", (np.zeros((2, 4), np.int32), np.zeros((5, 4), np.int32), 2), {"order": "worst"}),
-    ("search", (np.zeros((2, 4), np.int32), np.zeros((5, 4), np.int32), 6), {}),
-    ("search", (np.zeros((1, 8), np.int32), np.zeros((5, 8), np.int32), 1, (256,)), {}),
-    ("search", (np.zeros((2, 4), np.int32), np.zeros((5, 4), np.int32), 2), {"out": np.zeros((2, 2), np.int32)}),
-]
-
-
-@pytest.mark.parametrize(("name", "inputs", "options"), WRONG)
-def test_a_device_refuses_what_numpy_refuses_in_the_same_words(on_device, name, inputs, options):
-    with pytest.raises((TypeError, ValueError)) as refused:
-        getattr(hashcore, name)(*inputs, **options)
-    with pytest.raises(type(refused.value)) as ours:
-        getattr(hashcore, name)(*map(tensor, inputs), **{option: tensor(x) for option, x in options.items()})
-    assert str(ours.value).replace("Tensor", "ndarray") == str(refused.value)
-    assert on_device.kernels == []
 
 
 def test_inputs_are_not_modified(rng):
