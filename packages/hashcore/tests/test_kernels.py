@@ -205,19 +205,6 @@ def test_keys_that_get_better_are_found_behind_a_floor_of_the_worse(rng, words):
         assert_finds(simulated.Device(order, 1), **case)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("words", "weights"), SCORES)
-def test_a_search_is_two_launches_also_with_ragged_rows(rng, words, weights):
-    query, keys = random_codes(rng, 4, len(weights), words), random_codes(rng, 4, 700, words)
-    rows = np.array([700, 3, 650, 20], np.int32)
-    case = {"weights": weights, "query": query, "keys": keys, "k": rows // 4, "wide": False}
-    case |= {"lengths": rows, "starts": rows // 9, "sink": 1, "recent": 4}
-    for order in simulated.ORDERS:
-        device = simulated.Device(order)
-        assert_finds(device, **case)
-        assert device.kernels == ["list_candidates", "select_32"]
-
-
 def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):
     """The second search of a shape makes nothing: no launch is described again, no memory allocated or cleared."""
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 777, 4)
@@ -250,28 +237,6 @@ def test_rows_that_share_bounds_need_no_copies(rng, kinds):
     assert (found[0].data_ptr(), found[1]) == (bound.data_ptr(), 3)
     device, ranges = simulated.Device(), {"lengths": lengths, "starts": starts}
     assert_finds(device, query, keys, counts, (1, 2), **ranges)
-
-
-@pytest.mark.parametrize("splits", [1, 2, 3, 5])
-def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
-    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4) & 0x11
-    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 500, "wide": False}
-    case |= {"lengths": None, "starts": None, "sink": 3, "recent": 0}
-    monkeypatch.setattr(tensors, "SIMULATED_SMS", 2 * splits)  # two rows
-    forget(monkeypatch)
-    device = simulated.Device(order=11)
-    assert_finds(device, **case)
-
-
-def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
-    monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 6000)
-    forget(monkeypatch)
-    query, keys = random_codes(rng, 5, 3, 4), random_codes(rng, 5, 700, 4)
-    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": np.array([4, 0, 700, 9, 1], np.int32)}
-    case |= {"lengths": np.array([700, 3, 700, 20, 0], np.int32), "starts": None, "sink": 0, "recent": 0, "wide": True}
-    device = simulated.Device()
-    assert_finds(device, **case)
-    assert device.kernels.count("list_candidates") > 1
 
 
 @pytest.mark.parametrize("far", [2**31, 2**32, 2**32 + 5, 2**63 - 1, -(2**32) + 5, -(2**63)])

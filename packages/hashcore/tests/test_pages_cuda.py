@@ -88,19 +88,6 @@ def test_keys_in_pages_are_found_as_gathered_ones(data, device):
 
 
 @pytest.mark.parametrize("order", simulated.ORDERS)
-@pytest.mark.parametrize("size", [16, 32, 128])
-def test_long_rows_are_found_in_any_order(rng, size, order):
-    lengths = np.array([9000, 4097])
-    pool, query = Pool(rng, lengths, size, 2, 4, shared=5), random_codes(rng, 2, 2, 3, 4)
-    pool.poison(query)
-    device, ends = simulated.Device(order), lengths[:, None]
-    ranges = dict(lengths=ends, sink=4, recent=1)
-    expected = reference.search(query, pool.gathered(), ends // 50, PLANES, order="index", **ranges)
-    simulated.assert_same(search(query, pool, ends // 50, PLANES, device, **ranges), expected)
-    assert device.kernels == ["list_candidates", "select_64"]
-
-
-@pytest.mark.parametrize("order", simulated.ORDERS)
 def test_keys_that_a_wrong_floor_left_out_are_scored_in_their_pages(rng, order, monkeypatch):
     """The launch that selects scores them again, through the table."""
     lengths = np.array([9000, 3000])
@@ -161,19 +148,6 @@ def test_a_table_for_each_row_needs_no_copies(rng):
         rows = torch.arange(30) // found.per
         ours = torch.stack([found.blocks.flatten()[r * found.width :][: blocks.shape[-1]] for r in rows])
         assert torch.equal(ours, expected.int())
-
-
-def test_a_second_search_makes_nothing(rng, monkeypatch):
-    """Other pages, lengths and counts: the launches and the memory of the first serve."""
-    pool, query = Pool(rng, np.array([700, 90]), 16, 2, 4), random_codes(rng, 2, 2, 3, 4)
-    ends = pool.lengths[:, None]
-    search(query, pool, ends // 9, PLANES, simulated.Device(), ends)
-    monkeypatch.setattr(tensor_search.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
-    other = np.array([[650], [33]])
-    pool.blocks[0, [3, 7]] = pool.blocks[0, [7, 3]]
-    pool.tables[0, [3, 7]] = pool.tables[0, [7, 3]]
-    expected = reference.search(query, pool.gathered(), ends // 9, PLANES, lengths=other, order="index")
-    simulated.assert_same(search(query, pool, ends // 9, PLANES, simulated.Device(), other), expected)
 
 
 def test_the_guard_pages_catch_a_table_that_is_read_too_far(rng):

@@ -1,15 +1,13 @@
 """Launch plans: how a search is split, and plans that are kept, which change the time of a call and nothing else."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import hashcore
 import numpy as np
 import pytest
-from hashcore import cpu, reference
+from hashcore import cpu
 from hashcore.arguments import Layout
 from hashcore.cpu import launch_plan, threads
 from hashcore.validation import comparison
-from hashcore_samples import LAYOUTS, assert_same, on_threads, random_codes
+from hashcore_samples import assert_same, on_threads, random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,31 +41,6 @@ def test_there_are_as_many_threads_as_the_work_pays_for_and_the_user_allows():
     assert planned(n, 1, rows=2).workers == 1
 
 
-@pytest.mark.parametrize(("n", "step", "told"), [(1, 400, 16), (2, 400, 400), (3, 16, 16)])
-def test_the_step_between_keys_is_theirs_or_of_one_key_its_size(n, step, told):
-    assert planned(n, 1, step=step).header[launch_plan.STEP] == told
-
-
-def test_the_highest_score_is_that_of_a_key_that_matches_everywhere():
-    assert planned(9, 1).header[launch_plan.TOP] == 7 * 128
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.data())
-def test_any_calls_in_any_order_return_what_the_reference_returns(data):
-    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    for _ in range(6):  # few choices, so that plans are used again
-        n, order = data.draw(st.sampled_from([70, 3000])), data.draw(st.sampled_from(["best", "index"]))
-        weights = data.draw(st.sampled_from([None, (1, 2)]))
-        keys = data.draw(st.sampled_from([*LAYOUTS.values()]))(random_codes(rng, n, 4))
-        query = data.draw(st.sampled_from([*LAYOUTS.values()]))(random_codes(rng, 2, 4))
-        k, sink = data.draw(st.sampled_from([0, 7])), data.draw(st.sampled_from([0, 3]))
-        k = data.draw(st.sampled_from([int, np.int64]))(k)
-        expected = reference.search(query, keys, int(k), weights, order=order, sink=sink)
-        assert_same(hashcore.search(query, keys, k, weights, order=order, sink=sink), expected)
-        np.testing.assert_array_equal(hashcore.score(query, keys, weights), reference.score(query, keys, weights))
-
-
 CALLS = {
     "k": lambda q, c: hashcore.search(q, c, 5.0, (1, 2)),
     "weights": lambda q, c: hashcore.search(q, c, 5, (1.0, 2.0)),
@@ -93,16 +66,6 @@ def test_k_above_n_is_refused_each_time_and_after_more_keys(rng):
     for _ in range(2):
         with pytest.raises(ValueError, match=r"k must be in 0\.\.49"):
             hashcore.search(query, keys[:49], 50)
-
-
-def test_threads_share_a_plan(rng):
-    query, keys = random_codes(rng, 8, 1, 4), random_codes(rng, 8, 5000, 4)
-    expected = [reference.search(query[i], keys[i], 100) for i in range(8)]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(5):
-            found = pool.map(lambda i: hashcore.search(query[i], keys[i], 100), range(8))
-            for actual, wanted in zip(found, expected, strict=True):
-                assert_same(actual, wanted)
 
 
 @settings(deadline=None)  # a busy machine takes its time

@@ -6,32 +6,18 @@ import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
 
-import numba
 import numpy as np
 import pytest
 from hashcore.cpu import team, threads
 from hashcore.cpu.intrinsics import observe, publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.extending import intrinsic
 
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.usefixtures("real_threads"),
     pytest.mark.skipif(team.runtime() is None, reason="torch uses no OpenMP here"),
 ]
-
-
-@intrinsic
-def add(typing_context, x, value):
-    """Add to x[0], an int64, at once."""
-
-    def emit(context, builder, signature, values):
-        place = context.make_array(signature.args[0])(context, builder, values[0]).data
-        builder.atomic_rmw("add", place, values[1], "seq_cst")
-        return context.get_dummy_value()
-
-    return numba.types.void(x, numba.types.int64), emit
 
 
 def count_tasks(first, last, ran):
@@ -85,51 +71,12 @@ def test_an_exception_of_a_kernel_is_raised_after_the_others_have_run():
     threads.run(fail_late, 40, 3, (40, ran))
 
 
-def allocate(first, last, size, out):
-    for task in range(first, last):
-        out[task] = np.ones(size)[task]
-
-
-def test_a_kernel_without_memory_says_so():
-    """As commands expect, which print one sentence then."""
-    with pytest.raises(MemoryError, match="Allocation failed"):
-        threads.run(allocate, 4, 3, (1 << 45, np.zeros(4)))
-    threads.run(allocate, 4, 3, (10, np.zeros(4)))
-
-
-def who_works(first, last, working, most, wanted, turns):
-    """Note how many calls run at the same time; wait a while for those that are wanted, and for more."""
-    add(working, 1)
-    left = turns
-    while left > 0:
-        left -= 1
-        most[first] = max(most[first], observe(working, 0))
-        if most[first] == wanted:
-            left = min(left, 100_000)
-    add(working, -1)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_no_more_threads_work_than_were_asked_for(workers):
-    torch.set_num_threads(5)
-    working, most = np.zeros(1, np.int64), np.zeros(8, np.int64)
-    threads.run(who_works, 8, workers, (working, most, workers, 50_000_000))
-    assert working[0] == 0
-    assert most.max() == workers
-
-
 def test_more_threads_than_torch_has_are_threads_of_ours(monkeypatch):
     used = []
     monkeypatch.setattr(threads, "_helpers", lambda process: used.append(process) or ThreadPoolExecutor(3))
     for workers, own in ((3, 0), (4, 3)):
         threads.run(count_tasks, 9, workers, (np.zeros(9, np.int64),))
         assert len(used) == own
-
-
-def test_a_thread_is_worth_less_work_where_torch_has_one():
-    small, large = threads.TEAM_GRAIN, threads.GRAIN
-    found = [threads.count(work, 64) for work in (small, 2 * small, 9 * small, 2 * large, 5 * large)]
-    assert found == [1, 2, 3, 3, 5]
 
 
 def _in_child(queue):

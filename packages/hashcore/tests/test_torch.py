@@ -157,34 +157,11 @@ def test_words_of_every_integer_dtype_are_packed(rng, on_device):
         assert_same(hashcore.pack(torch.from_numpy(x)), hashcore.pack(x))
 
 
-def test_bounds_that_the_device_cannot_read_are_refused():
-    scores, k = torch.zeros(2, 5, dtype=torch.int32, device="meta"), torch.zeros(2, dtype=torch.uint64, device="meta")
-    with pytest.raises(TypeError, match="k on meta must be integers that int64 holds, got uint64; convert it"):
-        hashcore.topk(scores, k)
-
-
 def test_what_is_no_tensor_is_refused_beside_one_that_is():
     codes = torch.zeros(5, 4, dtype=torch.int32, device="meta")
     for keys in (5, "a", None, [1]):
         with pytest.raises(TypeError, match=f"not mixed, got keys: {type(keys).__name__}; convert them to one kind"):
             hashcore.score(codes, keys)
-
-
-def test_outputs_on_meta_share_no_memory():
-    codes, out = (torch.zeros(*shape, dtype=torch.int32, device="meta") for shape in ((5, 4), (5, 5)))
-    assert hashcore.score(codes, codes, out=out) is out
-
-
-def test_an_expanded_tensor_cannot_take_a_result(rng):
-    codes = torch.from_numpy(random_codes(rng, 3, 4))
-    with pytest.raises(ValueError, match="elements of out must not share memory"):
-        hashcore.score(codes, codes, out=torch.zeros(3, 1, dtype=torch.int32).expand(3, 3))
-
-
-def test_a_tensor_does_not_take_a_numpy_result(rng):
-    codes = random_codes(rng, 3, 4)
-    with pytest.raises(TypeError, match="not mixed, got query: ndarray, keys: ndarray, out: Tensor"):
-        hashcore.score(codes, codes, out=torch.zeros(3, 3, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "bool", "int8", "int64", "uint8"])

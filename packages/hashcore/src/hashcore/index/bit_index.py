@@ -228,14 +228,14 @@ class BitIndex:
         if rerank is None:
             if vectors is not None or metric != "dot":
                 raise ValueError("vectors= and metric= need rerank=, got none; try rerank=4")
-            scores, positions = _best(codes, content, k, weights)
+            scores, positions = rows.best(codes, content, k, weights)
         else:
             times = _integer("rerank", rerank, 1, 2**31, "rerank * k candidates are scored exactly")
             cosine = _choice("metric", metric, ("dot", "cosine")) == "cosine"
             if coded:
                 raise TypeError("rerank needs queries that are vectors, got codes; pass the original vectors")
             originals = self._originals(vectors, content)
-            _, candidates = _best(codes, content, min(times * k, content.count), weights)
+            _, candidates = rows.best(codes, content, min(times * k, content.count), weights)
             at = candidates if vectors is None else content.ids[candidates]
             if at.size and at.max() >= len(originals):
                 raise ValueError(
@@ -340,20 +340,6 @@ class BitIndex:
         return (
             f"BitIndex({len(self)} codes of {self.bits} bits, {how}{seed}{centred}{kept}, {self.nbytes / 1e6:.1f} MB)"
         )
-
-
-def _best(
-    queries: NDArray[np.int32], content: rows.Rows, k: int, weights: Sequence[int] | None
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Find the k best rows for codes [..., W], or planes [..., P, W] with weights.
-
-    Returns: scores int32 and positions int64, both [..., k], best first, ties to the lowest position.
-    """
-    keys = content.codes[: content.count]
-    if weights is not None:
-        return ops.search(queries, keys, k, weights)
-    scores, positions = ops.search(queries.reshape(-1, queries.shape[-1]), keys, k)
-    return scores.reshape(*queries.shape[:-1], k), positions.reshape(*queries.shape[:-1], k)
 
 
 # ---- Arguments -----------------------------------------------------------------------------------------------------

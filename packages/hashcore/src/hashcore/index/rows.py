@@ -4,13 +4,14 @@ Additions write after `count`, which older snapshots do not read; removals copy 
 and searches on old snapshots are not affected.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import arguments
+from hashcore import arguments, ops
 
 LEAST = 64  # rows of the first allocation
 LARGEST_ID = 2**63 - 2  # so that the next id still fits int64
@@ -97,6 +98,20 @@ class Positions:
 
 def _ascend(ids: NDArray[np.int64]) -> bool:
     return bool((ids[1:] > ids[:-1]).all())
+
+
+def best(
+    queries: NDArray[np.int32], content: Rows, k: int, weights: Sequence[int] | None
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Find the k best rows for codes [..., W], or planes [..., P, W] with weights.
+
+    Returns: scores int32 and positions int64, both [..., k], best first, ties to the lowest position.
+    """
+    keys = content.codes[: content.count]
+    if weights is not None:
+        return ops.search(queries, keys, k, weights)
+    scores, positions = ops.search(queries.reshape(-1, queries.shape[-1]), keys, k)
+    return scores.reshape(*queries.shape[:-1], k), positions.reshape(*queries.shape[:-1], k)
 
 
 # ---- Ids that were passed ------------------------------------------------------------------------------------------
