@@ -168,14 +168,8 @@ REFUSED = {
 
 # Values of arrays, which the host does not see on a device; and what is said of arrays alone.
 OF_ARRAYS = ("k row beyond", "k row negative", "length row negative", "start after the end", "no such page", "page -1")
-OF_ARRAYS += (
-    "unpack a scalar",
-    "pack a list",
-    "words apart in pages",
-    "quantise 1e300",
-    "blocks a list",
-    "out too wide",
-)
+OF_ARRAYS += ("unpack a scalar", "pack a list", "words apart in pages", "quantise 1e300", "blocks a list", "k a table")
+OF_ARRAYS += ("an order for every row", "out too wide")
 
 
 @pytest.mark.parametrize("case", REFUSED)
