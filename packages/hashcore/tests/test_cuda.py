@@ -91,6 +91,18 @@ def test_searches_equal_numpy(words, weights, n):
                 assert_equal(ours, expected)
 
 
+@pytest.mark.parametrize("n", LENGTHS)
+def test_topk_equals_numpy(n):
+    rng = np.random.default_rng(n)
+    for dtype, spread in (("int32", 30_000), ("int16", 900), ("uint8", 200), ("int8", 3)):
+        low = 0 if dtype == "uint8" else -spread
+        scores = rng.integers(low, spread, (3, n)).astype(dtype)
+        for options in ranges(rng, 3, n):
+            for k in (1, n, rng.integers(0, n + 1, 3)):
+                ours = hashcore.topk(there(scores), there(k), **there(options))
+                assert_equal(ours, hashcore.topk(scores, k, **options))
+
+
 def test_results_of_32_bits_equal_numpy(rng):
     planes, keys = random_codes(rng, 3, 3, 4), random_codes(rng, 3, 2049, 4)
     scores, out = hashcore.score(planes, keys, (1, 2, 4)), [there(np.zeros((3, 40), np.int32)) for _ in range(2)]
