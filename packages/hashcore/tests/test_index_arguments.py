@@ -81,6 +81,7 @@ ADDING = {
 }
 
 SEARCHING = {
+    "a shortlist": (lambda i: i.search(X, 1, shortlist=4), ValueError, "search no longer takes shortlist: no decode"),
     "k beyond": (lambda i: i.search(X, 6), ValueError, "k must be in 0..5, got 6; there are no more codes in"),
     "k negative": (lambda i: i.search(X, -1), ValueError, "k must be in 0..5, got -1;"),
     "k 1.5": (lambda i: i.search(X, 1.5), TypeError, "k must be an integer, got 1.5; convert it"),

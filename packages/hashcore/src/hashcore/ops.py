@@ -65,7 +65,7 @@ class Host(NamedTuple):
             found = HOST[name](*inputs)
             if out is not None:
                 out[...] = found
-        return tuple(map(self.restore, found)) if isinstance(found, tuple) else self.restore(found)
+        return tuple(map(self.restore, found)) if name in ("quantise", "topk", "search") else self.restore(found)
 
 
 def _given(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[list[Any], Any]:

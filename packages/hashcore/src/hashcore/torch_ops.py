@@ -229,11 +229,11 @@ def run(name: str, *inputs: Any, out: Any = None) -> Any:
     if name in ("quantise", "planes"):
         inputs = inputs[0].detach(), *inputs[1:]
     elif name == "score":
-        inputs = _scored(*inputs, out)
+        inputs = _scored(*inputs, out=out)
     elif name == "topk":
-        inputs = _ranked(*inputs, out)
+        inputs = _ranked(*inputs, out=out)
     elif name == "search":
-        inputs = _searched(*inputs, out)
+        inputs = _searched(*inputs, out=out)
     if out is None:
         return getattr(OPERATORS, name)(*inputs)
     _write(getattr(OPERATORS, f"{name}_out"), inputs, out if isinstance(out, tuple) else (out,))

@@ -108,7 +108,8 @@ def score(
 ) -> NDArray[np.int32]:
     """Score arrays in any layout: ops.score."""
     query, keys = arguments.aligned(query), arguments.readable(keys)
-    made = plan_score(*(Layout(x.dtype, x.shape, x.strides) for x in (query, keys)), weights, threads.most())
+    layouts = [Layout(x.dtype, x.shape, x.strides) for x in (query, keys)]
+    made = plan_score(layouts[0], layouts[1], weights, threads.most())
     if out is not None:
         validation.output("out", out, made.shape, [np.int32], [query, keys])
     found = out if out is not None and out.flags.c_contiguous and arguments.are_plain(out) else None
@@ -176,14 +177,15 @@ def search(
         made = launch_plan.filled(plan_search(*layouts, weights, wanted.width, best, threads.most()), wanted)
     else:
         named = zip(("k", "lengths", "starts", "sink", "recent"), rows, strict=True)
-        alike = tuple(x if x is None else arguments.integer(name, x) for name, x in named)
+        alike: Any = tuple(x if x is None else arguments.integer(name, x) for name, x in named)
         made = plan_search(*layouts, weights, alike, best, threads.most())
     if blocks is not None:
         made = _paged(made, keys, blocks)
     if out is not None:
         validation.outputs(*out, made.shape, np.int32, against[1][-2], [query, keys, blocks, *rows[:3]])
-    found = out
-    if out is None or not (out[1].dtype == np.int64 and all(x.flags.carray for x in out)):
+    if out is not None and out[1].dtype == np.int64 and all(x.flags.carray for x in out):
+        found = out
+    else:
         found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
     if all(made.shape):
         _run(made, arguments.address(query), arguments.address(keys), *found)
@@ -195,8 +197,8 @@ def search(
 def _run(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
     """Run a search into contiguous results; if the keys have several parts, search these and merge what they select."""
     parts = scores, indices
+    shape = made.parts, scores.size // scores.shape[-1], scores.shape[-1]
     if made.parts > 1:
-        shape = made.parts, scores.size // scores.shape[-1], scores.shape[-1]
         parts = np.empty(shape, np.int32), np.empty(shape, np.int64)
     passed = made.header, made.rows, made.table, query, keys, *map(arguments.address, parts)
     threads.run(search_kernels.search_tasks, made.tasks, made.workers, passed)
