@@ -68,7 +68,7 @@ def sparse(source: str, *macros: Mapping[str, str | int]) -> list[Program]:
 # All that are compiled at run time. Tensor cores count the bits of 3 to 7 planes of 128 bits where they are fast at it.
 COUNTED = (*((4, REGULAR[count]) for count in (3, 4, 5, 6)), (4, OTHER[0]), (4, OTHER[2]))
 PROGRAMS = [
-    *map(Program, ("pack.cu", "planes.cu", "select.cu", "choose.cu")),
+    *map(Program, ("pack.cu", "planes.cu", "choose.cu")),
     Program("choose.cu", PAGES),
     *sparse("place.cu", {}),
     *scoring(*((4, REGULAR[count]) for count in (1, 3, 5, 6)), (2, REGULAR[3]), (8, REGULAR[3]), macros=PAGES),
@@ -77,7 +77,6 @@ PROGRAMS = [
     *scoring(*((4, weights) for weights in (*REGULAR.values(), *OTHER))),
     *scoring(*((words, REGULAR[count]) for count in (3, 6) for words in (1, 2, 3, 8, 12, 16))),
     *scoring(*COUNTED, tensor=True),
-    *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
     *sparse("encode.cu", *({"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow} for bf16 in "01" for narrow in "01")),
     *sparse("moments.cu", *(dict(moments.defined(*sizes)) for sizes in GATHERS)),
     *sparse("gather.cu", *(dict(gather.macros(*sizes)) for sizes in GATHERS)),

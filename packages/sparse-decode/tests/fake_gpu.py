@@ -14,7 +14,7 @@ from unittest import mock
 
 import hashcore
 import torch
-from hashcore.cuda import operands, tensor_search, tensors
+from hashcore.cuda import operands, tensor_search
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from sparse_decode import attach
@@ -284,7 +284,7 @@ def beyond_dense(
 
 def launches_of(operator: str) -> int:
     """Say how often an operator launches a kernel at a long context; those of torch count as one."""
-    ours = {"search": search_launches(), "topk": topk_launches(), "gather": 2, "gather_paged": 2}
+    ours = {"search": search_launches(), "gather": 2, "gather_paged": 2}
     return ours.get(operator, 1)
 
 
@@ -298,13 +298,3 @@ def search_launches(planes: int = 6) -> int:
     bounds = operands.Bounds(4096)
     tensor_search.search(query, keys, 80, weights, bounds, *out, run=lambda found, _: seen.extend(found))
     return len(seen)
-
-
-@functools.cache
-def topk_launches() -> int:
-    """Count the launches of a selection by scores in whole fours, and the one that clears its memory."""
-    scores, counts = (torch.zeros(1, *size, dtype=torch.int32, device="cpu") for size in ((4096,), ()))
-    out = torch.zeros(1, 80, dtype=torch.int32, device="cpu"), torch.zeros(1, 80, dtype=torch.int64, device="cpu")
-    seen: list[object] = []
-    tensors.topk(scores, counts, operands.Bounds(4094), *out, run=lambda found, _: seen.extend(found))
-    return 1 + len(seen)

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 from fake_gpu import Operators, fake_gpu, launches_of
-from hashcore import torch_library
+from hashcore import torch_ops
 from hashcore.cuda.source import read_source
 from hashtrain import Hasher, HasherConfig
 from hostsim import SimulationError, Simulator
@@ -65,7 +65,7 @@ def simulated(monkeypatch):
     def use(order=0):
         run = steps(order)
         monkeypatch.setattr("hashcore.cuda.launch.run", run)
-        search = torch_library._functional(torch_library.RESULTS["search"], torch_library.CUDA["search"])
+        search = torch_ops.on_cuda("search")
         monkeypatch.setattr(paged_cuda, "SEARCH", types.SimpleNamespace(search=search))
         ours = types.SimpleNamespace(gather_paged=gather._paged, place_codes=paged_cuda.place_codes)
         monkeypatch.setattr(paged_cuda, "OPERATORS", ours)
