@@ -116,7 +116,7 @@ def test_texts_tokenised_together_have_the_tokens_of_each_alone(monkeypatch):
         lists.append(isinstance(text, list))
         return letters(text, **settings)
 
-    found = corpus.tokenise_with(noted, 10_000)(texts)
+    found = corpus._tokenised(texts, noted, 10_000)
     assert lists == [True]
     assert all(torch.equal(ids, token_ids(text, letters)) for ids, text in zip(found, texts, strict=True))
 

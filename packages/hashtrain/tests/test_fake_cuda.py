@@ -8,7 +8,6 @@ from hashtrain.artefact.hasher import make_layer
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.evaluation.evaluate import bit_statistics
-from hashtrain.machine import distribute
 from hashtrain.run import prepare
 from hashtrain_runs import command
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -33,27 +32,3 @@ def test_a_missing_compiler_is_a_sentence_before_the_model_is_read(folder, tmp_p
     assert "hashcore needs cuda-core to compile its CUDA kernels, and it is not installed" in said
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
-
-
-def test_processes_wait_for_each_other_over_gloo_whatever_the_device(monkeypatch):
-    asked = []
-    monkeypatch.setattr(distribute.dist, "all_reduce", lambda tensor: asked.append(tensor.device.type))
-    with FakeTensorMode(), torch.device("cuda"):
-        distribute.Ranks(0, 2).barrier()
-    assert asked == ["cpu"]
-
-
-@pytest.mark.parametrize(("cuda", "backend"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
-def test_auto_means_nccl_where_there_is_cuda(monkeypatch, cuda, backend):
-    asked = {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
-    monkeypatch.setattr(distribute, "rendezvous", lambda *a, **k: iter([(None, 0, 2)]))
-    monkeypatch.setattr(distribute, "_agreed", lambda *a: None)
-    monkeypatch.setattr(distribute.dist, "init_process_group", lambda backend, **k: asked.update(backend=backend))
-    monkeypatch.setattr(distribute.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(distribute.Ranks, "barrier", lambda ranks: None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with distribute.init_distributed("auto"):
-        assert asked["backend"] == backend

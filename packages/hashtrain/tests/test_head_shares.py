@@ -1,12 +1,10 @@
 """Budgets by KV head: what a head costs, how a total is divided, and where the shares are kept."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.cli import main
 from hashtrain.data.capture import capture, capturing
 from hashtrain.evaluation import budgets
 from hashtrain.evaluation.budgets import FACTORS, LEAST_SHARE, MOST_SHARE, divide, fitted, head_errors, head_shares
@@ -132,25 +130,3 @@ def test_a_hasher_from_before_loads_without_shares(tmp_path):
     del stored["head_shares"]
     (tmp_path / "config.json").write_text(json.dumps(stored))
     assert Hasher.from_pretrained(tmp_path).head_shares == ()
-
-
-def test_a_trained_hasher_gets_shares_by_a_command(tmp_path, capsys, monkeypatch):
-    from hashtrain.demo import model_path
-    from hashtrain.models import load_config
-
-    monkeypatch.setattr(budgets, "ROWS", 8)
-    before = Hasher(HasherConfig("lsh", ModelShape.of(load_config(model_path("demo")))))
-    before.save_pretrained(tmp_path / "lsh", "A card.")
-    assert main(["share", str(tmp_path / "lsh"), "--context", "512"]) == 0
-    shares = json.loads(capsys.readouterr().out)["head_shares"]
-    after = Hasher.from_pretrained(tmp_path / "lsh")
-    assert after.config == replace(before.config, head_shares=shares)
-    assert [len(own) for own in shares] == [2] * 6
-    assert after.card == "A card."
-    for name, x in before.state_dict().items():
-        assert torch.equal(x, after.state_dict()[name])
-    assert main(["share", str(tmp_path / "none")]) == 2
-    assert "expected the folder of a hasher" in capsys.readouterr().err
-    assert main(["share", "owner/name"]) == 2  # nothing is fetched: shares are stored in a folder
-    assert "there is no folder owner/name" in capsys.readouterr().err
-    assert main(["share", str(tmp_path / "lsh"), "--fraction", "0"]) == 2

@@ -5,7 +5,7 @@ from hashtrain.cli import main
 from hashtrain.usage import require_folder
 
 
-@pytest.mark.parametrize("words", [["train"], ["capture"], ["convert", "list.pth", "--model", "demo"]])
+@pytest.mark.parametrize("words", [["train"], ["convert", "list.pth", "--model", "demo"]])
 @pytest.mark.parametrize("below", ["", "/run/first"])
 def test_a_file_in_place_of_the_folder_is_one_sentence(words, below, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")

@@ -73,7 +73,7 @@ def test_a_training_step_is_the_papers_formula(gamma, alpha, beta):
     pairs_of, drawn = training._pairs, []
     training._pairs = lambda *args: drawn.append(pairs_of(*args)) or drawn[-1]
     (q, k, scaling), at = training.data.read(0, 0), torch.tensor([0, 2, 9, 40, 77, 99])
-    got = training._gradients(q[:, :, at], k, at, scaling, 0)
+    got = training._gradients(q[:, :, at], k, at, scaling)
     gradients = [p.grad.clone() for p in (layer.w1, layer.b1, layer.w2)]
     ((_, pairs, _),) = drawn[0]
     losses = []

@@ -13,7 +13,6 @@ from hashtrain.artefact.hasher import make_layer
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import run_context
-from hashtrain.data.captured import Kept
 from hashtrain.evaluation.remainder import calibrate
 from hashtrain.layers import BY_VARIANT
 from hashtrain.machine import distribute
@@ -131,20 +130,9 @@ def test_a_context_leaves_the_device_in_queued_copies_with_one_wait(model, there
             torch.testing.assert_close(found[name].float(), x.float(), atol=4e-3, rtol=0)
 
 
-def test_a_streamed_context_stays_on_the_device(there):
-    kept = Kept((torch.tensor([3, 300], dtype=torch.int32),) * 2, values=False)
-    with pretend_gpu() as device:
-        there.to("cuda")
-        device.copies.clear()
-        found, _ = run_context(there, torch.arange(97).repeat(6)[:512], kept=kept, place=lambda x: x)
-        assert (device.copies, device.queued) == (["to"], ["to"])  # tokens and rows
-        assert {name for name, x in found.items() if isinstance(x, Pretended)} == {"q.0", "q.1", "k.0", "k.1"}
-        assert found["q.1"].shape == (1, 4, 2, 32)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("only", "more"), [(("lsh", "paper"), ()), (("planes", "transform"), ("--stream",)), (("paper",), ("--dry-run",))]
+    ("only", "more"), [(("lsh", "paper"), ()), (("planes", "transform"), ()), (("paper",), ("--dry-run",))]
 )
 def test_a_whole_run_ends_well_there(only, more, folder, tmp_path, monkeypatch, capsys):
     """Capture, training, calibration, evaluation, costs, and hashers that load; layers of every variant are above."""

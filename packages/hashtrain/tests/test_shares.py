@@ -1,18 +1,13 @@
 """Texts larger than a run can use are read in part: in bounded memory, evenly, and reproducibly."""
 
-import json
 import os
-import subprocess
-import sys
 import time
 import tracemalloc
 
 import pytest
 from hashtrain.data.corpus import contexts, read_texts
-from hashtrain.data.manifest import _whole, checksum
 from hashtrain.data.shares import LEAST, PART, Span, room_for, shares
 from hashtrain.data.texts import Document, require_apart
-from hashtrain.data.token_contexts import in_turn
 from hashtrain.demo import demo_model_path
 from transformers import AutoTokenizer
 
@@ -107,7 +102,6 @@ def test_corpora_give_contexts_in_turn():
     found = [tokenizer.decode(ids)[:40] for ids in contexts(documents, tokenizer, 128, 8)]
     assert sum("first" in text for text in found[:2]) == 1
     assert sum("first" in text for text in found) in (3, 4, 5)
-    assert list(in_turn([[1, 2, 3], [10], [None, 0]])) == [1, 10, None, 2, 0, 3]
     alone = [Document("long", long), Document("other", long)]
     again = [Document("long", long, 7), Document("other", long, 7)]  # one corpus: unchanged order
     assert all((a == b).all() for a, b in zip(*(contexts(d, tokenizer, 128, 8) for d in (alone, again)), strict=True))
@@ -126,81 +120,3 @@ def test_of_a_long_line_no_more_is_read_than_there_is_room_for(unit, tmp_path):
     assert sum(len(document.text) for document in found) == MIB
     assert most < 5 * MIB
     assert seconds < 5
-
-
-def large_text(folder, gigabytes):
-    """Make so much text on a hundredth of the disk: one file with a single line, and 99 links to it."""
-    folder.mkdir()
-    piece = " ".join(f"{WORDS}{n}" for n in range(20_000))
-    with (folder / "0.txt").open("w") as file:
-        for _ in range(gigabytes * 10 * MIB // len(piece) + 1):
-            file.write(piece)
-    for number in range(1, 100):
-        os.link(folder / "0.txt", folder / f"{number}.txt")
-    assert sum(p.stat().st_size for p in folder.iterdir()) >= gigabytes * 1_000 * MIB
-
-
-TRAINING = """
-import json, os, resource, sys, threading, time
-from pathlib import Path
-from hashtrain.cli import main
-out = Path(sys.argv[1])
-
-def until_the_first_line():
-    while not (out / "metrics.jsonl").is_file() or not (out / "metrics.jsonl").read_text():
-        time.sleep(0.05)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    # Not ru_maxrss, which a process has from the one that started it.
-    most = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    print(json.dumps({"seconds": used.ru_utime + used.ru_stime, "bytes": 1024 * int(most.split()[1])}), flush=True)
-    os._exit(0)
-
-threading.Thread(target=until_the_first_line, daemon=True).start()
-main(sys.argv[2:])
-"""
-MODEL_AND_TORCH = 900 * MIB
-"""What the process takes without texts: torch, transformers, the demo model in float32 and its logits."""
-
-
-@pytest.mark.parametrize(
-    "gigabytes", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.full)]
-)
-def test_a_training_on_much_text_takes_its_first_step_within_a_minute(gigabytes, tmp_path):
-    """With the paper's number of contexts, by processor time, so that other work on the machine does not count."""
-    large_text(tmp_path / "large", gigabytes)
-    held = tmp_path / "held.txt"
-    held.write_text("\n".join(f"held out, as no other: {n} {n * n}" for n in range(100_000)))
-    words = ["--text", str(tmp_path / "large"), "--held-out-text", str(held), "--contexts", "8192", "--workers", "1"]
-    words += ["--stream", "--only", "paper-exact", "--steps", "8192", "--held-out", "2", "--out", str(tmp_path / "run")]
-    found = []
-    for _ in range(2):
-        started = subprocess.run(
-            [sys.executable, "-c", TRAINING, str(tmp_path / "run"), *words],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=3000,
-        )
-        found.append(json.loads(started.stdout.splitlines()[-1]))
-        (tmp_path / "run" / "metrics.jsonl").unlink()
-    assert found[0]["seconds"] < 60, found
-    assert found[1]["seconds"] < found[0]["seconds"], found  # texts and weights are known
-    assert max(one["bytes"] for one in found) < MODEL_AND_TORCH + 2_000 * MIB, found
-
-
-def test_a_file_that_was_not_touched_is_not_read_again(tmp_path, monkeypatch):
-    path = tmp_path / "00000.safetensors"
-    path.write_bytes(b"some bytes")
-    recorded = {path.name: checksum(path)}
-    monkeypatch.setattr("hashtrain.data.manifest.checksum", lambda path: pytest.fail("it was read"))
-    assert _whole(path, recorded)
-    assert not _whole(tmp_path / "00001.safetensors", recorded)
-    monkeypatch.undo()
-    later = time.time_ns() + 10**9
-    os.utime(path, ns=(later, later))  # as after copying: read again, and found to be equal
-    assert _whole(path, recorded)
-    path.write_bytes(b"some bytes.")
-    assert not _whole(path, recorded)
-    path.write_bytes(b"other byte")
-    os.utime(path, ns=(later, later))
-    assert not _whole(path, recorded)

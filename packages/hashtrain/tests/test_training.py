@@ -92,7 +92,7 @@ def test_the_slope_of_products_is_that_of_the_logits():
     layer.start(data, 0)
     (q, k, scaling), rows = data.read(0, 0), torch.arange(100, 116)
     training = Training(layer, 0, data, SETTINGS)
-    ((part, pairs, _),) = training._pairs(q[:, :, rows], k, rows, scaling, 0)
+    ((part, pairs, _),) = training._pairs(q[:, :, rows], k, rows, scaling)
     top, rest = pair_scores(layer, part, k, pairs)
     expected = ranking_loss(top, rest, pairs.valid, scaling)
     torch.testing.assert_close(_loss(layer, part, k, pairs, scaling, SETTINGS), expected)
@@ -187,7 +187,7 @@ def test_chunks_add_up_to_the_gradient_of_the_mean_over_all_rows(loss):
     training._pairs = lambda *args: drawn.append(pairs_of(*args)) or drawn[-1]
     q, k, scaling = training.data.read(0, 0)
     at = torch.tensor([60, 200, 333, 399])
-    got = training._gradients(q[:, :, at], k, at, scaling, 0)
+    got = training._gradients(q[:, :, at], k, at, scaling)
     gradients = [p.grad.clone() for p in layer.parameters()]
     means = torch.stack([_loss(layer, rows, k, pairs, scaling, config) for rows, pairs, _ in drawn[0]])
     weights = torch.tensor([float(weight) for *_, weight in drawn[0]])

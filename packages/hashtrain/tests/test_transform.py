@@ -8,10 +8,8 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.config import SINK
-from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.layers import BY_VARIANT
 from hashtrain.layers.surrogate import digits
-from hashtrain.layers.transform import CONTEXTS
 from hashtrain.layers.transform_coding import DISTORTIONS, MAX_DIGITS, STEPS, allocate, even, moments, start
 from hashtrain_runs import Whole
 from hypothesis import given
@@ -231,10 +229,6 @@ def test_a_start_and_its_estimator_are_its_own():
     for changes in ({"init": "random"}, {"estimator": "softsign"}):
         with pytest.raises(ValueError, match="transform starts from data and is trained straight-through"):
             make(**changes)
-
-
-def test_streamed_runs_keep_the_contexts_that_a_start_reads():
-    assert CONTEXTS <= MAX_CONTEXTS
 
 
 def test_bits_are_shared_evenly_without_data():

@@ -3,21 +3,29 @@
 import multiprocessing
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain.data.captured import EVERYTHING
-from hashtrain.machine import allocator
+from hashtrain import ModelShape
+from hashtrain.machine import allocator, distribute, workers
 from hashtrain.machine.allocator import keep_freed_memory
+from hashtrain.machine.distribute import device_for, here
 from hashtrain.machine.workers import default_workers, run_jobs
-from hashtrain.run import sources
+from hashtrain.run import waves
+from hashtrain.run.prepare import workers_of
+from hashtrain.run.reads import Reads
+from hashtrain.settings.train_command import TrainCommand
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
-from worker_jobs import break_stubbornly, die, fail, private_bytes, square
+from worker_jobs import break_stubbornly, die, fail, its_number, private_bytes, square
+
+SHAPE = ModelShape(2, 4, 2, 32)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -69,26 +77,37 @@ def test_two_workers_add_less_than_half_a_model_of_private_memory(tiny_config):
 
 
 def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, monkeypatch):
-    ids, said, given = torch.arange(32), [], []
-
-    def noted(function, jobs, workers, report, given=None, own=sources.run_jobs):
-        shared.append(None if given is None else next(given.parameters()).is_shared())
-        return own(function, jobs, workers, report, given)
-
-    shared, model = [], str(folder / "model")
-    monkeypatch.setattr(sources, "run_jobs", noted)
+    reads, original, shared, made = Reads(SHAPE, 32, 2, 2, 1, 1, lambda layer: None), waves.run_jobs, [], []
+    monkeypatch.setattr(waves, "run_jobs", lambda *given, **how: shared.append(given[2]) or original(*given, **how))
     for number, room in enumerate((1e12, 0.0)):
-        monkeypatch.setattr(sources, "_shared_room", lambda room=room: room)
-        paths = [tmp_path / f"{number}-{i}.safetensors" for i in range(2)]
-        jobs = [sources._Job(model, "cpu", ids, path, "train", EVERYTHING, 5) for path in paths]
-        sources._capture(jobs, 2, lambda *message: said.append(message))
-        given.append([load_file(path) for path in paths])  # not the bytes: safetensors orders metadata at random
-    sources.loaded.cache_clear()
-    assert shared == [True, None]
-    for one, other in zip(*given, strict=True):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, room=room: SimpleNamespace(free=room))
+        source = waves.Source("train", tmp_path / str(number), [torch.arange(32)] * 2, reads, "weights", "cpu")
+        waves.make_all(str(folder / "model"), [(source, [0, 1])], 2, lambda *message: None)
+        assert source.lacking([0, 1]) == []
+        made.append([load_file(source.stored.file(n)) for n in range(2)])
+    waves.loaded.cache_clear()
+    assert shared == [2, 1]  # workers: each would need its own copy of the model
+    for one, other in zip(*made, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-    assert sum("has its own copy of the model" in text for text, _ in said) == 1
+
+
+def test_each_worker_has_a_device_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(distribute, "require_compiler", lambda: None)
+    for number, device in enumerate(("cuda:0", "cuda:1", "cuda:0")):
+        monkeypatch.setattr(workers, "number", number)
+        assert (str(here("cuda")), str(here("cuda:1")), str(here("cpu"))) == (device, "cuda:1", "cpu")
+    for wanted in ("cuda:2", f"cuda:{10**30}"):
+        with pytest.raises(ValueError, match=f"{wanted} does not exist: this machine has 2 CUDA devices, cuda:0"):
+            device_for(wanted, 0)
+    assert workers_of(TrainCommand(), "cuda") == 2
+    assert workers_of(TrainCommand(), "cuda:1") == 1
+
+
+@pytest.mark.slow
+def test_workers_know_their_numbers():
+    assert sorted(run_jobs(its_number, [1, 2], 2, print)) == [0, 1]
 
 
 def test_an_error_of_one_job_stops_the_others():

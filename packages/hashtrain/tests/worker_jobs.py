@@ -26,7 +26,7 @@ def die(job, report):
 
 def knows_its_work(job, report):
     """Whether what jobs need is imported, and nothing that only their parent needs."""
-    return {"hashtrain.run.job", "hashtrain.run.sources"} <= sys.modules.keys() and "matplotlib" not in sys.modules
+    return {"hashtrain.run.job", "hashtrain.run.waves"} <= sys.modules.keys() and "matplotlib" not in sys.modules
 
 
 def linger(job, report):
@@ -54,31 +54,11 @@ def command_line(arguments):
         raise SystemExit(main(arguments))
 
 
-def as_rank(number, world, port):
-    """Set the environment of torchrun's process `number` of `world`."""
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def its_number(job, report):
+    from hashtrain.machine import workers
 
-
-def rank(number, world, port, arguments):
-    """Run `hashtrain` as torchrun's process `number` of `world`."""
-    as_rank(number, world, port)
-    command_line(arguments)
-
-
-def join_late(number, world, port, folder):
-    """Join as process `number` of `world`, the last one half a second late, and record when it joined and continued."""
-    from hashtrain.machine import distribute
-
-    def connect(*args, own=distribute.dist.init_process_group, **how):
-        own(*args, **how)
-        time.sleep(number * 0.5)
-        (folder / f"connected-{number}").write_text(str(time.monotonic()))
-
-    distribute.dist.init_process_group = connect
-    as_rank(number, world, port)
-    with distribute.init_distributed("cpu"):
-        (folder / f"entered-{number}").write_text(str(time.monotonic()))
+    time.sleep(0.5)  # so that the other worker takes the other job
+    return workers.number
 
 
 class Stubborn(Exception):

@@ -1,4 +1,9 @@
-"""Captured q, k and v, read layer by layer: of several contexts on disk, or of one in memory."""
+"""Captured q, k and v of contexts, read layer by layer: one safetensors file for each context.
+
+A file is replaced atomically and names in its header what it was made from (`hashtrain.data.capture.context_key`), so a
+killed run leaves only files that the next one can use, and a file of anything else is made anew. Reading is lazy:
+training a layer maps only that layer's bytes.
+"""
 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
@@ -25,6 +30,8 @@ class Kept:
 
 
 EVERYTHING = Kept()
+KEY = "made_from"
+"""Entry of a file's header that says what it was made from."""
 _REMEDY = "delete it and capture again"
 
 
@@ -41,6 +48,14 @@ class Capture:
     def file(self, context: int) -> Path:
         """Return the path of one context's file."""
         return self.folder / f"{context:05d}.safetensors"
+
+    def holds(self, context: int, key: str) -> bool:
+        """Whether the context's file is whole and was made from what `key` says; a damaged one is not."""
+        try:
+            with open_tensors(self.file(context), _REMEDY) as file:
+                return (cast("dict[str, str] | None", file.metadata()) or {}).get(KEY) == key
+        except (FileNotFoundError, ValueError):
+            return False
 
     def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
         """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the attention scaling.

@@ -14,13 +14,12 @@ Everything except plain text is streamed by `datasets` (the extra of that name):
 
 import codecs
 import collections
-import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from hashtrain.data.shares import Span, shares
 from hashtrain.files.untrusted import first_line
@@ -79,57 +78,22 @@ class HubText:
         return _stream(self.repository, shown, self.split, name=self.config)
 
 
-class Texts(Sequence[Document]):
-    """Documents that are read when they are asked for, so that gigabytes of text need no memory."""
-
-    def __init__(self, parts: Sequence[tuple[Span | Document, int]]):
-        self.parts: Sequence[tuple[Span | Document, int]] = parts
-        """Where each document is, or the document itself, and its corpus."""
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Texts": ...
-    def __getitem__(self, index: int | slice) -> "Document | Texts":
-        """Read a document. Raises: ValueError if it is binary or not UTF-8."""
-        if isinstance(index, slice):
-            return Texts(self.parts[index])
-        part, corpus = self.parts[index]
-        return part if isinstance(part, Document) else replace(_read_span(part), corpus=corpus)
-
-    @property
-    def identity(self) -> list[Any]:
-        """JSON values that change whenever a document may change: files by size and modification time."""
-        found: list[Any] = []
-        for part, corpus in self.parts:
-            if isinstance(part, Document):
-                found.append([corpus, hashlib.sha256(part.text.encode(errors="surrogatepass")).hexdigest()])
-            else:
-                stat = part.file.stat()
-                found.append([corpus, str(part.file.absolute()), stat.st_size, stat.st_mtime_ns, part.start, part.size])
-        return found
-
-
-def list_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> Texts:
-    """List the documents of files, folders (all files below them with a known suffix) and Hub ids.
-
-    Plain text is read when it is used; rows of tables and data sets are read here.
+def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
+    """Read the documents of files, folders (all files below them with a known suffix) and Hub ids.
 
     Args:
         at_most: largest number of documents from one table or data set.
         room: most bytes of text, divided equally among the paths (`hashtrain.data.shares`); None: no limit.
         seed: draws the files if not all are read.
-    Raises: ValueError if a path is missing or has no text, or is a table and the extra `datasets` is missing.
+    Raises: ValueError if a path is missing, binary, not UTF-8 or has no text, or is a table and the extra `datasets` is
+        missing.
     """
-    parts: list[tuple[Span | Document, int]] = []
+    documents: list[Document] = []
     own = None if room is None else room // max(1, len(paths))
     for corpus, path in enumerate(paths):
         if str(path).startswith(HUB):
             source = HubText.parse(str(path))
-            parts += _of_rows(source.rows(), source.field, str(path), at_most, own, corpus)
+            documents += _of_rows(source.rows(), source.field, str(path), at_most, own, corpus)
             continue
         if not path.exists():
             hint = f", or {HUB}{path} for the data set on the Hub" if _is_hub_id(path) else ""
@@ -143,32 +107,14 @@ def list_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
                 if not span.file.stat().st_size:
                     raise ValueError(f"{span.file} is empty: expected rows with a text")
                 rows = _stream(_TABLES[span.file.suffix], span.file.name, data_files=str(span.file))
-                parts += _of_rows(rows, None, span.file.name, at_most, span.size, corpus)
-            elif size := span.file.stat().st_size:
-                if span.size is None and size > _MOST_BYTES:
-                    most = f"expected at most {_MOST_BYTES}; cut it into several files"
-                    raise ValueError(f"{span.file} has {size} bytes, {most}")
-                parts.append((span, corpus))
-    parts = [(part, of) for part, of in parts if isinstance(part, Span) or (part.text and not part.text.isspace())]
-    if not parts:
-        raise _no_text(paths)
-    return Texts(parts)
-
-
-def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
-    """Read the documents that `list_texts` lists.
-
-    Raises: ValueError as `list_texts`, or if a file is binary or not UTF-8.
-    """
-    found = [document for document in list_texts(paths, at_most, room, seed) if not document.text.isspace()]
-    if not found:
-        raise _no_text(paths)
-    return found
-
-
-def _no_text(paths: list[Path]) -> ValueError:
-    named = ", ".join(map(str, paths))
-    return ValueError(f"no text found: expected non-empty .txt, .md, .py, .jsonl or .parquet files in {named}")
+                documents += _of_rows(rows, None, span.file.name, at_most, span.size, corpus)
+            else:
+                documents.append(_read_span(span, corpus))
+    documents = [document for document in documents if document.text and not document.text.isspace()]
+    if not documents:
+        named = ", ".join(map(str, paths))
+        raise ValueError(f"no text found: expected non-empty .txt, .md, .py, .jsonl or .parquet files in {named}")
+    return documents
 
 
 def require_apart(train: Sequence[Document], validation: Sequence[Document]) -> None:
@@ -216,9 +162,11 @@ def _sentences(text: str) -> Iterator[str]:
         start = end + 2
 
 
-def _read_span(span: Span) -> Document:
+def _read_span(span: Span, corpus: int) -> Document:
     """Read a part of a text file. A part may begin and end within a character, which is then dropped."""
     file = span.file
+    if span.size is None and (size := file.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{file} has {size} bytes, expected at most {_MOST_BYTES}; cut it into several files")
     with file.open("rb") as opened:
         opened.seek(span.start)
         content = opened.read(span.size or _MOST_BYTES)  # bounded, in case the file grows
@@ -232,7 +180,7 @@ def _read_span(span: Span) -> Document:
     except UnicodeDecodeError as error:
         what = f"byte {span.start + skipped + error.start} cannot be read"
         raise ValueError(f"{file} is not UTF-8 text: {what}; convert it with iconv first") from error
-    return Document(f"{file.name}, from byte {span.start}" if span.start else file.name, text)
+    return Document(f"{file.name}, from byte {span.start}" if span.start else file.name, text, corpus)
 
 
 def _builder(file: Path) -> str:
@@ -254,15 +202,15 @@ def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iter
 
 def _of_rows(
     rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int, room: int | None, corpus: int
-) -> list[tuple[Document, int]]:
-    documents: list[tuple[Document, int]] = []
+) -> list[Document]:
+    documents: list[Document] = []
     try:
         for number, row in enumerate(itertools.islice(rows, at_most)):
             text = row.get(field or next((f for f in _FIELDS if f in row), ""))
             if not isinstance(text, str):
                 wanted = field or " or ".join(_FIELDS)
                 raise ValueError(f"expected a string in the field {wanted}, got the fields {', '.join(row)}")
-            documents.append((Document(f"{name}, row {number + 1}", text[:room], corpus), corpus))
+            documents.append(Document(f"{name}, row {number + 1}", text[:room], corpus))
             if room is not None and (room := room - len(text)) <= 0:
                 break
     except Exception as error:  # every reader of `datasets` raises its own kind

@@ -15,7 +15,6 @@ from hashtrain.artefact.hasher import Hasher
 from hashtrain.data.captured import Capture
 from hashtrain.evaluation.remainder import add_remainder, grouped_product, linear_values, log_weight, measure
 from hashtrain.layers import LayerHasher
-from hashtrain.models import device_of
 from hashtrain.training.target import logits
 
 LEAST_SHARE, MOST_SHARE = 0.5, 2.0
@@ -82,7 +81,7 @@ def fitted(errors: Tensor) -> tuple[Tensor, Tensor]:
 @torch.inference_mode()
 def head_errors(model: PreTrainedModel, hasher: Hasher, data: Capture, fraction: float, seed: int) -> list[Tensor]:
     """Measure each KV head's squared error of the attention output: for each layer float64 [Hkv, 7], sums over rows."""
-    device, project, draw = device_of(model), _projections(model), torch.Generator().manual_seed(seed)
+    device, project, draw = model.device, _projections(model), torch.Generator().manual_seed(seed)
     lengths = [data.keys(context, 0)[0].shape[2] for context in range(min(CONTEXTS, len(data)))]
     rows = [torch.randint(t // 4, t, (ROWS,), generator=draw) for t in lengths]
     found: list[Tensor] = []

@@ -26,7 +26,6 @@ from hashtrain.evaluation.remainder import (
     prefix_means,
     tokens_read,
 )
-from hashtrain.models import device_of
 
 DENSE_ABOVE, MOST_DENSE = 0.02, 0.1
 """A layer stays dense if its cost, in nats of KL, is above the first; at most this share of all layers does, the
@@ -54,7 +53,7 @@ class Steps:
     @torch.inference_mode()
     def __init__(self, model: PreTrainedModel, ids: Tensor, positions: Tensor, first: int = 0):
         self.model: Any = model
-        device = device_of(model)
+        device = model.device
         self.ids: Tensor = ids.to(device)
         self.positions: Tensor = positions.to(device)
         self._cache = DynamicCache(config=model.config)

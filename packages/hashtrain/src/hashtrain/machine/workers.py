@@ -18,6 +18,8 @@ import torch
 
 from hashtrain.machine.allocator import keep_freed_memory
 
+number = 0
+"""Number of this worker; 0 in the process that starts them."""
 Report = Callable[..., None]
 Function = Callable[..., Any]
 Pipe = Any  # its class differs among systems
@@ -25,7 +27,7 @@ _PATIENCE = 10.0  # seconds
 _MOST = 6  # a worker takes 0.6 GB for the demo model
 # What jobs and their reports need: "hashtrain" imports lazily, so every worker would import it again.
 PRELOADED = (
-    *("torch", "transformers.models.llama", "hashtrain.run.job", "hashtrain.run.sources"),
+    *("torch", "transformers.models.llama", "hashtrain.run.job", "hashtrain.run.waves"),
     "hashtrain.training.pair_loss",  # numba
 )
 
@@ -49,7 +51,7 @@ def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Repo
     Raises: the exception of a job; ChildProcessError if a worker died. The other workers are stopped.
     """
     more = () if given is None else (given,)
-    if workers == 1 or len(jobs) == 1:
+    if workers == 1 or len(jobs) <= 1:
         with one_thread():
             return [function(job, report, *more) for job in jobs]
     results: list[Any] = [None] * len(jobs)
@@ -89,7 +91,7 @@ def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Repo
 def _start(function: Function, more: tuple[Any, ...], processes: list[BaseProcess]) -> Pipe:
     context = _context()
     mine, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(function, theirs), daemon=True)
+    process = context.Process(target=_work, args=(function, theirs, len(processes)), daemon=True)
     process.start()
     theirs.close()  # so that a worker's death closes the pipe
     processes.append(process)
@@ -145,8 +147,10 @@ def _ignoring_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _work(function: Function, pipe: Pipe) -> None:
+def _work(function: Function, pipe: Pipe, own_number: int) -> None:
     """Run jobs until the parent closes the pipe or dies."""
+    global number
+    number = own_number
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the parent prints
     keep_freed_memory()
     torch.set_num_threads(1)

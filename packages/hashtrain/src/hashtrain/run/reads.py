@@ -6,10 +6,9 @@ other context, only the keys and the rows of its steps: 4.8 TB instead of 26 for
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from hashtrain.training.rows import rows_of_steps
 from hashtrain.training.train_config import TrainConfig
 
 _DTYPE = torch.bfloat16
+_DECISIVE = ("steps", "rows", "chunk", "max_top", "max_rest", "min_position", "seed")
+"""Settings of a training that decide which rows it draws."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,6 @@ class Reads:
     steps: int
     rows: int
     """Most rows drawn in one step."""
-    settings: dict[str, Any]
-    """Settings that decide the rows, as JSON: part of the identity of a capture that lacks other queries."""
     draw: Callable[[int], Tensor]
     """Returns the rows of each step in a layer, int32 [steps, rows]."""
 
@@ -57,27 +56,17 @@ class Reads:
             return Kept(values=False)
         return Kept(tuple(rows[context :: self.contexts].unique() for rows in self._by_layer), values=False)
 
-    def at_step(self, step: int) -> Kept:
-        """Return what one step reads."""
-        return Kept(tuple(rows[step].unique() for rows in self._by_layer), values=False)
+    def stored_in(self, wave: range) -> list[int]:
+        """Return the contexts that are stored during a wave of steps (`hashtrain.run.waves`)."""
+        read = range(self.contexts) if len(wave) >= self.contexts else (step % self.contexts for step in wave)
+        return sorted({*range(min(self.whole, self.contexts)), *read})
 
-    def identity(self, contexts: int) -> dict[str, Any]:
-        """Return the fields that distinguish a capture of the first `contexts` contexts from a complete one."""
-        if contexts <= self.whole:
-            return {}
-        return {"whole": self.whole, "queries": "all" if self.all_queries else self.settings}
-
-    def bytes(self, contexts: Sequence[int]) -> int:
+    def bytes(self, contexts: Iterable[int]) -> int:
         """Return an upper bound of the bytes that captures of these contexts take: rows drawn twice are stored once."""
-        whole = sum(context < self.whole for context in contexts)
         rows = None if self.all_queries else self._drawn
         few = context_bytes(self.shape, self.tokens, _DTYPE, rows, values=False)
-        return whole * context_bytes(self.shape, self.tokens, _DTYPE) + (len(contexts) - whole) * few
-
-    @property
-    def step_bytes(self) -> int:
-        """Most bytes that a step reads in all layers together."""
-        return context_bytes(self.shape, self.tokens, _DTYPE, self.rows, values=False)
+        every = context_bytes(self.shape, self.tokens, _DTYPE)
+        return sum(every if context < self.whole else few for context in contexts)
 
     @property
     def _drawn(self) -> int:
@@ -88,46 +77,32 @@ class Reads:
         return [self.draw(layer) for layer in range(self.shape.num_layers)]
 
 
-def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whole: int, shared: bool) -> Reads:
+def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whole: int) -> Reads:
     """Return what training all hashers of a command reads of its `contexts` contexts.
 
-    Starts, repairs and calibration read the first `whole` ones; `shared` is whether processes share a step's rows.
+    Starts, the choice of weights and calibration read the first `whole` ones.
     """
     trained = [recipe for recipe in command.recipes if recipe.trained]
-    numbers = ("steps", "rows", "chunk", "max_top", "max_rest", "min_position", "seed")
-    schedules: dict[tuple[int, ...], tuple[TrainConfig, set[str]]] = {}
-    for recipe in trained or command.recipes[:1]:
-        config = training_of(command, recipe, "cpu")
-        _, kinds = schedules.setdefault(tuple(getattr(config, name) for name in numbers), (config, set()))
-        if trained:
-            kinds.add(BY_VARIANT[recipe.variant].target_heads)
-    # Target heads by layer: hashers with the same schedule and the same number of target heads draw the same rows.
-    draws = [
-        (config, [_heads(shape.at(n), kinds) for n in range(shape.num_layers)]) for config, kinds in schedules.values()
-    ]
-    drawn = [{**{name: getattr(config, name) for name in numbers}, "heads": heads} for config, heads in draws]
-    settings = {**drawn[0], "shared": shared} if len(drawn) == 1 else {"draws": drawn, "shared": shared}
+    trainings = [(training_of(command, one, "cpu"), BY_VARIANT[one.variant].target_heads) for one in trained]
 
-    def drawn_in(layer: int) -> Tensor:
+    def schedules(layer: int) -> dict[tuple[int, ...], TrainConfig]:
+        """Hashers with the same schedule and the same number of target heads draw the same rows."""
+        heads_of = {"kv": shape.at(layer).num_kv_heads, "query": shape.at(layer).num_query_heads}
+        return {(heads_of[of], *(getattr(config, name) for name in _DECISIVE)): config for config, of in trainings}
+
+    def draw(layer: int) -> Tensor:
         found = [torch.empty(command.steps, 0, dtype=torch.int32)]
-        for config, heads in draws:
-            found += [rows_of_steps(config, layer, count, command.context, shared) for count in heads[layer]]
+        found += [rows_of_steps(config, layer, key[0], command.context) for key, config in schedules(layer).items()]
         return torch.cat(found, 1)
 
-    most = max(sum(len(heads[layer]) for _, heads in draws) for layer in range(shape.num_layers))
-    return Reads(shape, command.context, contexts, whole, command.steps, command.rows * most, settings, drawn_in)
-
-
-def _heads(shape: ModelShape, kinds: Collection[str]) -> list[int]:
-    """Return the distinct head counts of targets of these kinds in a layer."""
-    return sorted({shape.num_kv_heads if kind == "kv" else shape.num_query_heads for kind in kinds})
+    most = max(len(schedules(layer)) for layer in range(shape.num_layers))
+    return Reads(shape, command.context, contexts, whole, command.steps, command.rows * most, draw)
 
 
 def validation_reads(command: TrainCommand, shape: ModelShape, contexts: int) -> Reads:
     """Return what the evaluation reads of held-out contexts: the same rows in every layer."""
-    settings = {name: getattr(command, name) for name in ("first_row", "held_out_rows", "seed")}
 
     def draw(layer: int) -> Tensor:
         return torch.stack([*rows_of_contexts(command, contexts)]).int()
 
-    return Reads(shape, command.context, contexts, 0, contexts, command.held_out_rows, settings, draw)
+    return Reads(shape, command.context, contexts, 0, contexts, command.held_out_rows, draw)

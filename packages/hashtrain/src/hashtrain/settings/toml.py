@@ -10,7 +10,7 @@ from typing import Any
 
 import hashtrain
 from hashtrain.files.untrusted import read_text
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.settings.train_command import GONE, TrainCommand
 from hashtrain.usage import UsageError, sentence
 
 _NOT_STORED = {"config", "dry_run"}
@@ -44,6 +44,10 @@ def _words(path: Path, found: dict[str, Any]) -> list[str]:
     known = {f.name for f in fields(TrainCommand)} - _NOT_STORED
     words = []
     for key, value in found.items():
+        if (gone := f"--{key.replace('_', '-')}") in GONE:  # a run of an earlier version stored it
+            if value in (False, "layers"):
+                continue
+            raise UsageError(f"--config {path} sets {key}, which left in hashtrain 2.0: {GONE[gone]}")
         if key.replace("-", "_") not in known:
             raise UsageError(f"--config {path} sets {key}, expected one of {', '.join(sorted(known))}")
         name, switch = key.replace("_", "-"), key.replace("-", "_") in _SWITCHES

@@ -29,19 +29,18 @@ def draw_rest(tokens: int, count: int, generator: torch.Generator) -> Tensor:
     return torch.randint(tokens, (count,), generator=generator, device="cpu")
 
 
-def rows_of_steps(config: TrainConfig, layer: int, heads: int, tokens: int, shared: bool = False) -> Tensor:
+def rows_of_steps(config: TrainConfig, layer: int, heads: int, tokens: int) -> Tensor:
     """Compute in advance the query rows that each step of a layer's training will draw.
 
     Args:
         heads: number of target heads; pairs are drawn for each between the rows of two steps.
         tokens: of every context.
-        shared: whether processes share the rows of a step; each then draws its pairs from its own generator.
     Returns: int32 [steps, rows].
     """
     generator, found = generator_of(config.seed, layer), torch.empty(config.steps, config.rows, dtype=torch.int32)
     for step in range(config.steps):
         found[step] = draw_rows(config, tokens, generator)
-        for start in range(0, 0 if shared else config.rows, config.chunk):
+        for start in range(0, config.rows, config.chunk):
             draw_tops((1, heads, min(config.chunk, config.rows - start), config.max_top), generator)
             draw_rest(tokens, config.max_rest, generator)  # uses the same number of random bits for any bound
     return found

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from hashtrain.data.captured import Capture
 from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
-from hashtrain.machine.distribute import ALONE, Ranks
 from hashtrain.machine.transfer import Ahead, to_device
 from hashtrain.training.checkpoint import Checkpoint, Snapshots, copied
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
@@ -62,7 +61,6 @@ class Training:
         hasher: the layer's modules, trained in place; `hasher.target_heads` selects the kind of target.
         layer: its index in the model, to read from `data`.
         checkpoint: where the state is saved from time to time; an existing checkpoint is resumed, to the same bits.
-        ranks: processes that share the rows of each step; each must run the same trainings in the same order.
     Attributes:
         losses: the loss of every step so far.
         keys_trained: the weights after the keys-only steps; empty before, or if there are none.
@@ -77,16 +75,12 @@ class Training:
         data: Capture,
         config: TrainConfig,
         checkpoint: Checkpoint | None = None,
-        ranks: Ranks = ALONE,
     ):
-        if config.rows % ranks.world:
-            raise ValueError(f"rows per step must be a multiple of {ranks.world} processes, got {config.rows}")
         self.hasher: LayerHasher = hasher
         self.layer: int = layer
         self.data: Capture = data
         self.config: TrainConfig = config
         self.checkpoint: Checkpoint | None = checkpoint
-        self.ranks: Ranks = ranks
         self.device: torch.device = next(hasher.parameters()).device
         self.generator: torch.Generator = generator_of(config.seed, layer)
         self._ahead: Ahead | None = Ahead(self.device) if self.device.type == "cuda" else None
@@ -101,7 +95,6 @@ class Training:
         self.keys_trained: dict[str, Tensor] = {}
         self.stopped: str = ""
         self._resume()
-        ranks.barrier()  # rank 0 must not write the next checkpoint while others still read this one
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if there is one. Raises: ValueError if it is of another training."""
@@ -141,7 +134,7 @@ class Training:
                 self.stopped = (
                     f"stopped at step {step} of {self.config.steps}: {self.stopped}; its best weights are kept"
                 )
-            if self.ranks.first and self.checkpoint and (self.checkpoint.due or self.stopped):
+            if self.checkpoint and (self.checkpoint.due or self.stopped):
                 self.checkpoint.save(*self._state())
 
     def _slow_down(self) -> None:
@@ -164,7 +157,7 @@ class Training:
 
     def save(self) -> None:
         """Write the checkpoint now."""
-        if self.ranks.first and self.checkpoint:
+        if self.checkpoint:
             self.checkpoint.save(*self._state())
 
     def _step(self, step: int, more: bool = False) -> float:
@@ -186,10 +179,10 @@ class Training:
                 f"contexts must be longer than min_position = {config.min_position}, got {k.shape[2]} tokens; capture "
                 "longer ones, or lower min_position"
             )
-        positions = draw_rows(config, k.shape[2], self.generator)[self.ranks.rank :: self.ranks.world]
+        positions = draw_rows(config, k.shape[2], self.generator)
         q = to_device(self.data.queries(step % len(self.data), self.layer, positions), self.device)
         with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
-            loss = self._gradients(q, k, positions, scaling, step)
+            loss = self._gradients(q, k, positions, scaling)
         norm = torch.nn.utils.clip_grad_norm_(self.hasher.parameters(), config.clip)
         if self._ahead and more:
             self._next = step + 1, *self._sent(step + 1, self._ahead)
@@ -211,40 +204,33 @@ class Training:
         k, scaling = self.data.keys(step % len(self.data), self.layer)
         return to_device(k, self.device), scaling
 
-    def _gradients(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int) -> Tensor:
-        """Compute the gradients of the mean loss over all rows of all processes, and return that loss.
+    def _gradients(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> Tensor:
+        """Compute the gradients of the mean loss over all rows, and return that loss.
 
-        The loss stays on the device; it is NaN if q or k is not finite in any process.
+        The loss stays on the device; it is NaN if q or k is not finite.
         """
         self.optimizer.zero_grad()
         bad = ~torch.stack([*q.aminmax(), *k.aminmax()]).isfinite().all()  # NaN is both extremes
-        parts = self._pairs(q, k, positions, scaling, step)
-        flags = torch.stack([bad.double(), torch.stack([weight for *_, weight in parts]).double().sum()])
-        self.ranks.all_reduce(flags)
+        parts = self._pairs(q, k, positions, scaling)
+        total = torch.stack([weight for *_, weight in parts]).double().sum()
         loss = torch.zeros((), device=self.device)
         for rows, pairs, weight in parts:
-            share = torch.where(weight > 0, weight.double() / flags[1], 0.0).float()
+            share = torch.where(weight > 0, weight.double() / total, 0.0).float()
             part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * share
             part.backward()
             loss += part.detach()
-        self.ranks.all_reduce(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
-        return loss.masked_fill(flags[0] > 0, math.nan)
+        return loss.masked_fill(bad, math.nan)
 
-    def _pairs(
-        self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int
-    ) -> list[tuple[Tensor, Pairs, Tensor]]:
+    def _pairs(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> list[tuple[Tensor, Pairs, Tensor]]:
         """Draw the pairs of each chunk. Returns (the chunk's queries, its pairs, the weight of its mean loss)."""
-        config, generator = self.config, self.generator
+        config = self.config
         parts: list[tuple[Tensor, Pairs, Tensor]] = []
-        if self.ranks.world > 1:  # the generator above draws the same rows on every rank; pairs must differ
-            seed = ((config.seed * 1_000_003 + self.layer) * 1_000_003 + step) * self.ranks.world + self.ranks.rank
-            generator = torch.Generator("cpu").manual_seed(seed % 2**63)
         with torch.no_grad():
             for start in range(0, len(positions), config.chunk):
                 rows = q[:, :, start : start + config.chunk].contiguous()
                 at = positions[start : start + config.chunk]
                 p = preferences(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
-                drawn = config.max_top, config.max_rest, generator
+                drawn = config.max_top, config.max_rest, self.generator
                 pairs = sample_pairs(p, at, config.fraction, *drawn, config.of, (config.sink, config.recent))
                 valid = pairs.valid if config.loss == "ranking" else torch.ones(len(at), device=p.device)
                 parts.append((rows, pairs, valid.sum()))
