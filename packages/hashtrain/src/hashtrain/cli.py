@@ -129,13 +129,8 @@ def _train(command: TrainCommand) -> dict[str, Any]:
     mean = {
         name: {h: result[h]["mean"] for h in ("kv_head", "query_head")} for name, result in metrics["hashers"].items()
     }
-    return {"out": str(command.out), "seconds": metrics["seconds"], "best": _best(command, metrics), "mean": mean}
-
-
-def _best(command: TrainCommand, metrics: dict[str, Any]) -> str:
-    """Return the hasher with the highest IoU per KV head among those that can decode."""
-    decoding = [c.name for c in command.recipes if c.variant != "down-proj"] or [c.name for c in command.recipes]
-    return max(decoding, key=lambda name: metrics["hashers"][name]["kv_head"]["mean"]["iou"])
+    best = max(mean, key=lambda name: mean[name]["kv_head"]["iou"])
+    return {"out": str(command.out), "seconds": metrics["seconds"], "best": best, "mean": mean}
 
 
 def next_command(command: TrainCommand) -> str:

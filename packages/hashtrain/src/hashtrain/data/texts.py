@@ -15,7 +15,6 @@ Everything except plain text is streamed by `datasets` (the extra of that name):
 import codecs
 import collections
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +29,6 @@ _DATA_SET = "the data set "
 _PLAIN = {".txt", ".md", ".py"}
 _TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _FIELDS = ("text", "content", "code")
-_ENDS = r"\n\v\f\x1c-\x1e\x85\u2028\u2029"  # the line ends of `str.splitlines`, without \r
-_LINE = re.compile(rf"[^\r{_ENDS}]+")
-_LINE_ENDS = "\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _MOST_BYTES = 1 << 30
 _LONG_LINE, _FEW_LINES = 30, 5  # shorter lines, and fewer of them, may be equal by chance
 
@@ -141,25 +137,10 @@ def require_apart(train: Sequence[Document], validation: Sequence[Document]) -> 
 
 def long_lines(text: str) -> Iterator[str]:
     """Yield lines too long to be equal by chance; if the text is a single line, its sentences."""
-    for piece in (found[0] for found in _LINE.finditer(text)) if _has_lines(text) else _sentences(text):
+    lines = text.splitlines()
+    for piece in lines if len(lines) > 1 else text.split(". "):
         if len(stripped := piece.strip()) >= _LONG_LINE:
             yield stripped
-
-
-def _has_lines(text: str) -> bool:
-    """Whether a text has a line end that does not end it; ten searches by character, because one by pattern is slow."""
-    body = text[: -2 if text.endswith("\r\n") else -1]
-    return any(end in body for end in _LINE_ENDS)
-
-
-def _sentences(text: str) -> Iterator[str]:
-    """Split a text at each full stop before a space, lazily, because the text may be large."""
-    start = 0
-    while start < len(text):
-        end = text.find(". ", start)
-        end = len(text) if end < 0 else end
-        yield text[start:end]
-        start = end + 2
 
 
 def _read_span(span: Span, corpus: int) -> Document:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.data.captured import Capture
-from hashtrain.evaluation.remainder import add_remainder, grouped_product, linear_values, log_weight, measure
+from hashtrain.evaluation.remainder import attend, grouped_product
 from hashtrain.layers import LayerHasher
 from hashtrain.training.target import logits
 
@@ -116,18 +116,10 @@ def _errors(
 
     Args: project: the layer's output projection, of weights of this dtype.
     """
-    exact, values, hkv = logits(q, k, rows, scaling)[0], v[0].float(), k.shape[1]
-    dense, wanted = grouped_product(exact.softmax(-1), values), [min(1.0, fraction * x) for x in FACTORS]
-    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hkv, -1)))[:, :, None, :-1]
-    mean = linear_values(q, k, v, rows, hasher.remainder[:, -1] * scaling)[0].unflatten(0, (hkv, -1))
-    found: list[Tensor] = []
-    for known, _, shown, tokens in measure(hasher, q, k, rows, scaling, wanted, exact):
-        taken = values[torch.arange(hkv, device=q.device)[:, None, None], tokens]  # [Hkv, R, K, Dv]
-        out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
-        if hasher.calibrated:
-            out = add_remainder(out, known.lse, cast(Tensor, mean), log_weight(coefficients, known))
-        found.append(_through(project, out - dense, dtype).double().square().sum((1, 2)))
-    return torch.stack(found, 1)
+    exact = logits(q, k, rows, scaling)[0]
+    dense, wanted = grouped_product(exact.softmax(-1), v[0].float()), [min(1.0, fraction * x) for x in FACTORS]
+    found = attend(hasher, q, k, v, rows, scaling, wanted, exact)
+    return torch.stack([_through(project, out - dense, dtype).double().square().sum((1, 2)) for out in found], 1)
 
 
 def _through(project: Project | None, gap: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,23 +16,14 @@ from hashtrain.data.capture import replacing
 from hashtrain.data.offsets import offset
 from hashtrain.data.offsets import positions as moved_to
 from hashtrain.evaluation.budgets import divide
-from hashtrain.evaluation.metrics import reading
-from hashtrain.evaluation.remainder import (
-    add_remainder,
-    evidence,
-    grouped_product,
-    linear_values,
-    log_weight,
-    prefix_means,
-    tokens_read,
-)
+from hashtrain.evaluation.remainder import attend, grouped_product
+from hashtrain.training.target import logits
 
 DENSE_ABOVE, MOST_DENSE = 0.02, 0.1
 """A layer stays dense if its cost, in nats of KL, is above the first; at most this share of all layers does, the
 costliest first."""
 GAIN_ABOVE = 0.001
-"""What counts as measurably better, in nats of KL: a remainder is dropped if that lowers its layer's cost by more, and
-a layer with failing heads stays dense if that lowers the cost of the others, all sparse, by more."""
+"""What counts as measurably better, in nats of KL: a remainder is dropped if that lowers its layer's cost by more."""
 FALLS = 1.5
 """A layer's cost falls as its budget to the power of this (1.4 to 1.6 on both models of docs/results.md)."""
 LEAST_COST = 5e-5
@@ -69,7 +60,7 @@ class Steps:
         """Return the steps' log-probabilities [R, V] if these layers are sparse, as in deployment."""
         first = min(layers, default=-1)  # up to there, all is as in the dense pass, which comes first
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
             if layer < first:
                 return self._attended[layer]
             out = self._attend(hasher if layer in layers else None, layer, q, k, v, scaling, fraction)
@@ -77,7 +68,7 @@ class Steps:
                 self._attended[layer] = out
             return out
 
-        with replacing(self.model, attend):
+        with replacing(self.model, attend_layer):
             logits = self.model(
                 self.ids[None, self.positions],
                 position_ids=self.first + self.positions[None],
@@ -95,29 +86,16 @@ class Steps:
         self, hasher: Hasher | None, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, fraction: float
     ) -> Tensor:
         """Attend from q [1, Hq, R, D] to the preceding context and each row's own key: [1, R, Hq, Dv]."""
-        t, hkv, at = self._context, k.shape[1], self.positions
-        keys, values = k[0, :, :t].float(), v[0, :, :t].float()
-        own_keys, own_values = k[0, :, t:].float(), v[0, :, t:].float()
-        grouped = cast(Tensor, q[0].float().unflatten(0, (hkv, -1)))  # [Hkv, G, R, D]
-        logits = grouped_product(grouped, keys.mT)
-        own = torch.arange(len(at), device=q.device)
-        logits[:, :, own, at] = (grouped * own_keys[:, None]).sum(-1)
-        logits = logits.mul_(scaling).masked_fill_(torch.arange(t, device=q.device) > at[:, None], -torch.inf)
-        taken = None
-        if hasher is not None:
-            tokens = tokens_read(hasher.layer(layer).scores(q, k[:, :, :t])[0], at, fraction)
-            taken = reading(tokens, torch.zeros(1, t, dtype=torch.bool, device=q.device))
-        shown = logits if taken is None else logits.masked_fill(~taken[:, None], -torch.inf)
-        p = shown.softmax(-1)
-        out = grouped_product(p, values) + p[:, :, own, at][..., None] * (own_values - values[:, at])[:, None]
-        rest = None if hasher is None else hasher.remainder(layer)
-        if rest is not None and taken is not None:
-            mean_key = (grouped * prefix_means(keys, at)[:, None]).sum(-1) * scaling
-            known = evidence(logits, taken[:, None], mean_key, at + 1)
-            rest = rest.to(q.device)
-            weight = log_weight(cast(Tensor, rest.unflatten(0, (hkv, -1)))[:, :, None, :-1], known)
-            value = linear_values(q, k[:, :, :t], v[:, :, :t], at, rest[:, -1] * scaling)[0]
-            out = add_remainder(out, known.lse, cast(Tensor, value.unflatten(0, (hkv, -1))), weight)
+        t, at, rows = self._context, self.positions, torch.arange(len(self.positions), device=q.device)
+        k, v, own_keys, own = k[:, :, :t], v[:, :, :t], k[0, :, t:].float(), v[0, :, t:].float()
+        exact = logits(q, k, at, scaling)[0]  # [Hkv, G, R, T]
+        grouped = cast(Tensor, q[0].float().unflatten(0, (k.shape[1], -1)))
+        exact[:, :, rows, at] = (grouped * own_keys[:, None]).sum(-1) * scaling
+        if hasher is None:
+            p, values = exact.softmax(-1), v[0].float()
+            out = grouped_product(p, values) + p[:, :, rows, at][..., None] * (own - values[:, at])[:, None]
+        else:
+            out = next(attend(hasher.layer(layer), q, k, v, at, scaling, [fraction], exact, own))
         return out.flatten(0, 1).transpose(0, 1)[None].to(q.dtype)
 
 
@@ -150,17 +128,14 @@ def layer_costs(
     hasher: Hasher,
     fraction: float,
     advance: Callable[[str, int], None],
-    failing: Collection[int] = (),
 ) -> dict[str, Any]:
     """Measure the cost of each layer alone and of all together; drop remainders that make a layer worse.
 
     Values that attention avoids may be the largest of all, as in the first layer of SmolLM2. A mean value then
     represents the unselected tokens badly, however well its weight is estimated.
 
-    Args:
-        failing: layers with heads that fail on training rows, even after `hashtrain.run.repair`.
     Returns: `layers`, the mean KL of each in nats; `all`, that of every layer sparse; `dense`, those to keep dense;
-        `bare`, those whose remainder was dropped; `without`, by failing layer, the KL with that layer alone dense.
+        `bare`, those whose remainder was dropped.
     """
 
     def mean(layers: Collection[int]) -> float:
@@ -183,9 +158,5 @@ def layer_costs(
         advance(f"cost of layer {layer}", 1)
     # The order of summation changes the last digits.
     costs, whole = [round(cost, 4) for cost in costs], round(mean(range(count)), 4)
-    spared = {layer: round(mean([n for n in range(count) if n != layer]), 4) for layer in sorted(failing)}
-    helped = {layer for layer, left in spared.items() if left < whole - GAIN_ABOVE}
-    wanted = [n for n in range(count) if costs[n] > DENSE_ABOVE or n in helped]
-    dense = sorted(sorted(wanted, key=lambda n: -costs[n])[: int(MOST_DENSE * count)])
-    without = {str(layer): left for layer, left in spared.items()}
-    return {"layers": costs, "all": whole, "dense": dense, "bare": bare, "without": without}
+    wanted = sorted((n for n in range(count) if costs[n] > DENSE_ABOVE), key=lambda n: -costs[n])
+    return {"layers": costs, "all": whole, "dense": sorted(wanted[: int(MOST_DENSE * count)]), "bare": bare}

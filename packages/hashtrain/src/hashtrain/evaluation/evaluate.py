@@ -3,11 +3,9 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import hashcore
 import torch
 from torch import Tensor
 
-from hashtrain.config import SINK
 from hashtrain.data.captured import Capture
 from hashtrain.evaluation.metrics import quality_of_scores
 from hashtrain.evaluation.remainder import measure, share_errors
@@ -25,8 +23,7 @@ def evaluate_layer(
 ) -> dict[str, dict[str, Any]]:
     """Measure one layer and its heads on held-out rows: means, and how bad the worst rows are.
 
-    `remainder` holds the softmax share that a selection leaves out and the root mean square error of its estimate;
-    `bits` holds `bit_statistics` of the first context's keys.
+    `remainder` holds the softmax share that a selection leaves out and the root mean square error of its estimate.
     """
     device = hasher.remainder.device
     samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
@@ -35,24 +32,22 @@ def evaluate_layer(
         k, scaling = validation.keys(context, layer)
         q, k, rows = (x.to(device) for x in (validation.queries(context, layer, rows), k, rows))
         exact = logits(q, k, rows, scaling)
-        codes = hasher.encode_keys(k) if hasher.has_codes else None
-        scores = hasher.scores(q, k) if codes is None else hasher.scores_of(q, codes)
+        codes = hasher.encode_keys(k)
+        scores = hasher.scores_of(q, codes)
         evidence, rest, *_ = next(measure(hasher, q, k, rows, scaling, [command.fraction], exact[0], scores[0]))
         p = exact.softmax(-1)
         del exact
         found = quality_of_scores(scores, by_heads(p, rows, "kv"), rows, command.fraction)
         samples["kv_head"].append([m[0].double().cpu() for m in found])  # per head and row
-        own = None if codes is None else hasher.by_query_head(codes)  # the same codes: not hashed again
-        scores = hasher.scores(q, k, True) if own is None else hasher.scores_of(q, own, True)
+        scores = hasher.scores_of(q, hasher.by_query_head(codes), True)  # the same codes: not hashed again
         found = quality_of_scores(scores, by_heads(p, rows, "query"), rows, command.fraction)
         samples["query_head"].append([m[0].double().cpu() for m in found])
         share, error = share_errors(hasher, evidence, rest)
         shares.append(share.double())
         errors.append(error.double())
     error = torch.stack(errors).square().mean().sqrt().item()
-    bits = bit_statistics(hasher, validation.keys(0, layer)[0]) if hasher.has_codes else {}
     remainder = {"share": torch.stack(shares).mean().item(), "error": error}
-    return {"remainder": remainder, "bits": bits, **{heads: _summary(rows_of) for heads, rows_of in samples.items()}}
+    return {"remainder": remainder, **{heads: _summary(rows_of) for heads, rows_of in samples.items()}}
 
 
 def rows_of_contexts(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
@@ -64,30 +59,10 @@ def rows_of_contexts(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
 
 def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int]) -> dict[str, Any]:
     """Collect the results of `evaluate_layer` for all layers, with means over the layers that will be sparse."""
-    by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head", "remainder", "bits")}
+    by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head", "remainder")}
     sparse = [number for number in range(len(layers)) if number not in dense]
     return {
         heads: {"layers": found, "mean": _mean(found[number] for number in sparse)} for heads, found in by_heads.items()
-    }
-
-
-def bit_statistics(hasher: LayerHasher, k: Tensor) -> dict[str, Any]:
-    """Measure how well the codes of keys [1, Hkv, T, D] use their bits, without the first tokens that are always read.
-
-    Returns: `ones`, the share of ones of every bit of every head, sorted; `balance`, the mean of `2 min(ones, 1 -
-        ones)`, at best 1; `correlation`, the mean absolute correlation between two bits of a head, at best 0.
-    """
-    searched = k[:, :, SINK:].to(hasher.remainder.device)
-    codes = hashcore.unpack(hasher.encode_keys(searched))[0].float()  # [H, T - SINK, bits]
-    ones = codes.mean(1)
-    centred = codes - ones[:, None]
-    spread = centred.square().mean(1).sqrt().clamp(min=1e-6)
-    correlation = (centred.mT @ centred / codes.shape[1] / (spread[:, :, None] * spread[:, None])).abs()
-    others = ~torch.eye(codes.shape[2], dtype=torch.bool, device=codes.device)
-    return {
-        "balance": (2 * torch.minimum(ones, 1 - ones)).mean().item(),
-        "correlation": correlation[:, others].mean().item(),
-        "ones": [round(share, 4) for share in ones.flatten().sort().values.tolist()],
     }
 
 
@@ -122,8 +97,6 @@ def _summary(contexts_of: list[list[Tensor]]) -> dict[str, Any]:
 
 
 def _mean(layers: Iterable[dict[str, Any]]) -> dict[str, float]:
-    found = [layer for layer in layers if layer]
-    if not found:
-        return {}
+    found = list(layers)
     names = [name for name, value in found[0].items() if isinstance(value, float)]
     return {name: sum(layer[name] for layer in found) / len(found) for name in names}

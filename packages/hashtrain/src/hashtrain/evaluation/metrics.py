@@ -62,26 +62,9 @@ def best_searched(scores: Tensor, positions: Tensor, fraction: float) -> Tensor:
     """
     ends = (always_read_tokens(positions) >= 0).sum(-1)
     counts = (top_count(positions + 1, fraction) - ends).clamp(min=0)
-    if scores.is_floating_point():
-        t = scores.shape[-1]
-        unseen = torch.arange(t, device=positions.device) > positions[:, None]
-        return best(scores, unseen | always_read(positions, t), counts)
     rows = scores.shape[:-1]
     counts, lengths = (x.expand(rows).contiguous() for x in (counts, positions + 1))
     return hashcore.topk(scores, counts, lengths=lengths, sink=SINK, recent=RECENT)[1]
-
-
-def best(scores: Tensor, unseen: Tensor, counts: Tensor) -> Tensor:
-    """Select the best `counts` [R] of each row of scores [..., R, T] (eq. 6), excluding `unseen` tokens [R, T].
-
-    Returns: int64 [..., R, K], -1 in unused slots.
-    """
-    if scores.is_floating_point():  # an ablation without codes: hashcore selects by integers only
-        most = int(counts.max())
-        chosen = scores.masked_fill(unseen, -torch.inf).topk(most, dim=-1).indices
-        return chosen.masked_fill(torch.arange(most, device=counts.device) >= counts[:, None], -1)
-    counts = counts.expand(scores.shape[:-1]).contiguous()
-    return hashcore.topk(scores.masked_fill(unseen, -1), counts)[1]
 
 
 def reading(selected: Tensor, always: Tensor) -> Tensor:

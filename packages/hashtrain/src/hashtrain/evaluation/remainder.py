@@ -177,6 +177,37 @@ def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
 
 
 @torch.no_grad()
+def attend(
+    hasher: LayerHasher,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    scaling: float,
+    fractions: Sequence[float],
+    exact: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Attend from some rows to what they select, with the remainder if it is fitted: [Hkv, G, R, Dv] per fraction.
+
+    Args:
+        v: all values, [1, Hkv, T, Dv]; own: each row's own value in place of the one in `v`, [Hkv, R, Dv].
+        others: as for `measure`.
+    """
+    values, (hkv, group) = v[0].float(), (hasher.hkv, hasher.group)
+    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hkv, group)))[:, :, None, :-1]
+    mean = cast(
+        Tensor, linear_values(q, k, v, positions, hasher.remainder[:, -1] * scaling)[0].unflatten(0, (hkv, group))
+    )
+    for known, _, shown, tokens in measure(hasher, q, k, positions, scaling, fractions, exact):
+        taken = values[torch.arange(hkv, device=q.device)[:, None, None], tokens]  # [Hkv, R, K, Dv]
+        if own is not None:
+            taken = torch.where((tokens == positions[:, None])[..., None], own[:, :, None], taken)
+        out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
+        yield add_remainder(out, known.lse, mean, log_weight(coefficients, known)) if hasher.calibrated else out
+
+
+@torch.no_grad()
 def measure(
     hasher: LayerHasher,
     q: Tensor,

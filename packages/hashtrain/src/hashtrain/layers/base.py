@@ -54,7 +54,6 @@ class LayerHasher(nn.Module):
     estimates_products = False
     """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
     has_codes = True
-    """Whether keys are hashed to bits, as decoding requires; an ablation may score something else."""
     remainder: Tensor
     """Coefficients of eq. 15 and the slope of eq. 16, float32 [Hq, 6]; zeros until they are fitted."""
 
@@ -127,7 +126,7 @@ class LayerHasher(nn.Module):
     def scores(self, q: Tensor, k: Tensor, per_query_head: bool = False) -> Tensor:
         """Score queries [B, Hq, R, D] against all keys [B, Hkv, T, D]: [B, Hkv, R, T], or [B, Hq, R, T].
 
-        int32 (eq. 4), or float32 for an ablation without codes. Higher is better.
+        int32 (eq. 4). Higher is better.
         """
         return self.scores_of(q, self.encode_keys(k, per_query_head), per_query_head)
 

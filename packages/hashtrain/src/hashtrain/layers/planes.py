@@ -48,19 +48,6 @@ class Planes(LayerHasher):
         return self.sign(self.key(k))
 
 
-class GroupXnor(Planes):
-    """The functions of `planes` with one bit per query head, as in the paper; the group's codes are summed (eq. 3)."""
-
-    def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
-        codes = hashcore.pack(self.query(q))  # [B, Hq, T, W]
-        if per_query_head:
-            return codes.unsqueeze(-2), (1,)
-        return hashcore.group_planes(self.by_group(codes).transpose(2, 3))
-
-    def soft_queries(self, q: Tensor) -> Tensor:
-        return self.by_group(self.sign(self.query(q))).mean(2)
-
-
 def _start(rotations: Tensor, config: HasherConfig, generator: Draw) -> Tensor:
     """Return the initial linear part: the rotations, or torch's default initialisation."""
     return rotations if config.init == "rotation" else uniform(tuple(rotations.shape), config.shape.head_dim, generator)

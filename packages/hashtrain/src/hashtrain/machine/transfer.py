@@ -22,23 +22,3 @@ def finish(device: torch.device) -> None:
     """Wait until all work queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-class Ahead:
-    """Copies tensors to a CUDA device on a separate stream while the current one computes."""
-
-    def __init__(self, device: torch.device):
-        self.device: torch.device = device
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)
-
-    def send(self, x: Tensor) -> Tensor:
-        """Start a copy and return the tensor, which may not be used before `take`."""
-        with torch.cuda.stream(self.stream):
-            return to_device(x, self.device)
-
-    def take(self, x: Tensor) -> Tensor:
-        """Make the current stream, not the host, wait for the copy."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self.stream)
-        x.record_stream(current)  # allocated on the other stream: its memory must not be reused too early
-        return x

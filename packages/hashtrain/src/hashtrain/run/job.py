@@ -22,7 +22,7 @@ from hashtrain.machine.distribute import here
 from hashtrain.settings.recipes import Recipe
 from hashtrain.settings.train_command import TrainCommand
 from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored
-from hashtrain.training.choose import Choice, choose
+from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training
 
@@ -111,7 +111,8 @@ class LayerResult(NamedTuple):
     losses: list[float]
     stopped: str
     quality: dict[str, dict[str, Any]]
-    choice: Choice
+    taken: dict[int, str]
+    """For each KV head that did not keep its last weights, what it got (`hashtrain.training.choose`)."""
 
 
 def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
@@ -161,18 +162,16 @@ def make(job: LayerJob, report: Report) -> None:
     if stopped:
         report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
     with torch.device(device):
-        choice = Choice({}, [])
-        if isinstance(hasher, Transform):
-            choice = choose(hasher, others, layer, job.data, command.fraction)
-        if choice.taken:
-            said = ", ".join(f"head {head}: {what}" for head, what in sorted(choice.taken.items()))
-            report(f"{job.name}: {said}", 0, {**job.line, "repaired": choice.taken})
+        taken = choose(hasher, others, layer, job.data, command.fraction) if others else {}
+        if taken:
+            said = ", ".join(f"head {head}: {what}" for head, what in sorted(taken.items()))
+            report(f"{job.name}: {said}", 0, {**job.line, "repaired": taken})
         hasher.round_matrices()  # before anything is measured
         calibrate(hasher, layer, job.data, command.seed)
         quality = evaluate_layer(command, hasher, layer, job.validation)
     tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
     tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-    state = {"stopped": stopped, "quality": quality, "repaired": choice.taken, "failing": choice.failing}
+    state = {"stopped": stopped, "quality": quality, "repaired": taken}
     save_stored(job.finished, tensors, state)
     checkpoint.remove()
     found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
@@ -188,8 +187,8 @@ def result(job: LayerJob) -> LayerResult:
     try:
         losses = tensors.pop("losses").tolist()
         plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
-        choice = Choice({int(head): what for head, what in state["repaired"].items()}, state["failing"])
-        return LayerResult(plain, losses, state["stopped"], state["quality"], choice)
+        taken = {int(head): what for head, what in state["repaired"].items()}
+        return LayerResult(plain, losses, state["stopped"], state["quality"], taken)
     except KeyError as error:
         raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
 

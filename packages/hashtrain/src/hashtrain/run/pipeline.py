@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,9 @@ from hashtrain.layers import starts_from_data
 from hashtrain.machine.distribute import here
 from hashtrain.machine.workers import run_jobs
 from hashtrain.reporting.progress import live, tracking
-from hashtrain.reporting.report import card, draw, draw_bits, draw_by_head, quality_table
-from hashtrain.reporting.worst import worst_lines
+from hashtrain.reporting.report import card, quality_table, sentences
 from hashtrain.run.estimate import estimate
 from hashtrain.run.job import LayerJob, LayerResult, make, result, training_of
-from hashtrain.run.kernels import compile_kernels
 from hashtrain.run.prepare import Prepared, prepare
 from hashtrain.run.waves import loaded, make_all
 from hashtrain.run.workfolder import begin, end, locked
@@ -70,7 +67,7 @@ def _run(command: TrainCommand, console: Console) -> dict[str, Any]:
         end(command.out)
     for heads in ("query_head", "kv_head"):
         console.print(quality_table(metrics, heads))
-    for line in worst_lines(metrics):
+    for line in sentences(metrics):
         console.print(line, highlight=False)
     return metrics
 
@@ -91,15 +88,10 @@ def _announce(prepared: Prepared, console: Console) -> None:
 
 
 def _store(prepared: Prepared, hashers: Mapping[str, Hasher], metrics: dict[str, Any]) -> None:
-    """Write the hashers, the figures, the settings and the metrics."""
+    """Write the hashers, the settings and the metrics."""
     command = prepared.command
     for name, hasher in hashers.items():
         hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
-    draw(metrics, command.out / "training.png")
-    draw_bits(metrics, command.out / "bits.png")
-    draw_by_head(metrics, command.out / "heads.png", "iou_by_head", "IoU, held out")
-    low = "5th percentile of the rows' mass, held out"
-    draw_by_head(metrics, command.out / "worst.png", "low_by_head", low)
     write_text(command.out / "config.toml", as_toml(command))
     write_text(command.out / "environment.json", json.dumps(environment(str(here(prepared.device))), indent=1) + "\n")
     write_text(command.out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
@@ -135,11 +127,8 @@ def _train(prepared: Prepared, jobs: Sequence[LayerJob], wave: range, console: C
     stored = train.reads.stored_in(wave)
     train.drop(stored)
     lots = [(train, train.lacking(stored)), (validation, validation.lacking(range(len(validation.contexts))))]
-    with ThreadPoolExecutor(1) as beside, tracking(console, sum(len(numbers) for _, numbers in lots)) as advance:
-        compiling = beside.submit(compile_kernels) if prepared.device == "cpu" and prepared.workers > 1 else None
+    with tracking(console, sum(len(numbers) for _, numbers in lots)) as advance:
         make_all(command.model_path, lots, prepared.workers, advance)
-        if compiling:
-            compiling.result()  # raises what it raised
     loaded.cache_clear()  # free the model's memory for training
     steps = sum(max(0, wave.stop - job.steps_done) * job.recipe.trained for job in mine)
     with tracking(console, steps + last * len(mine)) as advance:
@@ -158,11 +147,7 @@ def _collect(
         hashers[job.recipe.name].layer(job.layer).load_state_dict(found.tensors)
         if found.stopped:
             console.print(f"{job.recipe.name}, layer {job.layer} {found.stopped}", highlight=False)
-    failing = {
-        name: [number for number, layer in enumerate(layers) if layer.choice.failing]
-        for name, layers in by_name.items()
-    }
-    costs = _costs(prepared, hashers, failing, console)
+    costs = _costs(prepared, hashers, console)
     for name, hasher in hashers.items():
         first = prepared.command.dense_layers
         dense = costs.get(name, {}).get("dense", []) if first is None else range(first)
@@ -177,17 +162,11 @@ def _collect(
     }
 
 
-def _costs(
-    prepared: Prepared, hashers: dict[str, Hasher], failing: Mapping[str, Sequence[int]], console: Console
-) -> dict[str, dict[str, Any]]:
-    """Measure the cost of every layer on training contexts, for every hasher made from data, and its heads' shares.
-
-    Args:
-        failing: by hasher, the layers with heads that fail on training rows.
-    """
+def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> dict[str, dict[str, Any]]:
+    """Measure the cost of every layer on training contexts, for every hasher made from data, and its heads' shares."""
     command = prepared.command
     drawn = {c.name for c in command.recipes if not c.trained and c.variant != "transform"}
-    coded = {name: hasher for name, hasher in hashers.items() if hasher.layer(0).has_codes and name not in drawn}
+    coded = {name: hasher for name, hasher in hashers.items() if name not in drawn}
     if not coded:
         return {}
     device = here(prepared.device)
@@ -196,7 +175,7 @@ def _costs(
     steps = steps_of(model, contexts, command.seed, prepared.reach)
     with tracking(console, (prepared.shape.num_layers + 1) * len(coded)) as advance:
         for name, hasher in coded.items():
-            costs[name] = layer_costs(steps, hasher.to(device), command.fraction, advance, failing[name])
+            costs[name] = layer_costs(steps, hasher.to(device), command.fraction, advance)
             shares = head_shares(model, hasher, prepared.train.stored, command.fraction, command.seed)
             hasher.config = replace(hasher.config, head_shares=shares)
             advance("shares of heads", 1)
@@ -204,41 +183,28 @@ def _costs(
 
 
 def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
-    command = prepared.command
-    trained = record_of(command, recipe, len(prepared.train.contexts), prepared.device) if recipe.trained else {}
-    revision = getattr(prepared.model_config, "_commit_hash", None)
-    made = recipe.trained or starts_from_data(recipe.variant)  # the others know no positions
-    return config_of(command, recipe, prepared.shape, trained, revision, prepared.reach if made else None)
-
-
-def config_of(
-    command: TrainCommand,
-    recipe: Recipe,
-    shape: ModelShape,
-    trained: dict[str, Any],
-    revision: str | None = None,
-    reach: int | None = None,
-) -> HasherConfig:
-    """Return the config of a recipe's hasher.
-
-    Args:
-        trained: its training settings (`record_of`); revision: of the base model, if known.
-        reach: the longest context that it is made for; None if it is not made from contexts.
-    """
+    """Return the config of a recipe's hasher, with its training settings."""
+    command, trained = prepared.command, dict[str, Any]()
+    if recipe.trained:
+        trained = asdict(training_of(command, recipe, prepared.device))
+        del trained["chunk"]  # does not change the result
+        trained |= {"context": command.context, "contexts": len(prepared.train.contexts)}
     return HasherConfig(
         variant=recipe.variant,
-        shape=shape,
+        shape=prepared.shape,
         bits=recipe.bits or command.bits,
         planes=command.planes or 0,
-        hidden=width_of(recipe, shape),
+        hidden=width_of(recipe, prepared.shape),
         init=recipe.init,
         residual=recipe.residual,
         estimator=recipe.estimator,
         gamma=recipe.gamma,
         training=trained,
-        reach=reach,
+        reach=prepared.reach
+        if recipe.trained or starts_from_data(recipe.variant)
+        else None,  # others know no positions
         base_model=base_model(command.model),
-        base_revision=revision,
+        base_revision=getattr(prepared.model_config, "_commit_hash", None),
     )
 
 
@@ -247,22 +213,15 @@ def width_of(recipe: Recipe, shape: ModelShape) -> int:
     return recipe.hidden or (max(128, 2 * shape.head_dim) if recipe.variant == "paper" else 128)
 
 
-def record_of(command: TrainCommand, recipe: Recipe, contexts: int, device: str) -> dict[str, Any]:
-    """Return a hasher's training settings, to be stored with its weights."""
-    settings = asdict(training_of(command, recipe, device))
-    del settings["chunk"]  # does not change the result
-    return {**settings, "context": command.context, "contexts": contexts}
-
-
 def _found(layers: list[LayerResult], dense: Sequence[int]) -> dict[str, Any]:
     whole = [layer.losses for layer in layers if layer.losses and not layer.stopped]
     stopped = {str(number): layer.stopped for number, layer in enumerate(layers) if layer.stopped}
     found: dict[str, Any] = {"losses": whole, **({"stopped": stopped} if stopped else {})}
     found["dense_layers"] = list(dense)
     found["repaired"] = {
-        str(number): {str(head): what for head, what in sorted(layer.choice.taken.items())}
+        str(number): {str(head): what for head, what in sorted(layer.taken.items())}
         for number, layer in enumerate(layers)
-        if layer.choice.taken
+        if layer.taken
     }
     found["failing"] = failing([layer.quality["kv_head"] for layer in layers], dense)
     return {**found, **summarise([layer.quality for layer in layers], dense)}

@@ -72,7 +72,6 @@ ABLATIONS = (
         estimator="softsign",
         summary="planes, the paper's estimator for keys",
     ),
-    Recipe("group-xnor", "group-xnor", summary="planes with one bit a query head"),
     Recipe("planes-64", "planes", bits=64, learning_rate=1e-2, summary="planes with half the bits"),
     Recipe("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP, untrained"),
     Recipe("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
@@ -80,7 +79,6 @@ ABLATIONS = (
         "transform-start", "transform", trained=False, summary="the untrained start of transform: two measured moments"
     ),
     Recipe("planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"),
-    Recipe("down-proj", "down-proj", learning_rate=8e-2, summary="numbers in place of bits, compared by inner product"),
 )
 
 # The paper's exact setup: a two-layer MLP of width 128 per query head with a Gaussian start, targets of 2 % of the full
@@ -107,13 +105,6 @@ EXACT = (
         _EXACT, name="paper-exact-reconstruction", loss="reconstruction", summary="paper-exact, correlation of scores"
     ),
     replace(_EXACT, name="linear-exact", variant="linear", init="rotation", summary="linear, trained as paper-exact"),
-    replace(
-        _EXACT,
-        name="down-proj-exact",
-        variant="down-proj",
-        init="rotation",
-        summary="down-proj, trained as paper-exact",
-    ),
 )
 ALL = (*RECIPES, *ABLATIONS, *EXACT)
 """In table order."""

@@ -58,7 +58,7 @@ class TrainCommand:
     held_out_text: tuple[Path, ...] = ()
     """Held-out text, of the same kinds. Default: a fifth of --text."""
     out: Path = Path("runs/demo")
-    """Folder for the hashers, the figures and the metrics. Needed with a --model other than `demo`."""
+    """Folder for the hashers and the metrics. Needed with a --model other than `demo`."""
     only: tuple[str, ...] = tuple(c.name for c in RECIPES)
     """Hashers to train. `default` stands for lsh, paper and transform: `--only default planes` adds one. `all` stands
     for these and the ablations."""

@@ -1,7 +1,6 @@
 """Choose each head's weights: of what training went through, those that find most on rows of the training contexts."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,23 +14,16 @@ from hashtrain.training.target import attention
 CONTEXTS, _ROWS, _AT_ONCE = 4, 256, 32
 
 
-class Choice(NamedTuple):
-    """What `choose` did to a layer."""
-
-    taken: dict[int, str]
-    """For each KV head whose last weights were not the best, what it got."""
-    failing: list[int]
-    """KV heads that fail on rows of the training contexts, whatever they got."""
-
-
 @torch.no_grad()
 def choose(
     hasher: LayerHasher, others: Mapping[str, LayerHasher], layer: int, data: Capture, fraction: float
-) -> Choice:
+) -> dict[int, str]:
     """Give each KV head of `hasher`, in place, the functions that measure best: its own, or those of one of `others`.
 
     A head that does not fail (`hashtrain.evaluation.evaluate.fails`) wins over one that does, then the higher mean
     attention mass wins. What was tried and gained nothing: LSH (docs/adr/0012), starts of other digits.
+
+    Returns: for each KV head whose own functions were not the best, the name of what it got.
     """
     best, *masses = _masses([hasher, *others.values()], layer, data, fraction)
     taken: dict[int, str] = {}
@@ -40,7 +32,7 @@ def choose(
             if _rank(found[head]) > _rank(best[head]):
                 hasher.take_head(other, head)
                 best[head], taken[head] = found[head], name
-    return Choice(taken, [head for head, mass in enumerate(best) if fails(mass)])
+    return taken
 
 
 def _rank(mass: Tensor) -> tuple[bool, float]:
