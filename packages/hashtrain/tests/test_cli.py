@@ -3,16 +3,14 @@
 import json
 import re
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.cli import _best, _parse, main, next_command, parse
+from hashtrain.cli import _parse, main, next_command, parse
 from hashtrain.run.prepare import _check_model
 from hashtrain.settings.recipes import ALL
 from hashtrain.settings.train_command import PAPER, TrainCommand
-from hashtrain.usage import UsageError
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
 
@@ -27,12 +25,6 @@ def refused(folder, tmp_path, capsys):
         return capsys.readouterr().err.strip().splitlines()[-1]
 
     return run
-
-
-@pytest.mark.parametrize("changes", [{"contexts": 2**31}, {"steps": 2**31}, {"seed": 2**32}, {"seed": -1}], ids=str)
-def test_numbers_out_of_range_are_refused(changes):
-    with pytest.raises(UsageError, match=r"must be (at most|between)"):
-        TrainCommand(**changes)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +72,6 @@ def test_corpora_that_cannot_be_used_are_one_sentence(refused, folder, tmp_path,
     assert message in refused("--text", str(tmp_path / text), "--held-out-text", str(tmp_path / held))
 
 
-def test_a_full_disk_is_one_sentence_and_nothing_is_written(refused, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert "not enough free disk" in refused()
-
-
-def test_truncated_model_weights_are_one_sentence(refused, folder, tmp_path):
-    shutil.copytree(folder / "model", tmp_path / "model")
-    (weights,) = (tmp_path / "model").glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    assert "truncated or damaged" in refused("--model", str(tmp_path / "model"))
-
-
 def test_inspect_prints_the_config(folder, tmp_path, capsys):
     assert main(command(folder, tmp_path / "run", "--only", "lsh")) == 0
     capsys.readouterr()
@@ -105,12 +85,6 @@ def test_inspect_prints_the_config(folder, tmp_path, capsys):
     ):
         assert main(["inspect", str(place)]) == 2
         assert said in capsys.readouterr().err
-
-
-def test_a_hasher_is_no_model(folder, tmp_path, capsys):
-    Hasher(HasherConfig("lsh", ModelShape(2, 4, 2, 32))).save_pretrained(tmp_path / "lsh")
-    assert main(["--model", str(tmp_path / "lsh"), "--out", str(tmp_path / "run")]) == 2
-    assert "is a hasher, expected a model" in capsys.readouterr().err
 
 
 def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
@@ -128,16 +102,6 @@ def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
     shutil.copy(folder / "model" / "config.json", out / "lsh" / "config.json")
     assert main(command(folder, out, "--only", "lsh")) == 2
     assert "lsh is a model, which would be replaced" in capsys.readouterr().err
-
-
-def test_help_is_whole_sentences_with_one_default_each(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "Default: the Python sources on this machine. --held-out-text" in said
-    assert "Tokens per context. (default: 4096)" in said
-    assert "(default: None)" not in said
-    assert "(default: )" not in said
 
 
 @pytest.mark.parametrize(
@@ -158,7 +122,7 @@ def test_an_unknown_command_is_one_sentence(capsys, word, said):
     [
         ("steps = ", "is not a TOML file"),
         ("step = 5", "sets step, expected one of alpha, beta, bits"),
-        ("steps = true", "sets steps to True, expected a string, a number or a list"),
+        ("steps = true", "sets steps to True, expected numbers or strings"),
         ("stream = true", "sets stream, which left in hashtrain 2.0: captures are made in waves"),
         ("steps = 0", "--steps must be at least 1"),
     ],
@@ -248,12 +212,6 @@ def test_the_next_command_has_options_that_evals_accepts(changes, words):
 def test_groups_of_hashers_can_be_named_with_single_ones(only, made):
     command = parse(["--only", *only] if only else [])
     assert [recipe.name for recipe in command.recipes] == made
-
-
-def test_the_best_hasher_has_the_highest_overlap_and_can_decode():
-    found = {"lsh": 0.4, "planes": 0.6, "linear": 0.45, "down-proj": 0.9}
-    metrics = {"hashers": {name: {"kv_head": {"mean": {"iou": iou}}} for name, iou in found.items()}}
-    assert _best(TrainCommand(only=tuple(found)), metrics) == "planes"
 
 
 def test_unsupported_models_are_refused_before_training():

@@ -9,23 +9,22 @@ from hashtrain import Hasher, ModelShape, TrainConfig
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig
-from hashtrain.data import capture
 from hashtrain.data.capture import capture_one, context_bytes
 from hashtrain.data.captured import EVERYTHING, Capture, Kept
-from hashtrain.evaluation import budgets, remainder
+from hashtrain.evaluation import cost, remainder
 from hashtrain.layers import transform
 from hashtrain.run import pipeline, waves
 from hashtrain.run import prepare as prepare_module
-from hashtrain.run.reads import Reads, training_reads, validation_reads
+from hashtrain.run.waves import Reads, training_reads, validation_reads
 from hashtrain.settings.train_command import PAPER, TrainCommand
 from hashtrain.training import choose
-from hashtrain.training.rows import rows_of_steps
+from hashtrain.training.train_config import rows_of_steps
 from hashtrain.training.trainer import Training
 from hashtrain_runs import command, stored
 
 LLAMA_3_8B = ModelShape(32, 32, 8, 128)
 SHAPE = ModelShape(2, 4, 2, 32)
-READERS = [(remainder, "MAX_CONTEXTS"), (transform, "CONTEXTS"), (choose, "CONTEXTS"), (budgets, "CONTEXTS")]
+READERS = [(remainder, "MAX_CONTEXTS"), (transform, "CONTEXTS"), (choose, "CONTEXTS"), (cost, "CONTEXTS")]
 """How many first contexts each part of a run reads whole."""
 
 
@@ -60,22 +59,10 @@ def test_rows_that_were_kept_are_those_of_all_queries(model, data, tmp_path):
     assert torch.equal(data.queries(0, 0, rows), data.read(0, 0)[0][:, :, rows])
     assert torch.equal(few.keys(0, 1)[0], data.keys(0, 1)[0])
     for layer, asked, lost in ((0, torch.tensor([3, 4]), 4), (1, torch.tensor([9]), 9), (0, None, 0)):
-        with pytest.raises(ValueError, match=f"but not of row {lost}: .*capture again"):
+        with pytest.raises(ValueError, match=f"but not of row {lost}; .*capture again"):
             few.queries(0, layer, asked)
     with pytest.raises(ValueError, match="damaged"):
         few.values(0, 0)
-
-
-@pytest.mark.parametrize(
-    "rows", [torch.tensor([3.0]), torch.tensor([[3]]), torch.tensor([512]), torch.tensor([-1]), torch.tensor([4, 4])]
-)
-def test_damaged_rows_are_one_sentence(rows, model, tmp_path):
-    few, ids = Capture(tmp_path, 1), torch.arange(97).repeat(6)[:512]
-    tensors, scalings = capture.run_context(model, ids, kept=Kept((torch.tensor([3, 4][: rows.numel()]).int(),) * 2))
-    tensors["rows.1"] = rows.int() if rows.dtype == torch.int64 else rows
-    capture.save_tensors(tensors, few.file(0), scalings)
-    with pytest.raises(ValueError, match="rows that are not ascending and below 512; delete it"):
-        few.queries(0, 1)
 
 
 def test_hashers_are_the_same_bits_with_few_queries_and_in_waves(folder, tmp_path, monkeypatch, capsys, one_whole):
@@ -168,5 +155,5 @@ def test_the_papers_schedule_takes_a_fifth_of_the_disk():
     parts = waves.waves(reads, always := reads.bytes(range(32)), int(500e9))
     assert [step for part in parts for step in part] == [*range(8192)]
     assert all(always + len(part) * reads.bytes([32]) <= 500e9 for part in parts)
-    with pytest.raises(OSError, match="not enough free disk for captures: expected 103.65 GB"):
+    with pytest.raises(OSError, match="not enough free disk for captures: expected 103"):
         waves.waves(reads, always, always)

@@ -172,7 +172,7 @@ class HasherConfig:
     if not measured."""
     head_shares: tuple[tuple[float, ...], ...] = ()
     """For each layer the budgets that suit its KV heads, relative to their mean
-    (`hashtrain.evaluation.budgets.head_shares`); empty if not measured."""
+    (`hashtrain.evaluation.cost.head_shares`); empty if not measured."""
     base_model: str = ""
     base_revision: str | None = None
     format_version: int = FORMAT_VERSION

@@ -24,8 +24,8 @@ from hashtrain.data.captured import EVERYTHING, KEY, Kept
 from hashtrain.data.captured import Capture as Capture
 from hashtrain.data.offsets import offset, positions
 from hashtrain.files.atomic import save_tensors
-from hashtrain.machine.transfer import finish as wait_for
-from hashtrain.machine.transfer import to_device, to_host
+from hashtrain.machine.distribute import finish as wait_for
+from hashtrain.machine.distribute import to_device, to_host
 from hashtrain.models import text_decoder
 
 T = TypeVar("T")

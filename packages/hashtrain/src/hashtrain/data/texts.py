@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hashtrain.data.shares import Span, shares
+from hashtrain.data.shares import shares
 from hashtrain.files.untrusted import first_line
 from hashtrain.usage import require_package, require_plain_file
 
@@ -43,37 +43,6 @@ class Document:
     """Index of the path it was read from; contexts are drawn from all paths in turn."""
 
 
-@dataclass(frozen=True)
-class HubText:
-    """A data set on the Hub: `hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]]`."""
-
-    repository: str
-    file: str | None
-    config: str | None
-    split: str
-    field: str | None
-
-    @classmethod
-    def parse(cls, text: str) -> "HubText":
-        """Parse the form above. Raises: ValueError if the text does not match."""
-        place, _, more = text.removeprefix(HUB).partition(":")
-        split, _, field = more.partition(":")
-        place, _, config = place.partition("@")
-        parts = place.split("/")
-        if len(parts) < 2 or not all(parts):
-            raise ValueError(f"expected hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]], got {text}")
-        file = "/".join(parts[2:]) or None
-        return cls("/".join(parts[:2]), file, config or None, split or "train", field or None)
-
-    def rows(self) -> Iterable[dict[str, Any]]:
-        """Stream the rows."""
-        if self.file:
-            place = f"{self.repository}/{self.file}"
-            return _stream(_builder(Path(self.file)), HUB + place, data_files=f"hf://datasets/{place}")
-        shown = f"{_DATA_SET}{self.repository}, split {self.split}"
-        return _stream(self.repository, shown, self.split, name=self.config)
-
-
 def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
     """Read the documents of files, folders (all files below them with a known suffix) and Hub ids.
 
@@ -88,8 +57,8 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
     own = None if room is None else room // max(1, len(paths))
     for corpus, path in enumerate(paths):
         if str(path).startswith(HUB):
-            source = HubText.parse(str(path))
-            documents += _of_rows(source.rows(), source.field, str(path), at_most, own, corpus)
+            rows, field = _hub_rows(str(path))
+            documents += _of_rows(rows, field, str(path), at_most, own, corpus)
             continue
         if not path.exists():
             hint = f", or {HUB}{path} for the data set on the Hub" if _is_hub_id(path) else ""
@@ -98,14 +67,14 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
         require_plain_file(path, "the text")
         # is_file excludes folders, pipes and broken links with such a name.
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
-        for span in shares(files, own, seed, lambda file: file.suffix in _TABLES):
-            if span.file.suffix in _TABLES:
-                if not span.file.stat().st_size:
-                    raise ValueError(f"{span.file} is empty: expected rows with a text")
-                rows = _stream(_TABLES[span.file.suffix], span.file.name, data_files=str(span.file))
-                documents += _of_rows(rows, None, span.file.name, at_most, span.size, corpus)
+        for file, size in shares(files, own, seed).items():
+            if file.suffix in _TABLES:
+                if not file.stat().st_size:
+                    raise ValueError(f"{file} is empty: expected rows with a text")
+                rows = _stream(_TABLES[file.suffix], file.name, data_files=str(file))
+                documents += _of_rows(rows, None, file.name, at_most, size, corpus)
             else:
-                documents.append(_read_span(span, corpus))
+                documents.append(Document(file.name, _plain_text(file, size), corpus))
     documents = [document for document in documents if document.text and not document.text.isspace()]
     if not documents:
         named = ", ".join(map(str, paths))
@@ -143,31 +112,38 @@ def long_lines(text: str) -> Iterator[str]:
             yield stripped
 
 
-def _read_span(span: Span, corpus: int) -> Document:
-    """Read a part of a text file. A part may begin and end within a character, which is then dropped."""
-    file = span.file
-    if span.size is None and (size := file.stat().st_size) > _MOST_BYTES:
-        raise ValueError(f"{file} has {size} bytes, expected at most {_MOST_BYTES}; cut it into several files")
+def _plain_text(file: Path, size: int | None) -> str:
+    """Read the first `size` bytes of a text file, None for all; the part may end within a character."""
+    if size is None and (bytes_there := file.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{file} has {bytes_there} bytes, expected at most {_MOST_BYTES}; cut it into several files")
     with file.open("rb") as opened:
-        opened.seek(span.start)
-        content = opened.read(span.size or _MOST_BYTES)  # bounded, in case the file grows
+        content = opened.read(size or _MOST_BYTES)  # bounded, in case the file grows
     if b"\0" in content:
-        raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {span.start + content.index(0)}")
-    skipped = 0
-    while span.start and skipped < min(3, len(content)) and content[skipped] & 0xC0 == 0x80:  # inside a character
-        skipped += 1
+        raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {content.index(0)}")
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(content[skipped:], final=span.size is None)
+        return codecs.getincrementaldecoder("utf-8")().decode(content, final=size is None)
     except UnicodeDecodeError as error:
-        what = f"byte {span.start + skipped + error.start} cannot be read"
+        what = f"byte {error.start} cannot be read"
         raise ValueError(f"{file} is not UTF-8 text: {what}; convert it with iconv first") from error
-    return Document(f"{file.name}, from byte {span.start}" if span.start else file.name, text, corpus)
 
 
-def _builder(file: Path) -> str:
-    if file.suffix not in _TABLES:
-        raise ValueError(f"expected a file ending in {', '.join(_TABLES)}, got {file.name}")
-    return _TABLES[file.suffix]
+def _hub_rows(text: str) -> tuple[Iterable[dict[str, Any]], str | None]:
+    """Stream the rows of `hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]]`; return them and the field.
+
+    Raises: ValueError if the text does not match.
+    """
+    place, _, more = text.removeprefix(HUB).partition(":")
+    split, _, field = more.partition(":")
+    place, _, config = place.partition("@")
+    parts = place.split("/")
+    if len(parts) < 2 or not all(parts):
+        raise ValueError(f"expected hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]], got {text}")
+    if len(parts) == 2:
+        shown = f"{_DATA_SET}{place}, split {split or 'train'}"
+        return _stream(place, shown, split or "train", name=config or None), field or None
+    if (suffix := Path(place).suffix) not in _TABLES:
+        raise ValueError(f"expected a file ending in {', '.join(_TABLES)}, got {parts[-1]}")
+    return _stream(_TABLES[suffix], HUB + place, data_files=f"hf://datasets/{place}"), field or None
 
 
 def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iterable[dict[str, Any]]:

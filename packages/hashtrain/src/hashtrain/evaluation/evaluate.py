@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hashtrain.data.captured import Capture
 from hashtrain.evaluation.metrics import quality_of_scores
-from hashtrain.evaluation.remainder import measure, share_errors
 from hashtrain.layers import LayerHasher
 from hashtrain.settings.train_command import TrainCommand
 from hashtrain.training.target import by_heads, logits
@@ -21,33 +20,21 @@ than half of the oracle's mass is above the second."""
 def evaluate_layer(
     command: TrainCommand, hasher: LayerHasher, layer: int, validation: Capture
 ) -> dict[str, dict[str, Any]]:
-    """Measure one layer and its heads on held-out rows: means, and how bad the worst rows are.
-
-    `remainder` holds the softmax share that a selection leaves out and the root mean square error of its estimate.
-    """
+    """Measure one layer and its heads on held-out rows: means, and how bad the worst rows are."""
     device = hasher.remainder.device
     samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
-    shares, errors = [], []
     for context, rows in enumerate(rows_of_contexts(command, len(validation))):
         k, scaling = validation.keys(context, layer)
         q, k, rows = (x.to(device) for x in (validation.queries(context, layer, rows), k, rows))
-        exact = logits(q, k, rows, scaling)
+        p = logits(q, k, rows, scaling).softmax(-1)
         codes = hasher.encode_keys(k)
         scores = hasher.scores_of(q, codes)
-        evidence, rest, *_ = next(measure(hasher, q, k, rows, scaling, [command.fraction], exact[0], scores[0]))
-        p = exact.softmax(-1)
-        del exact
         found = quality_of_scores(scores, by_heads(p, rows, "kv"), rows, command.fraction)
         samples["kv_head"].append([m[0].double().cpu() for m in found])  # per head and row
         scores = hasher.scores_of(q, hasher.by_query_head(codes), True)  # the same codes: not hashed again
         found = quality_of_scores(scores, by_heads(p, rows, "query"), rows, command.fraction)
         samples["query_head"].append([m[0].double().cpu() for m in found])
-        share, error = share_errors(hasher, evidence, rest)
-        shares.append(share.double())
-        errors.append(error.double())
-    error = torch.stack(errors).square().mean().sqrt().item()
-    remainder = {"share": torch.stack(shares).mean().item(), "error": error}
-    return {"remainder": remainder, **{heads: _summary(rows_of) for heads, rows_of in samples.items()}}
+    return {heads: _summary(rows_of) for heads, rows_of in samples.items()}
 
 
 def rows_of_contexts(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
@@ -59,7 +46,7 @@ def rows_of_contexts(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
 
 def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int]) -> dict[str, Any]:
     """Collect the results of `evaluate_layer` for all layers, with means over the layers that will be sparse."""
-    by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head", "remainder")}
+    by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head")}
     sparse = [number for number in range(len(layers)) if number not in dense]
     return {
         heads: {"layers": found, "mean": _mean(found[number] for number in sparse)} for heads, found in by_heads.items()

@@ -216,18 +216,17 @@ def measure(
     scaling: float,
     fractions: Sequence[float],
     exact: Tensor | None = None,
-    scores: Tensor | None = None,
 ) -> Iterator[tuple[Evidence, Tensor, Tensor, Tensor]]:
     """Select tokens for the given rows and compare their logits with those of all tokens.
 
     Args:
         q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
         fractions: budgets, of each row's visible tokens (eq. 7).
-        exact, scores: the rows' `hashtrain.training.target.logits` [Hkv, G, R, T] and `hasher.scores`, if known.
+        exact: the rows' `hashtrain.training.target.logits` [Hkv, G, R, T], if known.
     Yields: for each fraction the evidence, each [Hkv, G, R] or broadcast to it; the exact `log_weight`; the logits of
         the tokens read [Hkv, G, R, K], -inf in unused slots; and these tokens, int64 [Hkv, R, K], 0 in unused slots.
     """
-    scores = hasher.scores(q, k)[0] if scores is None else scores
+    scores = hasher.scores(q, k)[0]
     exact = logits(q, k, positions, scaling)[0] if exact is None else exact
     grouped = cast(Tensor, q[0].float().unflatten(0, (k.shape[1], -1)))  # [Hkv, G, R, D]
     mean_key = (grouped * prefix_means(k[0], positions)[:, None]).sum(-1) * scaling
@@ -264,12 +263,6 @@ def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -
     read = taken.sum(-1)
     mean = logits.masked_fill(~taken, 0).sum(-1) / read
     return Evidence(mean, logits.masked_fill(~taken, -torch.inf).logsumexp(-1), mean_key, visible, read)
-
-
-def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the remainder's exact share of the softmax and the error of its estimate, each [Hkv, G, R]."""
-    share = torch.sigmoid(exact - e.lse)
-    return share, estimated_share(hasher, e) - share
 
 
 def estimated_share(hasher: LayerHasher, e: Evidence) -> Tensor:

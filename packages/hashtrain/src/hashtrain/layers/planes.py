@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from hashtrain.config import HasherConfig
-from hashtrain.layers.base import Draw, LayerHasher, rotation, uniform
-from hashtrain.layers.mlp import SkipMlp
+from hashtrain.layers.base import Draw, LayerHasher, SkipMlp, rotation, uniform
 from hashtrain.layers.surrogate import quantised
 
 

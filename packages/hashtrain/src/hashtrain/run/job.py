@@ -117,18 +117,11 @@ class LayerResult(NamedTuple):
 
 def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
     """Return the training schedule of a recipe, with its learning rate."""
-    same: dict[str, Any] = {name: getattr(command, name) for name in ("fraction", "steps", "warmup", "rows", "seed")}
-    for name in ("loss", "beta", "alpha", "max_top", "max_rest", "keys_first"):
-        same[name] = getattr(recipe, name)
-    return TrainConfig(
-        **same,
-        of=recipe.target,
-        sink=recipe.ends[0],
-        recent=recipe.ends[1],
-        learning_rate=command.learning_rate or recipe.learning_rate,
-        precision="bf16" if device.startswith("cuda") else "fp32",
-        min_position=command.context // 16 if recipe.first_trained is None else recipe.first_trained,
-    )
+    names = ("fraction", "steps", "warmup", "rows", "seed")
+    settings: dict[str, Any] = {name: getattr(command, name) for name in names}
+    settings |= {"min_position": command.context // 16, "precision": "bf16" if device.startswith("cuda") else "fp32"}
+    settings |= {**recipe.training, "learning_rate": command.learning_rate or recipe.learning_rate}
+    return TrainConfig(**settings)
 
 
 def make(job: LayerJob, report: Report) -> None:

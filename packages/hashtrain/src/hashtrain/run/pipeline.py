@@ -13,8 +13,7 @@ import hashtrain
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.config import RECENT, SINK, HasherConfig, ModelShape
 from hashtrain.demo import DEMO, base_model
-from hashtrain.evaluation.budgets import head_shares
-from hashtrain.evaluation.cost import layer_costs, layer_shares, steps_of
+from hashtrain.evaluation.cost import head_shares, layer_costs, layer_shares, steps_of
 from hashtrain.evaluation.evaluate import failing, summarise
 from hashtrain.files.atomic import write_text
 from hashtrain.layers import starts_from_data
@@ -189,28 +188,24 @@ def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
         trained = asdict(training_of(command, recipe, prepared.device))
         del trained["chunk"]  # does not change the result
         trained |= {"context": command.context, "contexts": len(prepared.train.contexts)}
+    own: dict[str, Any] = {"bits": command.bits, "hidden": width_of(recipe, prepared.shape), **recipe.config}
     return HasherConfig(
         variant=recipe.variant,
         shape=prepared.shape,
-        bits=recipe.bits or command.bits,
         planes=command.planes or 0,
-        hidden=width_of(recipe, prepared.shape),
-        init=recipe.init,
-        residual=recipe.residual,
-        estimator=recipe.estimator,
-        gamma=recipe.gamma,
         training=trained,
         reach=prepared.reach
         if recipe.trained or starts_from_data(recipe.variant)
         else None,  # others know no positions
         base_model=base_model(command.model),
         base_revision=getattr(prepared.model_config, "_commit_hash", None),
+        **own,
     )
 
 
 def width_of(recipe: Recipe, shape: ModelShape) -> int:
     """Return the hidden width of a recipe's hash functions: its own, or the variant's default."""
-    return recipe.hidden or (max(128, 2 * shape.head_dim) if recipe.variant == "paper" else 128)
+    return recipe.config.get("hidden") or (max(128, 2 * shape.head_dim) if recipe.variant == "paper" else 128)
 
 
 def _found(layers: list[LayerResult], dense: Sequence[int]) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from hashtrain.data.texts import read_texts, require_apart
 from hashtrain.demo import base_model
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.machine.distribute import here
-from hashtrain.machine.workers import default_workers, start_server
+from hashtrain.machine.workers import default_workers
 from hashtrain.models import require_vocabulary
-from hashtrain.run.reads import training_reads, validation_reads
-from hashtrain.run.waves import Source, loaded, waves
+from hashtrain.run.waves import Source, loaded, training_reads, validation_reads, waves
 from hashtrain.settings.train_command import TrainCommand
 
 
@@ -65,8 +64,6 @@ def prepare(command: TrainCommand) -> Prepared:
     reach = reach_of(model.config, command.context, command.reach)
     for recipe in command.recipes:
         require_own(command.out / recipe.name, base_model(command.model), shape)
-    if device == "cpu" and workers_of(command, device) > 1 and not command.dry_run:
-        start_server()  # it imports on one core while this process tokenises on another
     texts = dict(zip(("train", "held"), _texts(command, tokenizer), strict=True))
     require_vocabulary(model, *texts["train"], *texts["held"])
     reads = {

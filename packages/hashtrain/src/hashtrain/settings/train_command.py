@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import DEMO, model_path
-from hashtrain.settings.recipes import ALL, RECIPES, Of, Recipe
+from hashtrain.settings.recipes import ALL, RECIPES, Recipe
 from hashtrain.usage import UsageError, meant, require_counts, require_device_name, require_seed
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
@@ -27,8 +27,6 @@ GONE = {
 }
 """Commands and flags of earlier versions, and what to do without them."""
 
-_SAME = ("loss", "estimator", "gamma", "alpha", "beta", "max_top", "max_rest", "target", "first_trained")
-"""Fields of the same name in `Recipe`."""
 _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("learning_rate", lambda x: 0 < x < math.inf, "above 0"),
     ("disk", lambda x: 0 < x < math.inf, "above 0"),
@@ -125,10 +123,10 @@ class TrainCommand:
     """Target tokens drawn per row."""
     max_rest: int | None = None
     """Tokens outside the target drawn per step, shared by its rows."""
-    target: Of | None = None
+    target: Literal["visible", "length"] | None = None
     """What --fraction is a share of in training: each row's visible tokens, or, as in the paper, the full length."""
     first_trained: int | None = None
-    """First row to train on; the paper: 0."""
+    """First row to train on; the paper: 0. Default: a sixteenth of the context."""
     target_ends: tuple[int, int] | None = None
     """Number of first and last tokens excluded from pairs, because every row reads them; the paper: 0 0."""
     hidden: int | None = None
@@ -168,8 +166,13 @@ class TrainCommand:
 
     def applied(self, recipe: Recipe) -> Recipe:
         """Return the recipe with this command's flags; an untrained one changes only its width."""
-        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        if self.target_ends is not None:
-            given["ends"] = self.target_ends
-        width = {} if self.hidden is None or recipe.variant != "paper" else {"hidden": self.hidden}
-        return replace(recipe, **(given if recipe.trained else {}), **width)
+        training: dict[str, Any] = {
+            name: getattr(self, name) for name in ("loss", "alpha", "beta", "max_top", "max_rest")
+        }
+        training |= {"of": self.target, "min_position": self.first_trained}
+        training |= dict(zip(("sink", "recent"), self.target_ends or (None, None), strict=True))
+        config: dict[str, Any] = {"estimator": self.estimator, "gamma": self.gamma} if recipe.trained else {}
+        if recipe.variant == "paper":
+            config["hidden"] = self.hidden
+        given = [{name: value for name, value in part.items() if value is not None} for part in (config, training)]
+        return replace(recipe, config={**recipe.config, **given[0]}, training={**recipe.training, **given[1]})

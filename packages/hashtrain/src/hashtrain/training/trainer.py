@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from hashtrain.data.captured import Capture
 from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
-from hashtrain.machine.transfer import to_device
+from hashtrain.machine.distribute import to_device
 from hashtrain.training.checkpoint import Checkpoint, Snapshots, copied
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
-from hashtrain.training.rows import draw_rows, generator_of
 from hashtrain.training.target import Pairs, preferences, sample_pairs
-from hashtrain.training.train_config import TrainConfig
+from hashtrain.training.train_config import TrainConfig, draw_rows, generator_of
 
 SLOWER = 0.1
 """What the learning rate of query functions is multiplied by when the loss has risen."""
