@@ -4,7 +4,7 @@ import pytest
 import torch
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.evaluation.evaluate import fails
+from hashtrain.evaluation.metrics import fails
 from hashtrain.layers.transform import Transform
 from hashtrain.training import choose as module
 from hashtrain.training.choose import choose

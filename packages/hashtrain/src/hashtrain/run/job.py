@@ -14,7 +14,7 @@ import hashtrain
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig
 from hashtrain.data.captured import Capture
-from hashtrain.evaluation.evaluate import evaluate_layer
+from hashtrain.evaluation.metrics import evaluate_layer
 from hashtrain.evaluation.remainder import calibrate
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.transform import Transform

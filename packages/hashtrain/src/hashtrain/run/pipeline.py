@@ -14,16 +14,15 @@ from hashtrain.artefact.hasher import Hasher
 from hashtrain.config import RECENT, SINK, HasherConfig, ModelShape
 from hashtrain.demo import DEMO, base_model
 from hashtrain.evaluation.cost import head_shares, layer_costs, layer_shares, steps_of
-from hashtrain.evaluation.evaluate import failing, summarise
+from hashtrain.evaluation.metrics import failing, summarise
 from hashtrain.files.atomic import write_text
 from hashtrain.layers import starts_from_data
 from hashtrain.machine.distribute import here
 from hashtrain.machine.workers import run_jobs
 from hashtrain.reporting.progress import live, tracking
 from hashtrain.reporting.report import card, quality_table, sentences
-from hashtrain.run.estimate import estimate
 from hashtrain.run.job import LayerJob, LayerResult, make, result, training_of
-from hashtrain.run.prepare import Prepared, prepare
+from hashtrain.run.prepare import Prepared, estimate, prepare
 from hashtrain.run.waves import loaded, make_all
 from hashtrain.run.workfolder import begin, end, locked
 from hashtrain.settings.recipes import Recipe

@@ -27,7 +27,7 @@ from hashtrain.config import ModelShape
 from hashtrain.data.capture import capture_one, context_bytes, context_key
 from hashtrain.data.captured import EVERYTHING, Capture, Kept
 from hashtrain.data.offsets import offset
-from hashtrain.evaluation.evaluate import rows_of_contexts
+from hashtrain.evaluation.metrics import rows_of_contexts
 from hashtrain.layers import BY_VARIANT
 from hashtrain.machine.distribute import here
 from hashtrain.machine.workers import run_jobs

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hashtrain.data.captured import Capture
-from hashtrain.evaluation.evaluate import fails
-from hashtrain.evaluation.metrics import quality_of_scores
+from hashtrain.evaluation.metrics import fails, quality_of_scores
 from hashtrain.layers import LayerHasher
 from hashtrain.training.target import attention
 
@@ -20,7 +19,7 @@ def choose(
 ) -> dict[int, str]:
     """Give each KV head of `hasher`, in place, the functions that measure best: its own, or those of one of `others`.
 
-    A head that does not fail (`hashtrain.evaluation.evaluate.fails`) wins over one that does, then the higher mean
+    A head that does not fail (`hashtrain.evaluation.metrics.fails`) wins over one that does, then the higher mean
     attention mass wins. What was tried and gained nothing: LSH (docs/adr/0012), starts of other digits.
 
     Returns: for each KV head whose own functions were not the best, the name of what it got.

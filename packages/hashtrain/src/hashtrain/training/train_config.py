@@ -25,7 +25,7 @@ class TrainConfig:
     rows: int = 64
     """Query rows per step."""
     chunk: int = 64
-    """Rows whose attention and pairs are in memory at once (`hashtrain.run.estimate.step_bytes`). Gradients are
+    """Rows whose attention and pairs are in memory at once (`hashtrain.run.prepare.step_bytes`). Gradients are
     summed over the chunks of a step, so the result is the gradient of its mean loss."""
     precision: str = "fp32"
     """`bf16` computes the hash functions under autocast; weights, scores and moments stay float32."""
