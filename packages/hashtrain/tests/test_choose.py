@@ -5,7 +5,6 @@ import torch
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.evaluation.metrics import fails
-from hashtrain.layers.transform import Transform
 from hashtrain.training import choose as module
 from hashtrain.training.choose import choose
 from hashtrain_runs import Whole
@@ -50,19 +49,6 @@ def test_a_head_that_training_spoiled_gets_what_measures_best_and_the_other_keep
     assert found == {1: "start"}
     assert all(torch.equal(x, y) for x, y in zip(layer.state_dict().values(), other.state_dict().values(), strict=True))
     assert torch.equal(getattr(layer, part).r[: len(own)], own)
-
-
-def test_each_candidate_hashes_the_keys_of_a_context_once(monkeypatch):
-    data, hashed = Captured(), []
-    layer, others = started(data), {name: started(data) for name in "ab"}
-
-    def encode_keys(self, k, *more, own=Transform.encode_keys):
-        hashed.append(k)
-        return own(self, k, *more)
-
-    monkeypatch.setattr(Transform, "encode_keys", encode_keys)
-    assert choose(layer, others, 0, data, 0.3) == {}
-    assert len(hashed) == 3 * len(data)
 
 
 def test_a_head_fails_by_its_worst_rows():

@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.cli import _parse, main, next_command, parse
 from hashtrain.run.prepare import _check_model
@@ -53,23 +52,6 @@ def refused(folder, tmp_path, capsys):
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(refused, change, message):
     assert message in refused(*change)
-
-
-@pytest.mark.parametrize(
-    ("text", "held", "message"),
-    [
-        ("text.txt", "text.txt", "text.txt holds most of the held-out text text.txt"),
-        ("short.txt", "text.txt", "expected at least 512 tokens in one document, got at most"),
-        ("empty.txt", "text.txt", "no text found"),
-        ("binary.txt", "text.txt", "is binary"),
-    ],
-)
-def test_corpora_that_cannot_be_used_are_one_sentence(refused, folder, tmp_path, text, held, message):
-    (tmp_path / "short.txt").write_text("one short line")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "binary.txt").write_bytes(b"\0\1")
-    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text())
-    assert message in refused("--text", str(tmp_path / text), "--held-out-text", str(tmp_path / held))
 
 
 def test_inspect_prints_the_config(folder, tmp_path, capsys):
@@ -166,19 +148,6 @@ def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
     assert (other.learning_rate, other.warmup) == (1e-3, 0.01)
     assert (demo.planes, demo.digits) == (other.planes, other.digits) == (None, None)
     assert other == TrainCommand(model="x/y", **PAPER)
-
-
-def test_a_published_list_is_converted(folder, tiny_config, tmp_path, capsys):
-    draw = torch.Generator().manual_seed(0)
-    sizes = [(1, 4, 32, 32), (1, 4, 1, 32)] * 4
-    torch.save([torch.randn(size, generator=draw).bfloat16() for size in sizes], tmp_path / "list.pth")
-    words = ["convert", str(tmp_path / "list.pth"), "--model", str(folder / "model"), "--out", str(tmp_path / "made")]
-    assert main(words) == 0
-    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["variant"] == "paper"
-    Hasher.from_pretrained(tmp_path / "made" / "paper").require_match(tiny_config())
-    words[1] = str(tmp_path / "none.pth")
-    assert main(words) == 2
-    assert "no file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
