@@ -164,7 +164,7 @@ def used(*words):
 
 @pytest.mark.parametrize(
     "line",
-    ["hashtrain", "hashtrain train", "hashtrain plan", "hashtrain convert", "evals", "evals ppl", "sparse_decode"],
+    ["hashtrain", "hashtrain train", "hashtrain convert", "evals", "evals ppl", "sparse_decode"],
 )
 def test_help_does_not_wait_for_torch(line):
     words = ["-m", *line.split(), "--help"]

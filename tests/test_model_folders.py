@@ -265,7 +265,7 @@ def test_a_file_of_a_hasher_that_is_no_file_is_one_sentence(kind, program, model
         assert "hasher" in refused(main, words, capsys)
 
 
-@pytest.mark.parametrize("name", ["hashtrain plan", "evals throughput"])
+@pytest.mark.parametrize("name", ["evals throughput"])
 @pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads", "vocab_size", "hidden_act", "dtype", "model_type"])
 def test_a_config_alone_is_read_or_refused_in_one_sentence(key, name, copy, model, capsys):
     for value in CHANGES[key]:

@@ -34,8 +34,8 @@ from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model
 from hashtrain.run.job import training_of
 from hashtrain.run.pipeline import width_of
-from hashtrain.run.repair import repair
 from hashtrain.settings.train_command import TrainCommand
+from hashtrain.training.choose import choose
 from hashtrain.training.trainer import Training
 from safetensors.torch import load_file, save_file
 from sparse_decode import HashSelector, LshSelector
@@ -127,7 +127,11 @@ def make(given: argparse.Namespace) -> None:
         command = TrainCommand(given.model, only=(name,), context=given.context, steps=given.steps, out=given.out)
         (recipe,) = command.recipes
         own = HasherConfig(
-            recipe.variant, shape, hidden=width_of(recipe, shape), init=recipe.init, reach=reach, base_model=given.model
+            recipe.variant,
+            shape,
+            **{"hidden": width_of(recipe, shape), **recipe.config},
+            reach=reach,
+            base_model=given.model,
         )
         hasher = Hasher(own)
         for number in range(shape.num_layers):
@@ -136,7 +140,10 @@ def make(given: argparse.Namespace) -> None:
             if recipe.trained:
                 training = Training(layer, number, data, training_of(command, recipe, "cpu"))
                 training.run()
-                repair(layer, number, data, own, 0, recipe.digits, FRACTION, training.keys_trained)
+                others = {name: make_layer(own, number) for name in ("start", "keys")}
+                others["start"].start(data, number, recipe.digits)
+                others["keys"].load_state_dict(training.keys_trained or others["start"].state_dict())
+                choose(layer, others, number, data, FRACTION)
             layer.round_matrices()
             calibrate(layer, number, data)
             hasher.layers[number] = layer

@@ -203,7 +203,7 @@ def test_the_table_of_methods_is_whole():
     whole = tuple(f"{name}+remainder" for name in ("lsh", "paper", "planes", "transform", "transform-start"))
     losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction")
     estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
-    ablations = ("paper-rotation", *estimators, "group-xnor", "planes-64", "transform-start", *losses)
+    ablations = ("paper-rotation", *estimators, "planes-64", "transform-start", *losses)
     rivals = ("quest", "quest-heads", "magicpig", "magicpig-sink", "magicpig-local", "magicpig-bare", "magicpig-10x150")
     names = ("exact", "exact-untrained", "residual", "exact-straight", "exact-mse", "exact-reconstruction")
     exact = (*(f"paper-{name}" for name in names), "linear-exact")
