@@ -8,8 +8,7 @@ import pathlib
 import re
 from typing import Any
 
-from evals.metrics import Estimate
-from evals.results import Result, Row, read_json, read_result, rows_from_json, rows_to_text
+from evals.results import Result, read_json, read_result, rows_from_json, rows_to_text
 from hashtrain.files.atomic import write_text
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -98,10 +97,3 @@ def compact(data: dict[str, Any]) -> str:
     """Format as JSON with one line for each innermost list or object."""
     inner = re.compile(r"([\[{])\n\s*([^\[\]{}]*?)\n\s*([\]}])")  # a line break is never inside a string of JSON
     return inner.sub(lambda m: m[1] + re.sub(r"\s*\n\s*", " ", m[2]) + m[3], json.dumps(data, indent=1))
-
-
-def spread(found: Row | Estimate, how: str) -> str:
-    """Format a value and its 95 % interval, if it has one, with a format such as `.3f`."""
-    value = found.value if isinstance(found, Row) else found.mean
-    interval = "" if found.low is None or found.high is None else f" [{found.low:{how}}, {found.high:{how}}]"
-    return f"{value:{how}}{interval}"
