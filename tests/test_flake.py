@@ -1,13 +1,10 @@
 """The flake evaluates, against nix/stub in place of nixpkgs, and the shell text in it runs."""
 
-import base64
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
-import tomllib
 
 import pytest
 
@@ -68,82 +65,3 @@ def test_shell_text_parses(scripts):
         for parser in parsers:
             done = subprocess.run(parser, input=script, capture_output=True, text=True)
             assert done.returncode == 0, f"{where}: {done.stdout}{done.stderr}"
-
-
-UV = """#!/bin/sh
-[ "$2" != --project ] || mkdir -p "$3/.venv/bin"
-[ "$1" != sync ] || echo "activated='$*'" > "$3/.venv/bin/activate"
-[ "$1" != run ] || printf '%s|' "$@"
-"""
-
-
-@pytest.fixture
-def shell(tmp_path):
-    """Run shell text with a uv that does nothing; in a checkout, or in what else is asked for."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "uv").write_text(UV)
-    (tmp_path / "bin" / "uv").chmod(0o755)
-    checkout = tmp_path / "a checkout"
-    for name in ("evals", "hashtrain", "sparse-decode"):
-        (checkout / "packages" / name).mkdir(parents=True)
-        (checkout / "packages" / name / "pyproject.toml").touch()
-    subprocess.run(["git", "init", "-q", checkout], check=True)
-
-    def run(script, *arguments, folder="."):
-        environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "GIT_CEILING_DIRECTORIES": str(tmp_path)}
-        command = ["bash", "-euo", "pipefail", "-c", script, "bash", *arguments]
-        return subprocess.run(command, cwd=checkout / folder, env=environment, capture_output=True, text=True)
-
-    run.checkout = checkout
-    return run
-
-
-@pytest.mark.parametrize("folder", [".", "packages/hashtrain"])
-def test_hook_syncs_and_puts_the_driver_in_reach(scripts, shell, folder):
-    said = 'echo "$activated|$LD_LIBRARY_PATH|$TRITON_LIBCUDA_PATH|$UV_PYTHON"'
-    done = shell(scripts["hook", "x86_64-linux"] + said, folder=folder)
-    assert done.returncode == 0, done.stderr
-    activated, libraries, driver, python = done.stdout.strip().split("|")
-    assert activated == f"sync --project {shell.checkout}"
-    assert driver in ("/run/opengl-driver/lib", f"{shell.checkout}/.nix-driver")
-    assert libraries.endswith(f":{driver}")
-    assert python.endswith("-python312/bin/python3")
-
-
-@pytest.mark.parametrize("folder", [".", "packages/hashtrain"])
-@pytest.mark.parametrize("name", ["evals", "hashtrain", "sparse-decode"])
-def test_commands_run_from_any_folder_of_the_checkout(scripts, shell, name, folder):
-    done = shell(scripts[name, "x86_64-linux"], "--out", "two words", folder=folder)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"run|--project|{shell.checkout}|{name}|--out|two words|"
-    assert name in project_scripts(name)
-
-
-def project_scripts(name):
-    return tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]["scripts"]
-
-
-def test_the_default_command_is_hashtrain(scripts):
-    for system in SYSTEMS:
-        assert scripts["default", system] == scripts["hashtrain", system]
-
-
-def test_commands_outside_of_a_checkout_are_refused_in_a_sentence(scripts, shell):
-    done = shell(scripts["evals", "x86_64-linux"], folder="..")
-    assert done.returncode == 2
-    assert done.stderr.startswith("expected a folder of Spotlight Attention's checkout, got ")
-    assert done.stderr.count("\n") == 1
-
-
-def test_lock_pins_the_input_of_the_flake():
-    owner, repo, ref = re.search(r'nixpkgs.url = "github:(.+)/(.+)/(.+)"', (ROOT / "flake.nix").read_text()).groups()
-    locked = json.loads((ROOT / "flake.lock").read_text())["nodes"]["nixpkgs"]
-    assert locked["original"] == {"type": "github", "owner": owner, "repo": repo, "ref": ref}
-    assert re.fullmatch(r"[0-9a-f]{40}", locked["locked"]["rev"])
-    digest = locked["locked"]["narHash"].removeprefix("sha256-")
-    assert len(base64.b64decode(digest, validate=True)) == 32
-    assert {key: locked["locked"][key] for key in ("type", "owner", "repo")} == {
-        "type": "github",
-        "owner": owner,
-        "repo": repo,
-    }

@@ -49,7 +49,6 @@ def commands(folder, text):
             evals,
             ["ppl", "--model", name, "--methods", "recent", "--out", out, "--text", str(text), *SHORT],
         ),
-        "hashtrain plan": (hashtrain, ["plan", "--model", name]),
         "evals throughput": (evals, ["throughput", "--shape", name, *QUICK, "--out", out]),
         "chat": (example("chat"), ["--model", name, "--hasher", "lsh"]),
         "attach_local": (example("attach_local"), ["--model", name, "--hasher", "lsh", "--prompt-file", str(text)]),
