@@ -9,9 +9,8 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 
 import torch
-from evals.results import Row, as_written, read_result, rows_to_text
+from evals.results import Row, read_result, rows_to_text
 from evals.runner import RunFolder
-from evals.tables import grids
 from fuzz_damage import HOSTILE, altered, damaged, folder, found, one_of
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.artefact.convert import convert
@@ -203,19 +202,14 @@ class Document:
 
 
 def stored_run(rng) -> None:
-    """A file of a run lies: what is read has finite numbers, tables can be made of it, a sample is of this document."""
+    """A file of a run lies: what is read has finite numbers, and a sample is of this document."""
     name, place = one_of(rng, sorted(run_files())), folder() / "run"
     path = place / f"{name}.json"
     path.write_bytes(altered(rng, run_files()[name]))
 
-    def tables():
-        with as_written(str(place)):
-            return grids(result)
-
     result = found(lambda: read_result(place), str(place))
     if result is not None:
         assert all(row.value - row.value == 0 for row in result.rows)
-        found(tables, str(place))
     if name == "samples/0000":
         held = RunFolder(place, CONFIG)
         found(lambda: held.sample(0, Document(), lambda sample: sample["cells"], dict), "0000.json")
