@@ -4,11 +4,13 @@
     uv run tools/code_size.py --against main    # and of another commit, in the first column of numbers
 
 Lines are physical ones of .py, .cu, .cuh and .hpp files: of packages those of `packages/*/src`; of tests those of
-`packages/*/tests` and `tests`. Documents are the text of `docs` without stored results.
+`packages/*/tests` and `tests`. Documents are the text of `docs` without stored results, the packages' READMEs and
+CONTRIBUTING.md.
 """
 
 import argparse
 import io
+import math
 import subprocess
 import tempfile
 import zipfile
@@ -34,7 +36,8 @@ def count(root: Path) -> dict[str, int]:
     found["tests"] = lines(root, "packages/*/tests", "tests")
     found["tools"] = lines(root, "tools")
     texts = [path for path in (root / "docs").rglob("*") if path.suffix in (".md", ".py", ".css")]
-    found["KB of docs"] = sum(path.stat().st_size for path in texts) // 1000
+    texts += [*root.glob("packages/*/README.md"), root / "CONTRIBUTING.md"]
+    found["KB of docs"] = math.ceil(sum(path.stat().st_size for path in texts) / 1000)
     found["stored results"] = len(list(root.glob("docs/results/*")))
     return found
 
@@ -62,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(str(error))
     for name in counted[-1]:
         columns = "".join(f"{of.get(name, 0):>10,}" for of in counted)
-        print(f"{name:24}{columns}" + (f"   at most {MOST[name]:,}" if name in MOST else ""))
+        verdict = "met" if counted[-1][name] <= MOST.get(name, 0) else "missed"
+        print(f"{name:24}{columns}" + (f"   at most {MOST[name]:,}: {verdict}" if name in MOST else ""))
     for path in sorted(path for path in ROOT.glob("packages/*/src/**/*") if path.suffix in ENDINGS):
         if (own := len(path.read_text("utf-8").splitlines())) > LONGEST:
             print(f"{own} lines, more than {LONGEST}: {path.relative_to(ROOT)}")

@@ -40,7 +40,7 @@ def functions(results: pathlib.Path) -> dict[str, Any]:
         value,
         within,
     )
-    named += (at, beside, built_for, checks, machine, other_families, reach, rounds, slower, zip)
+    named += (at, beside, built_for, machine, other_families, reach, rounds, slower, zip)
     return found | {"ours": OURS, "PAPER": PAPER} | {one.__name__: one for one in named}
 
 
@@ -188,25 +188,6 @@ def rounds(step: dict[str, Any] | None) -> str:
 
 
 # Checks.
-
-
-def checks(parts: dict[str, Any], order: list[str], seen: dict[str, str]) -> list[dict[str, str]]:
-    """Return the lines of what the serving checks found: sums over each part's rows.
-
-    Args: order: names of parts; seen: formats of sums that only some parts have.
-    """
-    lines = []
-    for name, part in ((name, parts[name]) for name in order if name in parts):
-        rows = part["rows"]
-        total = {key: sum(row.get(key, 0) for row in rows) for key in ("answers", "equal", "ties", *seen)}
-        # Rows whose answers have nothing to be equal to: preempted ones below 100 %, and the README's.
-        alone = sum(row["answers"] for row in rows if "equal" not in row)
-        compared = total["answers"] - alone
-        equal = f"{total['equal']:,}" + f" of {compared:,} compared" * bool(alone) if compared else "not compared"
-        also = ", ".join(text.format(total[key]) for key, text in seen.items() if total[key])
-        lines.append({"name": name, **{key: f"{total[key]:,}" for key in ("answers", "ties")}, "equal": equal})
-        lines[-1] |= {"wrong": str(len(part["wrong"])), "seen": also, "seconds": f"{part['seconds']:,.0f}"}
-    return lines
 
 
 def other_families(outcomes: dict[str, list[str]]) -> list[list[str]]:
