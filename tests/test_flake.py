@@ -18,8 +18,7 @@ SYSTEMS = ("aarch64-darwin", "aarch64-linux", "x86_64-linux")
 def nix(tmp_path_factory):
     """Run `nix ... FLAKE#ATTRIBUTE` offline, in a store of its own."""
     if shutil.which("nix") is None:
-        message = "nix is not on PATH; on Debian it is the package nix-bin"
-        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
+        pytest.skip("nix is not on PATH; on Debian it is the package nix-bin")
     folder = tmp_path_factory.mktemp("flake")
     # A copy: nix would copy the whole checkout, its virtual environment too, into the store.
     shutil.copytree(ROOT / "nix", folder / "flake" / "nix")
@@ -60,7 +59,7 @@ def test_shell_text_parses(scripts):
         # As nixpkgs wraps it; SC1091: the virtual environment it sources is made by the line itself.
         script = f"#!/usr/bin/env bash\nset -euo pipefail\n{text}"
         parsers = [["bash", "-n"]]
-        if shutil.which("shellcheck") or os.environ.get("CI") == "true":
+        if shutil.which("shellcheck"):
             parsers.append(["shellcheck", "--exclude=SC1091", "-"])
         for parser in parsers:
             done = subprocess.run(parser, input=script, capture_output=True, text=True)
