@@ -18,7 +18,6 @@ METRICS = {
 }
 """By task, the metrics that are kept; of other tasks, all."""
 DIGITS = 5
-CURVE_POINTS = 60
 
 
 def stored(results: pathlib.Path, name: str) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def _measured(result: Result) -> dict[str, Any]:
 
 
 def _trained(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a training without lists by head, except those of the worst rows; curves are thinned."""
+    """Return the metrics of a training without lists by head, except those of the worst rows."""
     hashers = {}
     worst = {"low_by_head", "lost_by_head"}
     for name, found in metrics["hashers"].items():
@@ -73,15 +72,7 @@ def _trained(metrics: dict[str, Any]) -> dict[str, Any]:
             names |= worst if heads == "kv_head" else set()
             layers = [{k: v for k, v in layer.items() if k in names} for layer in found[heads]["layers"]]
             hashers[name][heads] = {"layers": layers, "mean": found[heads]["mean"]}
-        hashers[name]["curve"] = _curve(found["losses"])
     return {**metrics, "hashers": hashers}
-
-
-def _curve(losses: list[list[float]]) -> list[float]:
-    """Average the layers' losses, then over groups of steps; empty for an untrained hasher."""
-    steps = [sum(column) / len(column) for column in zip(*losses, strict=True)]
-    size = max(1, len(steps) // CURVE_POINTS)
-    return [sum(part) / len(part) for i in range(0, len(steps), size) if (part := steps[i : i + size])]
 
 
 def rounded(data: Any) -> Any:
