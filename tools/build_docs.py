@@ -79,7 +79,7 @@ def wrong_commands() -> Iterator[str]:
 
 def start_checker(folder: pathlib.Path) -> subprocess.Popen[str]:
     """Write the Python of each page as a module, each line at its place, and start the type checker on all of them."""
-    pages: dict[str, list[str]] = {"canary": WRONG.splitlines()}
+    pages: dict[str, list[str]] = {"canary": [*WRONG.splitlines()]}
     for page, line, code in blocks("python"):
         lines = pages.setdefault(re.sub(r"\W", "_", page), [])
         lines += [""] * (line - 1 - len(lines)) + code.splitlines()
