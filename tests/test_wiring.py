@@ -85,3 +85,27 @@ def test_no_index_host_and_no_machine_path():
         if found := FORBIDDEN.search(text):
             line = text.count("\n", 0, found.start()) + 1
             pytest.fail(f"{path}:{line} contains {found[0]!r}; name no index host and no path of one machine")
+
+
+def test_what_uv_resolved_on_this_machine_is_what_is_pinned_to_the_file_hash():
+    if not (ROOT / "uv.lock").exists():
+        pytest.skip("no uv.lock: installed from requirements.txt")
+    pinned, hashes = {}, set()
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        if pin := re.match(r"([a-z0-9-]+)==([^\s;]+)", line):
+            hashes = pinned.setdefault(pin.groups(), set())
+        elif found := re.search(r"--hash=(sha256:[0-9a-f]{64})", line):
+            hashes.add(found[1])
+    apart = {
+        "kvpress",
+        "cachetools",
+        "fire",
+        "termcolor",
+    }  # of the group `kvpress`, which is not among the requirements
+    locked = {
+        (one["name"], one["version"]): {f["hash"] for f in [*one.get("wheels", []), one.get("sdist")] if f}
+        for one in tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+        if "registry" in one["source"] and one["name"] not in apart
+    }
+    assert len(pinned) > 50
+    assert locked == pinned

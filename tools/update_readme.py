@@ -16,7 +16,7 @@ import sys
 
 from hashtrain.files.atomic import replace, write_text
 from readme_tables import TABLES, table
-from readme_tables.figures import FIGURES
+from readme_tables.figures import FIGURES, is_stale, path_of, png
 from readme_tables.stored import RESULTS, store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -56,19 +56,19 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"update_readme: {error}", file=sys.stderr)
         return 2
     stale = [path for path in PAGES if texts[path] != fresh[path]]
-    drawn = [figure for figure in FIGURES if figure.is_stale()]
+    drawn = [name for name in FIGURES if is_stale(name)]
     if given.check:
         for path in stale:
             before, after = texts[path].splitlines(True), fresh[path].splitlines(True)
             sys.stdout.writelines(difflib.unified_diff(before, after, str(path.relative_to(ROOT)), "fresh"))
-        for figure in drawn:
-            print(f"{figure.name} shows other results than those that are stored; run `uv run tools/update_readme.py`")
+        for name in drawn:
+            print(f"{name}.png shows other results than those that are stored; run `uv run tools/update_readme.py`")
         return int(bool(stale or drawn))
     for path in stale:
         write_text(path, fresh[path])
-    for figure in drawn:
-        image = figure.png()
-        replace(figure.path, lambda temporary, image=image: temporary.write_bytes(image))
+    for name in drawn:
+        image = png(name)
+        replace(path_of(name), lambda temporary, image=image: temporary.write_bytes(image))
     return 0
 
 

@@ -3,8 +3,7 @@
 import hashlib
 import io
 import pathlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from evals.figures import COLOURS
 from matplotlib.axes import Axes
@@ -101,38 +100,30 @@ def _ticks(axes: Axes, x: dict[int, str], y: tuple[float, ...]) -> None:
     axes.set_yticks(y, [f"{number:g}" for number in y])
 
 
-class Drawn(NamedTuple):
-    """A figure: its file in docs/figures, the stored results that it shows, and what draws it."""
-
-    name: str
-    inputs: tuple[str, ...]
-    draw: Callable[[pathlib.Path], Figure]
-
-    @property
-    def path(self) -> pathlib.Path:
-        return RESULTS.parent / "figures" / self.name
-
-    def digest(self, results: pathlib.Path = RESULTS) -> str:
-        """Return a digest of what the figure shows."""
-        found = b"".join((results / f"{name}.json").read_bytes() for name in self.inputs)
-        return hashlib.sha256(found).hexdigest()[:16]
-
-    def is_stale(self) -> bool:
-        """Whether the file is missing, or was drawn from other results."""
-        if not self.path.is_file():
-            return True
-        with Image.open(self.path) as image:
-            return image.info.get("Description") != self.digest()
-
-    def png(self, results: pathlib.Path = RESULTS) -> bytes:
-        """Draw the figure as PNG with its digest."""
-        buffer = io.BytesIO()
-        metadata = {"Description": self.digest(results)}
-        self.draw(results).savefig(buffer, dpi=110, format="png", metadata=metadata)
-        return buffer.getvalue()
+FIGURES = {"overview": (overview, ("smollm2", "llama_cpp")), "reach": (lengths, ("reach_smol", "reach_qwen"))}
+"""By name: what draws a figure, and the stored results that it shows."""
 
 
-FIGURES = (
-    Drawn("overview.png", ("smollm2", "llama_cpp"), overview),
-    Drawn("reach.png", ("reach_smol", "reach_qwen"), lengths),
-)
+def path_of(name: str) -> pathlib.Path:
+    return RESULTS.parent / "figures" / f"{name}.png"
+
+
+def digest(name: str, results: pathlib.Path = RESULTS) -> str:
+    """Return a digest of what a figure shows."""
+    found = b"".join((results / f"{one}.json").read_bytes() for one in FIGURES[name][1])
+    return hashlib.sha256(found).hexdigest()[:16]
+
+
+def is_stale(name: str) -> bool:
+    """Whether a figure is missing, or was drawn from other results."""
+    if not path_of(name).is_file():
+        return True
+    with Image.open(path_of(name)) as image:
+        return image.info.get("Description") != digest(name)
+
+
+def png(name: str) -> bytes:
+    """Draw a figure as PNG with its digest."""
+    buffer = io.BytesIO()
+    FIGURES[name][0](RESULTS).savefig(buffer, dpi=110, format="png", metadata={"Description": digest(name)})
+    return buffer.getvalue()

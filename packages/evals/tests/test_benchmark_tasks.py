@@ -3,11 +3,14 @@
 import os
 import random
 import shutil
+from pathlib import Path
 
+import evals
 import numpy as np
 import pytest
 from evals.tasks.benchmark_settings import LongbenchCommand
 
+FOLDER = Path(evals.__file__).parent / "harness" / "example"
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
@@ -15,10 +18,9 @@ if os.environ.get("CI") != "true":
 @pytest.fixture(scope="module", autouse=True)
 def harness():
     """Import the harness when tests need it: every process that collects these tests would take seconds for it."""
-    global load, FILES, FOLDER, lines_of, as_guest, load_tasks
+    global load, as_guest, load_tasks
     from evals.harness import load
     from evals.harness.load import as_guest, load_tasks
-    from example_data import FILES, FOLDER, lines_of
 
 
 def folder_with(path, **files):

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
+import evals
 import numpy as np
 import pytest
 from evals.methods import DENSE
@@ -14,6 +16,7 @@ from evals.tasks.benchmark_settings import BenchmarkCommand, FewshotCommand, Lon
 from hashtrain import models
 from rich.console import Console
 
+FOLDER = Path(evals.__file__).parent / "harness" / "example"
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
@@ -21,10 +24,9 @@ if os.environ.get("CI") != "true":
 @pytest.fixture(scope="module", autouse=True)
 def harness():
     """Import the harness when tests need it: every process that collects these tests would take seconds for it."""
-    global measure, SparseLM, FOLDER
+    global measure, SparseLM
     from evals.harness import measure
     from evals.harness.adapter import SparseLM
-    from example_data import FOLDER
 
 
 QUIET = Console(quiet=True)

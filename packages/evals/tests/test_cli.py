@@ -1,11 +1,11 @@
 """Whole commands: their last line, and one sentence and exit code 2 for unusable input."""
 
+import json
 import shutil
 
 import pytest
 from evals import cli
 from evals.tasks import ppl
-from evals_output import last_line
 
 
 @pytest.fixture
@@ -28,6 +28,10 @@ def typed(made, tmp_path):
         return [task, *(word for name, value in given.items() for word in (f"--{name}", *str(value).split(" ")))]
 
     return build
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
 def refused(arguments, capsys):

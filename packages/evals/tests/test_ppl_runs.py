@@ -171,10 +171,3 @@ def test_a_folder_of_something_else_is_left_alone(ppl_command, tmp_path):
     with pytest.raises(ValueError, match="not empty"):
         ppl.run(ppl_command(), QUIET)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
-
-
-def test_each_of_our_methods_is_paired_with_every_other(ppl_command):
-    found = ppl.run(ppl_command(methods=("lsh", "planes", "planes+remainder"), rules=("visible",)), QUIET)
-    pairs = {(row.method, row.against) for row in found.rows if row.against and row.metric == "kl"}
-    ours = {"planes", "planes+remainder"}
-    assert pairs == {(a, b) for a in ours for b in (*ours, "lsh") if a != b}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from evals import settings
-from evals.methods import RIVAL_NAMES, load_methods, load_rival
+from evals.methods import RIVAL_NAMES, load_methods
 from evals.rivals import RIVALS, MagicPigSelector, QuestSelector, Rival
 from evals.tasks import ppl_settings, tune, tune_settings
 from evals.tasks.tune_settings import TuneCommand
@@ -103,10 +103,3 @@ def test_an_entry_is_tuned_over_its_own_grid(mine):
     assert [tuple(s.parameters.values()) for s in found if s.name == "mine"] == points
     assert [s.label for s in found if s.published] == ["mine, page 4, bits 2, other 3", "quest, page 16"]
     assert [s.parameters["page"] for s in found if s.name == "quest"] == [4, 6, 16]
-
-
-@pytest.mark.parametrize("given", [{"page": 4}, {"bits": 8, "tables": 50}, {}], ids=str)
-def test_parameters_of_another_are_refused(mine, given):
-    expected = f"mine takes the parameters page, bits, other, got {', '.join(given) or 'none'}; give each of these"
-    with pytest.raises(ValueError, match=expected):
-        load_rival("mine", given, "mine")

@@ -61,14 +61,6 @@ def test_quest_is_its_definition(budget, page, min_pages, per_query_head):
             assert chosen == quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head)
 
 
-def test_quest_worked_out_by_hand():
-    # Pages of 2 keys of 2 numbers; q = (1, -1): bounds are maximum of the first minus minimum of the second number.
-    k = torch.tensor([[0.0, 0], [1, 1], [5, 4], [0, 5], [2, -2], [0, 0], [9, 9.0]])
-    rows = Rows(0, torch.tensor([1.0, -1])[None, None, None], k[None, None], None, None, torch.tensor([[4]]), 1.0)
-    # Bounds 1 - 0, 5 - 4, 2 + 2: the third page is best, the seventh token is the current page.
-    assert QuestSelector(page=2, dense_rows=0, min_pages=1).select(rows).tolist() == [[[[4, 5, 6]]]]
-
-
 SELECTORS = {
     "quest": lambda: QuestSelector(page=4, dense_rows=8),
     "quest-heads": lambda: QuestSelector(True, page=4, dense_rows=8),
@@ -191,20 +183,6 @@ def test_draw_probability_worked_out_by_hand():
     # At least two of three tables: 3 (1/4)^2 3/4 + (1/4)^3 = 10/64. The same direction is always drawn.
     assert log_draw_probability(torch.tensor([0.0]), 2, 3).exp().item() == pytest.approx(10 / 64)
     assert log_draw_probability(torch.tensor([1.0]), 15, 100).item() == pytest.approx(0, abs=1e-9)
-
-
-def test_draws_are_as_frequent_as_computed():
-    q, k = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 400, 8)
-    q[..., 0] = 1
-    k[..., 0], k[..., 1] = 0.6, 0.8
-    k[:, :, ::2] *= -1  # pairs that cancel in the mean
-    hits = 0
-    for seed in range(400):
-        selector = MagicPigSelector(4, 10, sink=0, local=0, prefill=2, seed=seed)
-        rows = Rows(0, q, k[:, :, :4], None, None, torch.tensor([[1]]), 1.0)
-        hits += int(selector._drawn(rows, torch.ones(1, 1, 4, dtype=torch.bool))[0, 0, 0, 1])
-    w = log_draw_probability(torch.tensor([0.6]), 4, 10).exp().item()
-    assert hits / 400 == pytest.approx(w, abs=4 * math.sqrt(w * (1 - w) / 400))
 
 
 def test_an_empty_sample_attends_to_its_own_token_and_is_counted():

@@ -87,10 +87,3 @@ def test_prose_hides_a_sentence_between_others_and_asks_about_it(tokenizer, dept
     other = prose(tokenizer, PROSE, 900, depth, 3, "The key is green.", "What is the key like?")
     assert "The key is green." in text_of(tokenizer, other)
     assert text_of(tokenizer, other).endswith("Question: What is the key like?\nAnswer:")
-
-
-def test_prose_that_cannot_be_used_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="leaves no room for the needle"):
-        prose(tokenizer, PROSE, 40, 0.5, 0)
-    with pytest.raises(ValueError, match="haystack is too short for 900 tokens"):
-        prose(tokenizer, PROSE[:900], 900, 0.5, 0)
