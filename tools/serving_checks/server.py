@@ -27,6 +27,8 @@ def as_written(log: pathlib.Path) -> str:
         raise SystemExit("the README must show a line that starts the server, and a request with curl")
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NUMBA_CACHE_DIR")}
     kept |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if _answers():
+        raise SystemExit(f"port {PORT}, which the README names, is taken; end what uses it")
     command = ["bash", "-c", start.strip()]
     with log.open("w") as said:
         server = subprocess.Popen(command, cwd=ROOT, env=kept, stdout=said, stderr=said, start_new_session=True)
@@ -38,8 +40,12 @@ def as_written(log: pathlib.Path) -> str:
             time.sleep(0.5)
         asked = subprocess.run(["bash", "-c", request], cwd=ROOT, capture_output=True, text=True, timeout=300)
     finally:
-        os.killpg(server.pid, signal.SIGINT)
-        server.wait(60)
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGINT)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
     try:
         return json.loads(asked.stdout)["choices"][0]["text"]
     except (ValueError, LookupError, TypeError):
