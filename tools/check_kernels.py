@@ -7,12 +7,10 @@ The table has a digest of each program as compiled. A program with the same dige
 code: it is compiled for one architecture only, unless --all is given.
 
 A kernel may not use local memory: no spills and no stack frame. Its registers must match the table
-docs/results/kernels.json, for the compiler that the table was made with. The instructions that limit scoring are
-counted in the machine code, per key: POPC runs at a quarter of the rate of the others.
+docs/results/kernels.json, for the compiler that the table was made with.
 """
 
 import argparse
-import collections
 import concurrent.futures
 import hashlib
 import importlib
@@ -21,11 +19,9 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hashcore.cuda.kernels import score_macros
@@ -38,7 +34,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "results" / "kernels.json"
 UPDATE = "uv run --group kernels tools/check_kernels.py --update"
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
-DISASSEMBLER = "nvidia-cuda-nvdisasm"
 
 REGULAR = {count: tuple(1 << p for p in range(count)) for count in (1, 2, 3, 4, 5, 6, 8)}
 """Weights of planes by their number."""
@@ -84,21 +79,6 @@ PROGRAMS = [
 ]
 
 
-class Budget(NamedTuple):
-    """Limits on the instructions of a kernel's inner loop, per key."""
-
-    program: Program
-    kernel: str
-    popc: float
-    lop3: float
-
-
-BUDGETS = [
-    Budget(scoring((4, REGULAR[count]))[0], "score_all", popc, lop3)
-    for count, popc, lop3 in ((3, 8, 24), (1, 3, 8), (6, 14, 60))  # G = 7 in 3 planes: 7 and 22
-]
-
-
 def resources(log: str) -> dict[str, dict[str, int]]:
     """Parse registers, stack frame and spills of each kernel from the output of ptxas -v."""
     found: dict[str, dict[str, int]] = {}
@@ -114,36 +94,10 @@ def resources(log: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def disassembler() -> pathlib.Path:
-    try:
-        files = importlib.metadata.files(DISASSEMBLER) or []
-    except importlib.metadata.PackageNotFoundError:
-        run = UPDATE.removesuffix(" --update")
-        raise SystemExit(f"expected the package {DISASSEMBLER}, found none; run {run}") from None
-    return next(pathlib.Path(str(file.locate())) for file in files if file.name == "nvdisasm")
-
-
-def inner_loop(cubin: bytes, kernel: str) -> dict[str, float]:
-    """Count instructions per key between a kernel's first load of a key and its last store of a score."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([disassembler(), "-c", file.name], capture_output=True, text=True, check=True)
-    body = done.stdout.split(f".text.{kernel}:")[1].split(".text.")[0]
-    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", body)
-    loads = [i for i, name in enumerate(names) if name.startswith("LDG.E.EF")]
-    adds = [i for i, name in enumerate(names) if name.startswith("STG")]
-    if not loads or not adds:
-        raise SystemExit(f"expected streaming loads and stores of scores in {kernel}, found none; is it the kernel?")
-    counts = collections.Counter(name.split(".")[0] for name in names[loads[0] : adds[-1] + 1])
-    return {"popc": counts["POPC"] / len(adds), "lop3": counts["LOP3"] / len(adds), "all": counts.total() / len(adds)}
-
-
-def measure(job: tuple[Program, str]) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, float]]]:
-    """Compile one program for one architecture; return its kernels' resources and its inner loops."""
+def measure(job: tuple[Program, str]) -> dict[str, dict[str, int]]:
+    """Compile one program for one architecture; return its kernels' resources."""
     program, arch = job
-    cubin, log = program.compile(arch, ptxas=["-v"])
-    return resources(log), {b.kernel: inner_loop(cubin, b.kernel) for b in BUDGETS if b.program == program}
+    return resources(program.compile(arch, ptxas=["-v"])[1])
 
 
 def jobs(known: dict[str, Any], every: bool) -> list[tuple[Program, str]]:
@@ -168,33 +122,16 @@ def table(known: dict[str, Any], every: bool) -> tuple[dict[str, Any], list[str]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(measure, todo))
     registers: dict[str, dict[str, dict[str, int]]] = {}
-    loops: dict[str, dict[str, dict[str, float]]] = {}
     broken = []
-    for (program, arch), (used, inner) in zip(todo, results, strict=True):
+    for (program, arch), used in zip(todo, results, strict=True):
         for kernel, found in sorted(used.items()):
             before = known.get("registers", {}).get(str(program), {}).get(kernel, {})
             of_kernel = registers.setdefault(str(program), {}).setdefault(kernel, {} if every else dict(before))
             of_kernel[arch] = found["registers"]
             if found["stack"] or found["spills"]:
                 broken.append(f"{kernel} of {program} on {arch} uses local memory: {found}; hold fewer values at once")
-        for kernel, counts in inner.items():
-            name = f"{program} {kernel}"
-            before = known.get("instructions_per_key", {}).get(name, {})
-            loops.setdefault(name, {} if every else dict(before))[arch] = counts
     sources = {str(program): digest(program) for program in PROGRAMS}
-    new = {"nvrtc": compiler(), "sources": sources, "registers": registers, "instructions_per_key": loops}
-    return new, broken + over_budget(loops)
-
-
-def over_budget(loops: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """Return a sentence for each inner loop that has more instructions than allowed."""
-    return [
-        f"{budget.kernel} of {budget.program} on {arch} has {counts[name]} {name} per key, over {most}"
-        for budget in BUDGETS
-        for arch, counts in loops[f"{budget.program} {budget.kernel}"].items()
-        for name, most in (("popc", budget.popc), ("lop3", budget.lop3))
-        if counts[name] > most
-    ]
+    return {"nvrtc": compiler(), "sources": sources, "registers": registers}, broken
 
 
 def compiler() -> str:
