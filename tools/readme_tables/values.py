@@ -14,7 +14,7 @@ from evals.results import Result, Row
 from evals.rivals import RIVALS
 from evals.tables import percent, protocol, signed_percent
 from hashtrain.settings.train_command import PAPER
-from sparse_decode.costs.traffic import state_bytes
+from sparse_decode.costs import state_bytes
 
 from readme_tables.stored import load, stored
 
