@@ -31,8 +31,7 @@ import torch
 from hashcore.cuda.kernels import score_macros
 from hashcore.cuda.program import Program
 from hashtrain.files.atomic import write_text
-from sparse_decode.attention import gather
-from sparse_decode.unselected import moments
+from sparse_decode.cuda import gather, sums
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "results" / "kernels.json"
@@ -79,7 +78,7 @@ PROGRAMS = [
     *scoring(*COUNTED, tensor=True),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
     *sparse("encode.cu", *({"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow} for bf16 in "01" for narrow in "01")),
-    *sparse("moments.cu", *(dict(moments.defined(*sizes)) for sizes in GATHERS)),
+    *sparse("moments.cu", *(dict(sums.defined(*sizes)) for sizes in GATHERS)),
     *sparse("gather.cu", *(dict(gather.macros(*sizes)) for sizes in GATHERS)),
     *sparse("gather.cu", *(dict(gather.macros(*sizes, group=16)) for sizes in (GATHERS[0], GATHERS[3], GATHERS[5]))),
 ]

@@ -11,7 +11,7 @@ from evals.results import Result
 from evals.rivals import RIVALS
 from evals.tables import HEADS, Grid, percent, protocol, signed_percent, to_markdown
 from hashtrain.settings.train_command import PAPER
-from sparse_decode.costs.traffic import state_bytes
+from sparse_decode.costs import state_bytes
 
 from readme_tables.speed import faster
 from readme_tables.stored import load, spread, stored

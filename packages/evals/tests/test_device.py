@@ -139,7 +139,7 @@ def test_a_selector_makes_its_tensors_where_its_inputs_are(loaded, name, monkeyp
     monkeypatch.setattr(hashcore, "topk", on_its_own)
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, n, 32, generator=draw) for heads, n in ((4, 3), (2, 100), (2, 100)))
-    counts, seen = torch.tensor([[10, 10, 10]]), torch.ones(1, 1, 3, 100, dtype=torch.bool)
+    counts, seen = torch.tensor([[10, 10, 10]]), torch.tensor([0, 100]).expand(1, 3, 2)
     selector = loaded.methods[name].selector_after(70)
     rows = Rows(0, q, k, None, seen, counts, 0.2)
     expected = selector.select(rows)

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
 from sparse_decode import HashSelector
-from sparse_decode.attention.attend_inputs import Inputs
 from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import carry_codes
-from sparse_decode.costs.traffic import step_bytes
-from sparse_decode.layer.plan import AttentionArgs, LayerPlan, RowRule
+from sparse_decode.costs import step_bytes
+from sparse_decode.inputs import Inputs
+from sparse_decode.step import RowRule, SparseLayer
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -67,14 +67,14 @@ def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
     }
 
 
-def make_plan(budget: LayerBudget) -> LayerPlan:
-    """Return the plan of a layer with an untrained hasher of the default variant and arbitrary coefficients."""
+def make_layer(budget: LayerBudget) -> SparseLayer:
+    """Return a layer with an untrained hasher of the default variant and arbitrary coefficients."""
     hasher = Hasher(HasherConfig("transform", ModelShape(1, HQ, HKV, D)))
     hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))
-    return LayerPlan(0, HashSelector(hasher), budget, RowRule(None), hasher.remainder(0))
+    return SparseLayer(0, HashSelector(hasher), budget, RowRule(None), hasher.remainder(0))
 
 
-def make_cache(plan: LayerPlan, n: int, dtype: torch.dtype) -> CodedDynamicLayer:
+def make_cache(plan: SparseLayer, n: int, dtype: torch.dtype) -> CodedDynamicLayer:
     """Return a cache of `n` random tokens with random codes, which take the same time to score as real ones."""
     k, v = (torch.randn(1, HKV, n, D, dtype=torch.float32).to(dtype) for _ in range(2))
     layer = carry_codes(DynamicLayer(), plan.encoder)
@@ -89,28 +89,22 @@ def make_cache(plan: LayerPlan, n: int, dtype: torch.dtype) -> CodedDynamicLayer
     return layer
 
 
-def sparse_step(plan: LayerPlan, caches: list[CodedDynamicLayer], q: Tensor) -> Step:
+def sparse_step(plan: SparseLayer, caches: list[CodedDynamicLayer], q: Tensor) -> Step:
     """Return the sparse step to time, as in a model; the token that it appends stays in the cache."""
     new = torch.randn(2, 1, HKV, 1, D).to(q.dtype)
 
-    def general(layer: CodedDynamicLayer, k: Tensor, v: Tensor) -> Tensor:
-        return plan.attend(AttentionArgs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.moments))[0]
-
-    for layer in caches:
-        general(layer, *layer.update(new[0], new[1]))  # makes the remainder's sums, as a prompt does
-
     def step(i: int) -> Tensor:
         layer = caches[i % COPIES]
-        k, v = layer.update(new[0], new[1])
-        out = plan.step(layer, Inputs(q, k, v, D**-0.5))
-        return general(layer, k, v) if out is None else out  # more threads than heads split the search
+        return plan.step(Inputs(q, *layer.update(new[0], new[1]), D**-0.5), None, layer)
 
+    for i in range(len(caches)):  # makes the remainder's sums, as a prompt does
+        step(i)
     return step
 
 
 def measure(n: int, dtype: torch.dtype, repeats: int, budget: LayerBudget) -> dict[str, object]:
     """Time sparse and dense steps at one length."""
-    plan, q = make_plan(budget), torch.randn(1, HQ, 1, D).to(dtype)
+    plan, q = make_layer(budget), torch.randn(1, HQ, 1, D).to(dtype)
     caches = [make_cache(plan, n, dtype) for _ in range(COPIES)]
     dense, sparse = dense_ways(caches, q), sparse_step(plan, caches, q)
     for i in range(COPIES):

@@ -31,7 +31,7 @@ from never_slower import step_of
 from results import machine, store
 from shapes import SHAPES, make_hasher, make_model
 from sparse_decode import Budget, attach
-from sparse_decode.layer.plan import LayerPlan
+from sparse_decode.step import SparseLayer
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
@@ -78,7 +78,7 @@ def measure(model: PreTrainedModel, n: int, repeats: int) -> dict[str, Any]:
     with (
         timed(torch.nn.Linear, "forward", seconds, "products"),
         timed(type(decoder.layers[0].self_attn), "__call__", seconds, "attention"),
-        timed(LayerPlan, "step", seconds, "fused"),
+        timed(SparseLayer, "step", seconds, "fused"),
         timed(threads, "run", seconds, "kernel"),
     ):
         for _ in range(repeats + WARM_UP):

@@ -78,7 +78,7 @@ def test_codes_are_sixteen_bytes_per_token_and_head():
         layer = make(kind)
         update(layer, ROOM, 0)
         kv, codes = layer.memory()
-        assert codes - layer.moments.nbytes == 2 * 2 * ROOM * 16
+        assert codes - layer.sums.nbytes == 2 * 2 * ROOM * 16
         assert kv == 2 * 2 * 2 * ROOM * 16 * 4
 
 

@@ -16,10 +16,10 @@ def rows_of(selector, counts, seed=0, causal=True):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randint(-4, 5, (3, 4, ROWS, 16), generator=generator).float()
     k = torch.randint(-4, 5, (3, 2, N, 16), generator=generator).float()
-    visible = torch.arange(N) <= torch.arange(N - ROWS, N)[:, None]
-    visible = visible & (torch.arange(N) >= torch.tensor([0, 7, 45])[:, None])[:, None, None]
+    ends, starts = torch.arange(N - ROWS + 1, N + 1).expand(3, ROWS), torch.tensor([0, 7, 45])[:, None]
+    interval = torch.stack([starts.minimum(ends), ends], -1)
     codes = selector.encode_keys(2, k) if selector.needs_codes else None
-    return Rows(2, q, k, codes, visible if causal else None, counts, 0.25)
+    return Rows(2, q, k, codes, interval if causal else None, counts, 0.25)
 
 
 def first_of_equals(scores, count):
@@ -35,7 +35,7 @@ def counts_like(seed=0):
 def check_best(indices, scores, rows):
     """Every row of indices [B, H, Q, K] is the best of scores [B, H, Q, N] among the tokens it sees."""
     as_sets(indices, N)
-    seen = rows.visible.expand(scores.shape) if rows.visible is not None else torch.ones_like(scores).bool()
+    seen = rows.visible.expand(scores.shape)
     for b, h, r in torch.cartesian_prod(*map(torch.arange, indices.shape[:3])).tolist():
         tokens = seen[b, h, r].nonzero().flatten().tolist()
         best = first_of_equals([scores[b, h, r, t].item() for t in tokens], int(rows.counts[b, r]))
@@ -109,13 +109,3 @@ def test_selectors_keep_the_protocol_and_take_empty_budgets(selector):
     assert isinstance(selector, Selector)
     rows = rows_of(selector, torch.zeros(3, ROWS, dtype=torch.int64), causal=False)
     assert (selector.select(rows) >= 0).sum() == 0
-
-
-@pytest.mark.parametrize("each", [0, 1, 9, 47])
-def test_recent_tokens_of_a_step_are_those_of_its_counts(each):
-    rows = rows_of(RecentSelector(), counts_like(), causal=False)
-    q = rows.q[:, :, -1:]
-    step = replace(rows, q=q, counts=torch.full((3, 1), each), uniform_count=each, sink=1, recent=2)
-    found = RecentSelector().select(step)
-    assert found.shape == (3, 2, 1, each)
-    assert torch.equal(found, RecentSelector().select(replace(step, uniform_count=None)))

@@ -8,7 +8,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from serve_engine import Impl
 from sparse_decode.budget import LayerBudget
-from sparse_decode.pages.paged import tail_bytes
+from sparse_decode.pages import tail_bytes
 from sparse_serve.batch import Batch
 from sparse_serve.layout import Moves, RowPages
 from sparse_serve.served import Served
