@@ -78,7 +78,7 @@ def test_what_layers_share_is_found_once_a_step_even_if_its_numbers_change():
     def of(layer, key="a", given=mask):
         return memo.of(given, layer, key, lambda: found.append(given.sum().item()) or len(found))
 
-    assert [of(0), of(1), of(1, "b"), of(3)] == [1, 1, 2, 1]
+    assert [of(0), of(1), of(2, "b"), of(3)] == [1, 1, 2, 1]
     mask += 1
     assert [of(0), of(3)] == [3, 3]
     assert [of(4, given=mask.clone()), of(5)] == [4, 5]
