@@ -200,7 +200,7 @@ def test_a_step_waits_for_nothing_and_its_launches_are_counted(variant):
     assert sum(launches_of(name) for name in launching) == 7
     assert len(seen.launching) - len(launching) <= 2  # keys and queries in the order that the hash functions read
     assert not seen.copies + seen.on_host + making.copies + making.on_host
-    assert len(making.launching) <= 30  # once a step, for all layers
+    assert len(making.launching) <= 34  # once a step, for all layers
     _, many = decoded(64, variant)  # hashed by torch
     assert {"place_codes", "search", "gather"} <= set(many.launching)
     assert not many.copies + many.on_host
