@@ -63,7 +63,7 @@ def test_rows_are_told_apart(queries, lengths, prefilling, decoding, prompts):
         assert torch.arange(sum(queries))[found.prompts.rows].tolist() == prompts
         assert found.prompts.schedule == "a schedule"
     if decoding:
-        assert found.step(50, SIZE).lengths.tolist() == [
+        assert found.step(50, SIZE).spans[:, 2].tolist() == [
             n for n, at in zip(lengths, starts_of(queries), strict=True) if at in decoding
         ]
 
