@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.cache_types import carry_codes
-from sparse_decode.unselected.remainder import RunningMoments
+from sparse_decode.sums import Sums
 from sparse_decode_layers import KINDS, ROOM, encode
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
@@ -147,11 +147,7 @@ class Pair:
         _ = layer.codes
         first = max(0, n - self.chance.randint(1, 3))
         k, v = (x[:, :, :n].float() for x in (layer.keys, layer.values))
-        steep = torch.ones(len(k), 2 * k.shape[1], n - first, k.shape[3])
-        both = (
-            moments.rows(steep, torch.ones(2 * k.shape[1]), k, v, None, first, n)
-            for moments in (layer.moments, RunningMoments())
-        )
+        both = ([sums.advance(k, v, None, end, k.device) for end in (first, n)][-1] for sums in (layer.sums, Sums()))
         for found, expected in zip(*both, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
 

@@ -197,7 +197,9 @@ class Auditor:
             torch.testing.assert_close(out, step_reference(layer, x, seen), **close)
             if layer.remainder is None:
                 read = [
-                    torch.cat(tokens_read(layer, x, b, r, tuple(seen[b, r].tolist()), int(seen[b, -1, 1] - seen[b, r, 0])))
+                    torch.cat(
+                        tokens_read(layer, x, b, r, tuple(seen[b, r].tolist()), int(seen[b, -1, 1] - seen[b, r, 0]))
+                    )
                     for b in range(batch)
                     for r in range(rows)
                 ]
@@ -208,6 +210,17 @@ def _audited(layer, original, auditor, x, interval, held):
     out = original(layer, x, interval, held)
     auditor.check(layer, x, interval, held, out, original)
     return out
+
+
+def as_sets(indices, n):
+    """Turn index lists [..., K] into bool sets [..., n]; asserts ascending, no repeats, -1 only at the end."""
+    dead = indices < 0
+    assert not (dead[..., :-1] & ~dead[..., 1:]).any()
+    steps = indices[..., 1:] - indices[..., :-1]
+    assert (steps[~dead[..., 1:]] > 0).all()
+    counts = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.int64)
+    counts.scatter_add_(-1, indices.masked_fill(dead, n), torch.ones_like(indices))
+    return counts[..., :n] > 0
 
 
 def masked_attention(q, k, v, selected, scaling, softcap=None, sinks=None):

@@ -6,7 +6,7 @@ from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.caches.offload import HostLayer
-from sparse_decode.unselected.remainder import RunningMoments
+from sparse_decode.sums import Sums, means_of_rows
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
@@ -63,14 +63,15 @@ def stored(layer):
 def check_means(layer, padding, rows):
     """The running sums of the last rows are those of the whole cache: exactly, on whole numbers, but for the spread."""
     (k, v), length = stored(layer), int(layer.get_seq_length())
-    seen = None if padding is None else torch.arange(length) >= padding[:, None]
     first = max(0, length - rows)
     q = torch.randn(len(k), 4, length - first, k.shape[3], generator=torch.Generator().manual_seed(1))
-    both = (layer.moments, RunningMoments())
-    (keys, values, counts), expected = (moments.rows(q, torch.ones(4), k, v, seen, first, length) for moments in both)
-    assert torch.equal(keys, expected[0])
-    torch.testing.assert_close(values, expected[1], atol=1e-4, rtol=1e-5)
-    assert torch.equal(counts, expected[2])
+    found = []
+    for sums in (layer.sums, Sums()):
+        before = sums.advance(k, v, padding, first, k.device)
+        found.append(means_of_rows(before, q, torch.ones(4), k, v, padding, first, length))
+        sums.advance(k, v, padding, length, k.device)
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-4, rtol=1e-5)
 
 
 ACTS = {

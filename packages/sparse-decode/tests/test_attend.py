@@ -5,11 +5,9 @@ import numpy as np
 import pytest
 import torch
 from hashcore.cpu import threads
-from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
 from sparse_decode import attend, attend_reference
-from sparse_decode.attention import softmax
-from sparse_decode.inputs import LeftOut
-from sparse_decode.attention.attend_kernels import TILE
+from sparse_decode.cpu import softmax
+from sparse_decode.cpu.attend_kernels import TILE
 from sparse_decode.cpu.lanes import LANES
 from sparse_decode_doubles import as_sets, masked_attention
 
@@ -41,26 +39,6 @@ def case(shape, dtype=torch.float32, per_query_head=False, seed=0):
     counts = torch.randint(0, most + 1, (batch, sets, rows, 1), generator=generator)
     kept = best.masked_fill(torch.arange(most) >= counts, n).sort(-1).values
     return q, k, v, kept.masked_fill(kept == n, -1)
-
-
-def with_remainder(out, stats, q, mean_keys, values, coefficients, visible, selected, scaling):
-    """Add to attention over a selection what the selection leaves out.
-
-    Args:
-        out: [B, R, Hq, Dv]; stats: float32 [2, B, R, Hq], both as `attend` returns them; q: [B, Hq, R, D].
-        mean_keys: of the visible tokens, [B, Hkv, R, D]; values: those of eq. 16, [B, Hq, R, Dv].
-        coefficients: the first five of `LayerHasher.remainder`, [Hq, 5].
-        visible: tokens each row sees, [B, R]; selected: tokens each query head selected, [B, R, Hq].
-        scaling: the model's factor on the logits.
-    Returns: [B, R, Hq, Dv] in out's type; rows without a selected token stay as they are.
-    """
-    grouped = q.float().unflatten(1, (mean_keys.shape[1], -1))
-    mean_key = (grouped * mean_keys.to(q.device)[:, :, None]).sum(-1).flatten(1, 2).transpose(1, 2) * scaling
-    mean, lse = stats[0], stats[1]
-    evidence = Evidence(mean, lse, mean_key, visible[..., None], selected)
-    weight = log_weight(coefficients.to(q.device), evidence)
-    whole = add_remainder(out, lse, values.to(q.device).transpose(1, 2), weight)
-    return torch.where((selected > 0)[..., None], whole, out.float()).to(out.dtype)
 
 
 def logits_options(capped, sunk, hq):
@@ -220,53 +198,15 @@ def test_the_greatest_number_is_found_in_each_lane_and_nan_is_kept(at):
     assert np.isnan(greatest(x, 0, len(x)))
 
 
-def left_out(shape, indices, seed=0):
-    """Means of something, coefficients of the usual size, and a row or two that selected all it saw."""
-    batch, hq, hkv, rows, _, dim, dim_v, most = shape
-    generator = torch.Generator().manual_seed(seed)
-    coefficients = torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1]) + 0.1 * torch.randn(hq, 5, generator=generator)
-    keys = torch.randn(batch, hkv, rows, dim, generator=generator)
-    values = torch.randn(batch, hq, rows, dim_v, generator=generator)
-    used = (indices >= 0).sum(-1).amax(1)
-    return LeftOut(coefficients, keys, values, used + (torch.arange(rows) % 2 == 0) * most)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_left_out_is_added_as_its_equations_say(shape, per_query_head, dtype):
-    q, k, v, indices = case(shape, dtype, per_query_head)
-    options = logits_options(shape[0] == 2, shape[0] == 3, shape[1])
-    rest = left_out(shape, indices)
-    used = (indices >= 0).sum(-1).repeat_interleave(shape[1] // indices.shape[1], 1).transpose(1, 2)
-    out, stats = attend(q.float(), k.float(), v.float(), indices, 0.3, **options, lse=True)
-    expected = with_remainder(out, stats, q.float(), *rest[1:3], rest.coefficients, rest.visible, used, 0.3)
-    close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
-    torch.testing.assert_close(attend(q, k, v, indices, 0.3, **options, left_out=rest), expected.to(dtype), **close)
-    if shape[1] > 1:
-        assert not torch.allclose(expected, out, atol=1e-2)
-
-
-def test_what_is_left_out_must_fit():
-    q, k, v, indices = case(SHAPES[1])
-    rest = left_out(SHAPES[1], indices)
-    for wrong in (rest._replace(mean_keys=rest.values[:, :1]), rest._replace(visible=rest.visible.int())):
-        with pytest.raises(ValueError, match="left_out must be"):
-            attend(q, k, v, indices, 0.3, left_out=wrong)
-
-
 @pytest.mark.usefixtures("real_threads")
 def test_threads_change_nothing(monkeypatch):
     """Many times: where memory lies differs from thread to thread and from call to call, and must not matter."""
     q, k, v, indices = case((2, 6, 2, 9, 200, 16, 48, 64))
     options = logits_options(True, True, 6)
-    options["left_out"] = left_out((2, 6, 2, 9, 200, 16, 48, 64), indices)
-    serial = attend(q, k, v, indices, 0.3, **options, lse=True)
+    serial = attend(q, k, v, indices, 0.3, **options)
     monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
     for _ in range(100):
-        out, stats = attend(q, k, v, indices, 0.3, **options, lse=True)
-        assert torch.equal(out, serial[0])
-        assert torch.equal(stats, serial[1])
+        assert torch.equal(attend(q, k, v, indices, 0.3, **options), serial)
 
 
 def test_a_backward_pass_is_refused():

@@ -161,7 +161,8 @@ def test_counts_of_many_steps_are_added_up_in_between():
         tally.add_step(seen, 4)
         assert len(tally._later) == step % 256  # memory does not grow with the number of steps
     tally.add(1, 2)
-    assert tally.totals() == tally.totals() == (600 * 12 + 1, 600 * 28 + 2)
+    tally.add_step(seen, 2)  # of a layer with fewer heads
+    assert tally.totals() == tally.totals() == (600 * 12 + 1 + 6, 600 * 28 + 2 + 14)
     tally.add_step(seen, 4)
     tally.reset()
     assert tally.totals() == (0, 0)

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sparse_decode.caches.cache import Coded
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.cache_types import carry_codes
-from sparse_decode.unselected.remainder import RunningMoments
-from sparse_decode.unselected.static_moments import StaticMoments
+from sparse_decode.sums import Sums
 from sparse_decode_layers import (
     ACTS,
     KINDS,
@@ -234,7 +233,7 @@ def test_a_pickled_layer_is_a_plain_one_of_the_same_tokens(kind, way):
     check_all(layer)
     twin = way(layer)
     assert type(twin) is KINDS[kind][1].plain
-    assert not {"encoder", "moments", "_codes", "_marks"} & set(vars(twin))
+    assert not {"encoder", "sums", "_codes", "_marks"} & set(vars(twin))
     assert twin.keys.untyped_storage().nbytes() == twin.keys.nbytes
     before = stored(layer)
     update(twin, 3, 1)
@@ -244,13 +243,12 @@ def test_a_pickled_layer_is_a_plain_one_of_the_same_tokens(kind, way):
     check_all(twin)
 
 
-GUARDS = {"drop": RESIZABLE, "map_batch": tuple(KINDS), "reset": ("static",)}
+GUARDS = {"drop": RESIZABLE, "map_batch": tuple(KINDS)}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for name, kinds in GUARDS.items() for kind in kinds])
 def test_the_means_break_without(kind, name, monkeypatch):
-    owner = StaticMoments if kind == "static" else RunningMoments
-    monkeypatch.setattr(owner, name, lambda *arguments: None)
+    monkeypatch.setattr(Sums, name, lambda *arguments: None)
     with pytest.raises(AssertionError):
         tour(kind)
 
@@ -262,10 +260,9 @@ def test_a_step_sums_only_what_is_new(kind):
     check_means(layer, None, 1)
     update(layer, 1, 1)
     k, v = stored(layer)
-    steep = torch.randn(len(k), 4, 1, k.shape[3], generator=torch.Generator().manual_seed(1))
-    expected = RunningMoments().rows(steep, torch.ones(4), k, v, None, 9, 10)
+    expected = Sums().advance(k, v, None, 10, k.device)
     poisoned = (x.index_fill(2, torch.arange(9), torch.nan) for x in (k, v))
-    for found, wanted in zip(layer.moments.rows(steep, torch.ones(4), *poisoned, None, 9, 10), expected, strict=True):
+    for found, wanted in zip(layer.sums.advance(*poisoned, None, 10, k.device), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
 
 
@@ -273,7 +270,7 @@ def test_what_a_static_layer_adds_stays_in_place_and_is_empty_after_a_reset():
     layer = make("static")
     update(layer, 6, 0)
     check_means(layer, None, 1)
-    added = [layer.codes, *layer.moments.tensors]
+    added = [layer.codes, *layer.sums.tensors]
     assert all(hasattr(x, "_dynamo_static_input_type") for x in added)  # as torch._dynamo.mark_static_address says it
     assert layer.codes.any()
     layer.reset()

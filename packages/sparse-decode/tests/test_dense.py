@@ -11,10 +11,11 @@ from hashcore.cpu import threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attach, interface
-from sparse_decode.attention import bfloat_lanes, dense
-from sparse_decode.cpu.dense import attend_all
+from sparse_decode import dense as dense_step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.layer import dense_step
+from sparse_decode.cpu import bfloat_lanes, dense
+from sparse_decode.cpu.dense import attend_all
+from sparse_decode.intervals import causal, visible
 from sparse_decode_doubles import QUICK, UNUSUAL, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -73,6 +74,13 @@ def case(shape, dtype=torch.float32, seed=0):
     return draw(batch, hq, rows, dim), draw(batch, hkv, n, dim), draw(batch, hkv, n, dim_v)
 
 
+def drawn_intervals(batch, rows, n, seed):
+    """Left-padded sequences, of which each row sees at least its own token."""
+    starts = torch.randint(0, n, (batch, 1), generator=torch.Generator().manual_seed(seed))
+    ends = torch.arange(n - rows + 1, n + 1).expand(batch, -1)
+    return torch.stack([starts.minimum(ends - 1), ends], -1)
+
+
 def close(dtype):
     return {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
 
@@ -122,14 +130,12 @@ def test_equals_the_reference_whatever_the_shape_and_the_mask(sizes, name, maske
     batch, group, hkv, rows, n, dim, dim_v = sizes
     rows, dtype = min(rows, n), KERNELS[name]
     q, k, v = case((batch, group * hkv, hkv, rows, n, dim, dim_v), dtype, seed)
-    mask = None
-    if masked:
-        mask = torch.rand(batch, 1, rows, n, generator=torch.Generator().manual_seed(seed)) < 0.3
-        mask[..., -1] = True
+    interval = drawn_intervals(batch, rows, n, seed) if masked else None
+    mask = None if interval is None else visible(interval, n)
     options = {"softcap": softcap, "sinks": torch.linspace(-4, 4, group * hkv) if sunk else None}
     expected = attend_all_reference(q, k, v, 0.3, mask, **options)
     with kernel(name):
-        torch.testing.assert_close(attend_all(q, k, v, 0.3, mask, **options), expected, **close(dtype))
+        torch.testing.assert_close(attend_all(q, k, v, 0.3, interval, **options), expected, **close(dtype))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "widened"])
@@ -159,9 +165,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(sizes, name, masked, sof
     group, hkv, rows, n, dim, dim_v = sizes
     rows = min(rows, n)
     q, k, v = case((1, group * hkv, hkv, rows, n, dim, dim_v), KERNELS[name], seed)
-    mask = torch.ones(1, 1, rows, n, dtype=torch.bool).tril(n - rows) if masked else None
+    interval = causal(1, rows, n, q.device) if masked else None
     with kernel(name):
-        together = attend_all(q, k, v, 0.3, mask, softcap=softcap)
+        together = attend_all(q, k, v, 0.3, interval, softcap=softcap)
         for row in range(rows):
             end = n - rows + 1 + row
             alone = attend_all(q[:, :, row : row + 1], k[:, :, :end], v[:, :, :end], 0.3, softcap=softcap)
@@ -169,17 +175,16 @@ def test_a_row_has_the_same_bits_alone_and_among_others(sizes, name, masked, sof
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("hidden", [slice(3, 290), slice(3, 1300)], ids=["a chunk", "a task"])
+@pytest.mark.parametrize("hidden", [290, 1300], ids=["a chunk", "a task"])
 def test_tokens_that_no_row_sees_are_never_read(hidden, name):
     with kernel(name) as dtype:
         q, k, v = case((1, 6, 2, 2, 1600, 64, 64), dtype)
-        mask = torch.ones(1, 1, 2, 1600, dtype=torch.bool)
-        mask[..., hidden] = False
-        expected = attend_all_reference(q, k, v, 0.3, mask)
-        k[:, :, hidden], v[:, :, hidden] = torch.nan, torch.nan
-        torch.testing.assert_close(attend_all(q, k, v, 0.3, mask), expected, **close(dtype))
+        interval = torch.tensor([[[hidden, 1600]] * 2])
+        expected = attend_all_reference(q, k, v, 0.3, visible(interval, 1600))
+        k[:, :, :hidden], v[:, :, :hidden] = torch.nan, torch.nan
+        torch.testing.assert_close(attend_all(q, k, v, 0.3, interval), expected, **close(dtype))
         k[0, 1, 1500] = torch.nan
-        assert attend_all(q, k, v, 0.3, mask)[:, :, 3:].isnan().all(), "a NaN that is seen is not hidden"
+        assert attend_all(q, k, v, 0.3, interval)[:, :, 3:].isnan().all(), "a NaN that is seen is not hidden"
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -187,11 +192,9 @@ def test_a_row_that_sees_no_token_of_a_chunk_is_as_if_it_were_not_there(name):
     """Its first tokens are in the last of two tasks, another row's in all chunks."""
     with kernel(name) as dtype:
         q, k, v = case((1, 6, 2, 2, 1600, 64, 64), dtype)
-        mask = torch.ones(1, 1, 2, 1600, dtype=torch.bool)
-        mask[..., 0, :1350] = False
-        torch.testing.assert_close(
-            attend_all(q, k, v, 0.3, mask), attend_all_reference(q, k, v, 0.3, mask), **close(dtype)
-        )
+        interval = torch.tensor([[[1350, 1600], [0, 1600]]])
+        expected = attend_all_reference(q, k, v, 0.3, visible(interval, 1600))
+        torch.testing.assert_close(attend_all(q, k, v, 0.3, interval), expected, **close(dtype))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "widened"])
@@ -209,11 +212,12 @@ def _strided(q, k, v):
         assert torch.equal(attend_all(q, *strided, 0.3), expected)
 
 
-def test_a_row_that_sees_nothing_is_left_to_others():
+def test_a_row_that_sees_nothing_is_zero():
     q, k, v = case((2, 6, 2, 2, 40, 16, 16))
-    mask = torch.ones(2, 1, 2, 40, dtype=torch.bool)
-    mask[1, :, 0] = False
-    assert attend_all(q, k, v, 0.3, mask) is None
+    interval = torch.tensor([[[0, 40], [0, 40]], [[40, 40], [0, 40]]])
+    out = attend_all(q, k, v, 0.3, interval)
+    assert not out[1, 0].any()
+    torch.testing.assert_close(out[0], attend_all(q[:1], k[:1], v[:1], 0.3, interval[:1])[0])
 
 
 def steps(model, rows, length=40):
@@ -242,7 +246,8 @@ def test_dense_layers_of_attached_models_are_as_dense(family, rows, monkeypatch)
     monkeypatch.setattr(dense_step, "attend_all", counted)
     with attach(model, SignHasher(), LayerBudget(0.1, dense_below=1000), dense_layers=[0, 2, 1]):
         torch.testing.assert_close(steps(model, rows), expected, atol=2e-4, rtol=2e-4)
-    assert served == [rows] * 8, "four layers, two steps, no prompt"
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * 4
+    assert served == [rows] * 2 * kinds.count("full_attention"), "two steps, no prompt, no window"
 
 
 def test_prompts_training_and_returned_weights_go_the_models_own_way(monkeypatch):

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sparse_decode import Budget, attach
-from sparse_decode.attach import attach_rows
 from sparse_decode.model import FLASH
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
@@ -48,12 +47,3 @@ def test_prompts_and_dense_layers_go_by_flash_attention_and_steps_by_our_kernel(
     assert calls[:4] == [40] * 4, "the prompt"
     assert set(calls[4:]) <= {1}
     assert model.config._attn_implementation == FLASH
-
-
-def test_sparse_rows_of_a_padded_prompt_are_refused(flash):
-    model, _ = flash
-    ids, mask = prompts((40, 27))
-    with attach_rows(model, SignHasher(), Budget(0.2), sparse_rows=0):
-        model(ids[:1], past_key_values=DynamicCache(config=model.config))
-        with pytest.raises(ValueError, match="only for dense rows; load the model with attn_implementation"):
-            model(ids, attention_mask=mask)

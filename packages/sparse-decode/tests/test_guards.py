@@ -1,19 +1,14 @@
 """Each guard of a law is needed: the law holds, and fails when the guard is taken away."""
 
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from sparse_decode import Budget, attach
 from sparse_decode.attach import attach_rows
-from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.layer import blocks
-from sparse_decode.step import RowRule
-from sparse_decode.layer.plan import LayerPlan
 from sparse_decode.model import NAMES
-from sparse_decode.unselected.remainder import RunningMoments
+from sparse_decode.step import RowRule, SparseLayer
 from sparse_decode_doubles import VOCABULARY, Auditor, Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AttentionMaskInterface, DynamicCache, StaticCache
 
@@ -69,12 +64,12 @@ def static_is_dynamic(monkeypatch):
 
 
 def selector_sees_everything(monkeypatch):
-    original = LayerPlan._rows
+    original = SparseLayer._spans
 
-    def blind(whose, *arguments, **known):
-        return replace(original(whose, *arguments, **known), visible=None, known_span=None)
+    def blind(whose, q, interval, n, whole):
+        return original(whose, q, None, n, whole)
 
-    monkeypatch.setattr(LayerPlan, "_rows", blind)
+    monkeypatch.setattr(SparseLayer, "_spans", blind)
 
 
 def no_mask(monkeypatch):
@@ -84,27 +79,14 @@ def no_mask(monkeypatch):
         monkeypatch.delitem(AttentionMaskInterface._global_mapping, name)
 
 
-def budget_of_all_positions(monkeypatch):
-    original = LayerBudget.count
-
-    def count(budget, visible, length=None):
-        return original(budget, torch.full_like(visible, int(visible.max()))).minimum(visible)
-
-    monkeypatch.setattr(LayerBudget, "count", count)
-
-
 def means_with_padding(monkeypatch):
-    rows = RunningMoments.rows
-    monkeypatch.setattr(RunningMoments, "rows", lambda sums, *given: rows(sums, *given[:4], None, *given[5:]))
-    monkeypatch.setattr(RunningMoments, "step", lambda *_: None)
-    monkeypatch.setattr(blocks, "_require_causal", lambda *arguments: None)
+    original = SparseLayer._spans
+    monkeypatch.setattr(SparseLayer, "_spans", lambda *given: (*original(*given)[:2], None))
 
 
 def whole_calls_are_prefill(monkeypatch):
-    monkeypatch.setattr(RowRule, "may_be_sparse", lambda rule, n_queries, n: n_queries < n)
-    monkeypatch.setattr(
-        RowRule, "rows", lambda rule, visible, n_queries, n: torch.full_like(visible, n_queries < n, dtype=torch.bool)
-    )
+    monkeypatch.setattr(RowRule, "first_sparse", lambda rule, rows, n: 0 if rows < n else rows)
+    monkeypatch.setattr(RowRule, "all_below", property(lambda rule: 0))
 
 
 def codes_of_a_static_cache(monkeypatch):
@@ -116,7 +98,6 @@ CASES = [
     (poisoned_padding, no_mask),
     (padded_is_alone, selector_sees_everything),
     (padded_is_alone, no_mask),
-    (padded_is_alone, budget_of_all_positions),
     (padded_is_alone, means_with_padding),
     (split_is_whole, whole_calls_are_prefill),
     (static_is_dynamic, codes_of_a_static_cache),

@@ -5,12 +5,10 @@ import tracemalloc
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import HashSelector
+from sparse_decode import HashSelector, sums
 from sparse_decode.caches import cache_encoder
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.cache_types import carry_codes
-from sparse_decode.unselected import sums
-from sparse_decode.unselected.remainder import RunningMoments
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
@@ -36,9 +34,8 @@ def prefill(kind, k, v):
     plain = DynamicLayer() if kind is DynamicLayer else StaticLayer(max_cache_len=k.shape[2] + 8)
     layer = carry_codes(plain, Encoder(lambda keys: selector.encode_keys(0, keys)))
     layer.update(k, v)
-    moments, steep = RunningMoments(), torch.ones(len(k), 2 * HEADS, 1, DIM)
-    moments.rows(steep, torch.ones(2 * HEADS), k, v, None, k.shape[2] - 1, k.shape[2])
-    moments.drop(k, v, 1)
+    layer.sums.advance(k, v, None, k.shape[2], k.device)
+    layer.sums.drop(k, v, 1)
 
 
 @pytest.mark.parametrize("kind", [DynamicLayer, StaticLayer])

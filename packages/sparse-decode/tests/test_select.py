@@ -16,8 +16,8 @@ def rows_of(selector, counts, seed=0, causal=True):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randint(-4, 5, (3, 4, ROWS, 16), generator=generator).float()
     k = torch.randint(-4, 5, (3, 2, N, 16), generator=generator).float()
-    ends, starts = torch.arange(N - ROWS + 1, N + 1).expand(3, ROWS), torch.tensor([0, 7, 45])[:, None]
-    interval = torch.stack([starts.minimum(ends), ends], -1)
+    ends = torch.arange(N - ROWS + 1, N + 1).expand(3, -1)
+    interval = torch.stack([torch.tensor([0, 7, 45])[:, None].minimum(ends), ends], -1)
     codes = selector.encode_keys(2, k) if selector.needs_codes else None
     return Rows(2, q, k, codes, interval if causal else None, counts, 0.25)
 

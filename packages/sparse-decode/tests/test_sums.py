@@ -114,7 +114,9 @@ def test_a_step_on_cuda_equals_the_cpus(dim, value_dim, group, tokens, new, orde
     interval = None if starts is None else torch.stack([starts, torch.full((2,), n)], -1)
     state = [inside(x) for x in sums.tensors]
     given = state if way == "static" else [*state, starts, None]
-    keys, rest = launch_sums(inside(q[:, :, 0]), slopes, inside(k), inside(v), *given, tokens, interval, run=device(order))
+    keys, rest = launch_sums(
+        inside(q[:, :, 0]), slopes, inside(k), inside(v), *given, tokens, interval, run=device(order)
+    )
     torch.testing.assert_close(keys, exact[0][:, :, 0], rtol=1e-5, atol=2e-5)
     scale = (exact[1] - flat[1]).abs().max() * 0.02 + (rounded.spread - before.spread).abs().max() * 0 + 1e-4
     assert (rest - exact[1][:, :, 0]).abs().max() <= scale

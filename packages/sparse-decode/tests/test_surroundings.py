@@ -13,7 +13,6 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach
 from sparse_decode.attach import attach_rows
 from sparse_decode.interface import register
-from sparse_decode.layer import calls, dense_step, plan
 from sparse_decode.model import NAMES
 from sparse_decode.select import HashSelector
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
@@ -258,8 +257,8 @@ def masked(rows, n, blind, kind):
     return seen[None, None] if kind == "sdpa" else torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
 
 
-CACHES = [(way, rule, static) for way in ("sdpa", "eager") for rule in (None, 0) for static in (False, True)]
-COMPILED = [("sdpa", None, True), ("eager", 0, True)]
+CACHES = [("sdpa", rule, static) for rule in (None, 0) for static in (False, True)]
+COMPILED = [("sdpa", None, True)]
 
 
 @pytest.mark.parametrize(
@@ -278,70 +277,6 @@ def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, 
     dense = run()
     with attach_rows(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule):
         torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
-
-
-def blind_step(model, static=False, **how):
-    """Decode one token whose mask hides everything: what the model returns."""
-    ids, _ = prompts((24,))
-    cache = StaticCache(config=model.config, max_cache_len=26) if static else DynamicCache(config=model.config)
-    model(ids[:, :23], past_key_values=cache)
-    kind = "sdpa" if model.config._attn_implementation in ("sdpa", NAMES["sdpa"]) else "eager"
-    return model(ids[:, 23:], past_key_values=cache, attention_mask=masked(1, 26 if static else 24, [0], kind), **how)
-
-
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", "eager")])
-def test_a_step_that_sees_nothing_is_as_in_dense_attention(family, implementation, static, monkeypatch):
-    """Where the host can look, and where it would have to wait for the device; with sinks it attends to those."""
-    changes = {"layer_types": ["full_attention"] * 4} if family == "gpt_oss" else {}
-    model = tiny_model(family, implementation=implementation, **changes)
-    dense = blind_step(model, static).logits
-    with attach(model, SignHasher(), WHOLE, dense_layers=0):
-        torch.testing.assert_close(blind_step(model, static).logits, dense, atol=1e-4, rtol=1e-4)
-        for module in (plan, calls, dense_step):
-            monkeypatch.setattr(module, "readable", lambda x: False)
-        torch.testing.assert_close(blind_step(model, static).logits, dense, atol=1e-4, rtol=1e-4)
-
-
-def test_in_a_batch_only_the_row_that_sees_nothing_gets_the_mean(monkeypatch):
-    model, (one, _) = tiny_model(implementation="eager"), prompts((24,))
-    ids, mask = torch.cat([one, one.flip(1)]), masked(1, 24, [0], "eager").repeat(2, 1, 1, 1)
-    mask[1] = 0  # sees all
-
-    def step():
-        cache = DynamicCache(config=model.config)
-        model(ids[:, :23], past_key_values=cache)
-        return model(ids[:, 23:], past_key_values=cache, attention_mask=mask).logits
-
-    dense = step()
-    with attach(model, SignHasher(), WHOLE, dense_layers=0):
-        for module in (plan, calls, dense_step):
-            monkeypatch.setattr(module, "readable", lambda x: False)
-        torch.testing.assert_close(step(), dense, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_compiled_step_that_sees_nothing_is_as_in_dense_attention():
-    from hashtrain import Hasher, HasherConfig, ModelShape
-
-    model, (ids, _) = tiny_model(implementation="eager"), prompts((24,))
-    cache = StaticCache(config=model.config, max_cache_len=26)
-    dense = blind_step(model, static=True).logits
-    with attach(model, Hasher(HasherConfig("planes", ModelShape.of(model.config))), WHOLE, dense_layers=0):
-        model(ids[:, :22], past_key_values=cache)
-        model(ids[:, 22:23], past_key_values=cache)
-        step = torch.compile(model, backend="eager", fullgraph=True)
-        found = step(ids[:, 23:], past_key_values=cache, attention_mask=masked(1, 26, [0], "eager")).logits
-    torch.testing.assert_close(found, dense, atol=1e-4, rtol=1e-4)
-
-
-def test_a_step_that_sees_nothing_stops_where_its_values_are_in_host_memory(monkeypatch):
-    model = tiny_model(implementation="eager")
-    with attach(model, SignHasher(), WHOLE, dense_layers=0, kv="host"):
-        for module in (plan, calls, dense_step):
-            monkeypatch.setattr(module, "readable", lambda x: False)
-        with pytest.raises(RuntimeError, match="a row of the mask sees no token"):
-            blind_step(model)
 
 
 @pytest.mark.parametrize("rule", [None, 0])

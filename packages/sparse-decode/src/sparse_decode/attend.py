@@ -48,7 +48,9 @@ def attend(
     check(x, indices)
     if readable(q):
         rows, n = len(q) * q.shape[2], k.shape[2]
-        found = CpuStep(0, None).run(x, np.array([[0, n, n]] * rows, np.int64).reshape(-1, 3), None, given=Given(indices))
+        found = CpuStep(0, None).run(
+            x, np.array([[0, n, n]] * rows, np.int64).reshape(-1, 3), None, given=Given(indices)
+        )
         assert found is not None
         out = found[0]
     else:

@@ -1,4 +1,4 @@
-"""What a step costs, predicted: the bytes that it moves, and the length from which sparse steps are faster than dense."""
+"""What a step costs, predicted: the bytes that it moves, and from which length on sparse steps are the faster ones."""
 
 import math
 from statistics import mean

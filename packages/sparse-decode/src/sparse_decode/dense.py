@@ -89,8 +89,10 @@ def attend_densely(
 
 
 def as_mask(mask: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tensor | None:
-    """Return a mask as the model's own attention takes it: intervals become bool, eager attention's numbers or, for flash
-    attention, bool [B, N]."""
+    """Return a mask as the model's own attention takes it.
+
+    Intervals become bool [B, 1, Q, N], for eager attention numbers, and for flash attention bool [B, N].
+    """
     rows, n = query.shape[2], key.shape[2]
     if mask is None and name in EAGER and rows == 1:
         return query.new_zeros(1, 1, 1, n)  # some eager attention functions add a mask unconditionally
@@ -108,7 +110,9 @@ def as_mask(mask: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tenso
         shown = visible(mask[:, 0], n)
     if name not in EAGER:
         return shown
-    return torch.zeros(shown.shape, dtype=query.dtype, device=query.device).masked_fill(~shown, torch.finfo(query.dtype).min)
+    return torch.zeros(shown.shape, dtype=query.dtype, device=query.device).masked_fill(
+        ~shown, torch.finfo(query.dtype).min
+    )
 
 
 def _is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -242,11 +242,6 @@ class _Given:
         if first == rows:
             self._learn()
             return self._densely()
-        if self.mask is not None and self.mask.dim() == 2:  # flash attention's, of a prompt
-            raise ValueError(
-                "flash attention's mask of padding is only for dense rows; load the model with "
-                'attn_implementation="sdpa"'
-            )
         device = self.query.device
         if autocasts(device):  # cast as torch's own attention does
             host = isinstance(held, HostLayer)  # its keys and values keep their dtype
@@ -288,7 +283,7 @@ class _Given:
         if readable(q) and layer.all_dense(end):
             interval = intervals_of(self.mask, q.shape[2], end)
             if interval is None and q.shape[2] == 1:
-                layer.count_dense(*q.shape[:2], end)
+                layer.count_dense(q.shape[0], q.shape[1], end)
             else:
                 layer.count_dense_rows(q, interval, end)
             self._learn()
@@ -333,14 +328,16 @@ class _Given:
         held.sums.advance(self.key, self.value, starts, max(0, n - 1), self.key.device)
 
     def _all_room(self) -> bool:
-        """Whether a step reads the whole buffers of a static cache, because reading its length would make the host wait.
+        """Whether a step reads the whole room of a static cache, because reading its length would make the host wait.
 
         The mask hides the unfilled part. The sums of the remainder must include all earlier tokens.
         """
         if self.query.shape[2] > 1 or self.mask is None or readable(self.key):
             return False
         held = self.held
-        return self.layer.remainder is None or (isinstance(held, CodedStaticLayer) and held.sums is not None and held.sums.ready)
+        return self.layer.remainder is None or (
+            isinstance(held, CodedStaticLayer) and held.sums is not None and held.sums.ready
+        )
 
     def _refuse(self, sparse: bool) -> None:
         """Raise ValueError if a call asks for what sparse attention, now or in later steps, does not support."""
@@ -365,8 +362,8 @@ class _Given:
         layer, held, query, key = self.layer, self.held, self.query, self.key
         if getattr(self.module, MASKED, None) is not None:
             raise ValueError(
-                "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); use "
-                "a press that removes keys"
+                "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); "
+                "use a press that removes keys"
             )
         coded = isinstance(held, CodedDynamicLayer | CodedStaticLayer)
         if layer.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):

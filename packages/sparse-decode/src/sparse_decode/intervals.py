@@ -69,7 +69,7 @@ def is_interval(mask: Tensor | None) -> bool:
 
 
 def intervals_of(mask: Tensor | None, rows: int, n: int) -> Tensor | None:
-    """Return the interval of each row, int64 [B or 1, Q, 2]; None if the last row sees all tokens and each before one less.
+    """Return the interval of each row, int64 [B or 1, Q, 2]; None if the last row sees all, each before it one less.
 
     Args: mask: intervals, or another mask [B or 1, 1, Q, N]: bool, or 0 for visible and the dtype's most negative
         number for hidden tokens.
@@ -100,8 +100,8 @@ def intervals_of(mask: Tensor | None, rows: int, n: int) -> Tensor | None:
 
 def _too_narrow(mask: Tensor, rows: int, n: int) -> ValueError:
     return ValueError(
-        f"the mask must be for {rows} rows and {n} keys, got shape {tuple(mask.shape)}; if the cache's layers differ in "
-        "length, pass no mask"
+        f"the mask must be for {rows} rows and {n} keys, got shape {tuple(mask.shape)}; if the cache's layers differ "
+        "in length, pass no mask"
     )
 
 
@@ -141,7 +141,7 @@ class Seen(NamedTuple):
 
 
 def seen_on_device(interval: Tensor, budget: LayerBudget, all_below: int) -> tuple[Seen, Tensor]:
-    """Return what rows with intervals [B, Q, 2] see and read, and the tokens read and seen, summed over rows, int64 [2].
+    """Return what rows with intervals [B, Q, 2] see and read; and the tokens read and seen, summed over rows, int64 [2].
 
     Args: all_below: rows with this many visible tokens or fewer are not sparse: they read all of them.
     """

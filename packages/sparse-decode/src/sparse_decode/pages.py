@@ -71,7 +71,7 @@ class Step(NamedTuple):
     blocks: NDArray[np.int64]
     """Pages of each row, [B, T]."""
     spans: NDArray[np.int64]
-    """What each row sees, and where the tokens that it always reads begin: those of `cpu.step_kernels.tasks`, [B, 3]."""
+    """What each row sees, and where its last always-read tokens begin: those of `cpu.step_kernels.tasks`, [B, 3]."""
     reads: NDArray[np.int64]
     """Number of tokens that each row reads, [B, 1], or [B, Hkv] by head."""
     budget: LayerBudget

@@ -6,7 +6,7 @@ It follows the equations of docs/algorithm.md and has no other source: intervals
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from hashcore import unpack
@@ -15,6 +15,7 @@ from torch import Tensor
 from sparse_decode.inputs import Inputs
 
 if TYPE_CHECKING:
+    from sparse_decode.select import HashSelector
     from sparse_decode.step import SparseLayer
 
 
@@ -42,7 +43,9 @@ def attend_row(x: Inputs, b: int, h: int, r: int, tokens: Tensor, rest: "Rest | 
     whole = logits if x.sinks is None else torch.cat([logits, x.sinks[h : h + 1].double()])
     out = (logits - whole.logsumexp(0)).exp() @ v
     if rest is not None and rest.visible > len(tokens):
-        share = (rest.log_weight(q * x.scaling, logits.mean(), whole.logsumexp(0), len(tokens)) - whole.logsumexp(0)).sigmoid()
+        share = (
+            rest.log_weight(q * x.scaling, logits.mean(), whole.logsumexp(0), len(tokens)) - whole.logsumexp(0)
+        ).sigmoid()
         out = out + share * (rest.value - out)
     return out.to(x.q.dtype)
 
@@ -83,7 +86,8 @@ def tokens_read(
     layer: "SparseLayer", x: Inputs, b: int, r: int, interval: tuple[int, int], length: int
 ) -> list[Tensor]:
     """Return the tokens that each query head of a row reads, ascending (eq. 4, 6 and 7), of a hash selector."""
-    (start, end), selector, heads = interval, layer.selector, x.q.shape[1]
+    (start, end), heads = interval, x.q.shape[1]
+    selector = cast("HashSelector", layer.selector)
     everything = torch.arange(start, end)
     reads = layer.budget.count_heads(end - start, length)
     if end - start <= layer.rule.all_below:
@@ -97,7 +101,7 @@ def tokens_read(
         own = reads[s if len(reads) > 1 else 0]
         low, high = min(start + sink, end), max(min(start + sink, end), end - recent)
         bits = [unpack(codes[0, s]) == unpack(plane) for plane in planes[0, s, 0]]  # [N, bits] each
-        scores = sum(w * same.sum(-1) for w, same in zip(weights, bits, strict=True))
+        scores = torch.stack([w * same.sum(-1) for w, same in zip(weights, bits, strict=True)]).sum(0)
         ranked = scores[low:high].sort(descending=True, stable=True).indices + low  # pyright: ignore[reportAttributeAccessIssue]
         chosen = ranked[: max(0, own - sink - recent)]
         found.append(torch.cat([torch.arange(start, low), chosen.sort().values, torch.arange(high, end)]))

@@ -109,6 +109,7 @@ class HashSelector(OfHasher):
     """
 
     needs_codes = True
+
     def __init__(self, hasher: KeyQueryHasher):
         self.hasher = hasher
         self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher

@@ -122,7 +122,9 @@ class SparseLayer:
         x = Inputs(q, k[:, :, :n], v[:, :, :n], scaling, softcap, sinks)
         if codes is None and self.selector.needs_codes:
             codes = self.encoder(x.k)
-        return self.step(x, intervals_of(mask, q.shape[2], n), Compiled(None if codes is None else codes[:, :, :n], state))
+        return self.step(
+            x, intervals_of(mask, q.shape[2], n), Compiled(None if codes is None else codes[:, :, :n], state)
+        )
 
     def step(self, x: Inputs, interval: Tensor | None, held: Any) -> Tensor:
         """Attend in all rows of a call; rows that the rule does not make sparse read all visible tokens.

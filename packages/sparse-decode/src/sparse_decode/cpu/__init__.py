@@ -1,1 +1,1 @@
-"""Attention over selected tokens and over all, on the CPU and on CUDA."""
+"""The kernels of the CPU, in numba: a step of one layer, and dense attention."""

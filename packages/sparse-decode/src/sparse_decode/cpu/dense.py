@@ -27,6 +27,7 @@ from sparse_decode.cpu.lanes import LANES, WIDTH
 from sparse_decode.inputs import KINDS, LIKE
 from sparse_decode.intervals import causal
 
+
 def attend_all(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, interval: Tensor | None = None, *,
     softcap: float | None = None, sinks: Tensor | None = None,

@@ -188,7 +188,8 @@ def tasks(
     Keys and values are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and v_at are
     (strides of batch row, head and token, numbers of heads, tokens and components). q [B, Hkv, X, D] and sums are
     zero-padded to a multiple of WIDTH, and for bfloat16 in the order of `lanes.place`. bounds [B, R, 2]: first and last
-    (exclusive) of the tokens that a row sees. Outputs: o in sums [B, Hkv, C, X, Dv], m and s in stats [B, Hkv, C, X, 2], for each chunk.
+    (exclusive) of the tokens that a row sees. Outputs for each chunk: o in sums [B, Hkv, C, X, Dv], m and s in stats
+    [B, Hkv, C, X, 2].
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)

@@ -100,7 +100,14 @@ class CpuStep:
         out = torch.empty((batch, rows, hq, v.shape[3]), dtype=torch.float32, device=q.device)
         keep = [None if sinks is None else sinks.detach().float().contiguous()]
         call = np.zeros(len(CALL), np.int64)
-        call[:6] = rows, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if codes is None else codes.data_ptr(), out.data_ptr()
+        call[:6] = (
+            rows,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            0 if codes is None else codes.data_ptr(),
+            out.data_ptr(),
+        )
         call[6] = 0 if keep[0] is None else keep[0].data_ptr()
         call[7] = pending is not None
         if left_out is not None and (given is None or given.means is None):
@@ -147,9 +154,9 @@ class CpuStep:
         )
         if known is not None and known.key == key:
             mine = known.left_out
-            if left_out is mine or (left_out and mine and left_out[0] is mine[0]):
-                if known.hashes is None or self._is_valid(known.hashes):
-                    return known
+            same = left_out is mine or (left_out and mine and left_out[0] is mine[0])
+            if same and (known.hashes is None or self._is_valid(known.hashes)):
+                return known
         made = self._made(key, given, left_out, sets)
         if made is not None:
             self._forms[own] = made

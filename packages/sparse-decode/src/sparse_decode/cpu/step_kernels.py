@@ -191,8 +191,10 @@ def _sum(form, call, b, t, s, span, q, new_k, new_v, mean_key, rest):  # pragma:
 
 
 @inner
-def _attend(form, call, b, s, span, q, indices, out, scaling, softcap, sinks, table, given, whole, halves):  # pragma: no cover - compiled # fmt: skip
-    """Attend to the tokens in `indices`; return how many there are, or -1 if one is out of range."""
+def _attend(
+    form, call, b, s, span, q, indices, out, scaling, softcap, sinks, table, given, whole, halves
+):  # pragma: no cover - compiled
+    """Attend to the tokens in `indices`; given: coefficients, mean key and values of the remainder."""
     dim, dim_v, item, kv = form[DIM], form[DIM_V], 2 if form[KIND] else 4, s // form[SHARE]
     coefficients, mean_key, rest = given
     page = b if call[TABLE_AT] == 0 else 0
@@ -290,5 +292,7 @@ def tasks(
             _sum(form, call, b, t, s, span, queries, new_k, new_v, mean_key, rest)
         table = numba.carray(pointer(call[TABLE_AT] + 8 * b * call[PAGES]), (call[PAGES],), np.int64)
         means_given = coefficients, mean_key, rest
-        _attend(form, call, b, s, span, queries, indices, out, scaling, softcap, sinks, table, means_given, whole, halves)
+        _attend(
+            form, call, b, s, span, queries, indices, out, scaling, softcap, sinks, table, means_given, whole, halves
+        )
     return status

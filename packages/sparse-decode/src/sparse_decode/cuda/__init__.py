@@ -1,1 +1,1 @@
-"""Cache layers that carry codes besides keys and values."""
+"""Hashing, sums and attention of a step on CUDA, as torch operators."""

@@ -17,7 +17,6 @@ from hashtrain import Hasher
 from hashtrain.layers import LayerHasher
 from torch import Tensor
 
-from sparse_decode.cuda.gather import KERNELS, OPERATORS, Rows, Run, _sm_count, operator
 from sparse_decode.cpu.encode import MAX_TOKENS
 from sparse_decode.cuda.encode_weights import (
     MOST_GROUPS,
@@ -35,6 +34,7 @@ from sparse_decode.cuda.encode_weights import (
     placed,
     sides,
 )
+from sparse_decode.cuda.gather import KERNELS, OPERATORS, Rows, Run, _sm_count, operator
 
 Tensors = Sequence[Tensor]
 THREADS = 512

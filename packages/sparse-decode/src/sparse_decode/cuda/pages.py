@@ -15,8 +15,8 @@ from hashcore.cuda import launch
 from hashcore.cuda.kernels import make_launch
 from torch import Tensor
 
-from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, operator
 from sparse_decode.budget import LayerBudget
+from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, operator
 from sparse_decode.intervals import seen_on_device
 from sparse_decode.pages import PagedLayer, Pages
 

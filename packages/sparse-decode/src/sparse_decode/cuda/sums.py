@@ -1,4 +1,4 @@
-"""The remainder's means on CUDA (`sparse_decode.sums`): one launch of kernels/moments.cu a step, which also adds tokens."""
+"""The remainder's means on CUDA (`sparse_decode.sums`): one launch of kernels/moments.cu, which also adds tokens."""
 
 import ctypes
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from sparse_decode.inputs import require
 from sparse_decode.sums import FOLD, Sums
 
 THREADS = 256
+STATE = "keys", "values", "spread", "levels", "scales"
 
 
 def defined(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
@@ -42,7 +43,7 @@ class Bounds(ctypes.Structure):
 class State(ctypes.Structure):
     """State of kernels/moments.cu: addresses."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "spread", "levels", "scales"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in STATE)
 
 
 class Results(ctypes.Structure):
@@ -144,7 +145,7 @@ def empty_means(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, keys: Tensor, *
     return (q.new_empty(*keys.shape, dtype=torch.float32), q.new_empty(*q.shape[:2], v.shape[-1], dtype=torch.float32))
 
 
-_HELD = ", ".join(f"Tensor({mark}!) {name}" for mark, (name, _) in zip("abcde", State._fields_, strict=True))
+_HELD = ", ".join(f"Tensor({mark}!) {name}" for mark, name in zip("abcde", STATE, strict=True))
 operator(
     f"add_token(Tensor q, Tensor slopes, Tensor k, Tensor v, {_HELD}, Tensor? starts, Tensor(f!)? summed, "
     "SymInt covered, Tensor? interval) -> (Tensor, Tensor)",

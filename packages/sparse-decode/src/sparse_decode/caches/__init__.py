@@ -1,0 +1,1 @@
+"""Cache layers that carry codes besides keys and values."""
