@@ -13,7 +13,7 @@ from sparse_decode.budget import LayerBudget
 from sparse_decode_doubles import Auditor, SignHasher, generate, prompts
 from test_families import gemma4
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+sys.path.append(str(Path(__file__).parents[3] / "tests"))
 import check_families
 
 WHOLE, FIFTH = Budget(1.0), Budget(0.2, min_tokens=2)
