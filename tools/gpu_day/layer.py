@@ -24,7 +24,7 @@ class Case(NamedTuple):
     k: Tensor
     v: Tensor
     codes: Tensor
-    sums: list[Tensor]
+    sums: Any
 
 
 class Layer:
@@ -55,7 +55,8 @@ class Layer:
         codes = torch.randint(-(1 << 31), 1 << 31, (batch, KV_HEADS, tokens, 4), device=device).int()
         sums = Sums()
         sums.advance(k, v, None, 256, device)
-        return Case(q, k, v, codes, sums.tensors)
+        sums.length = tokens - 9  # as if they were of these: what the kernel does is the same
+        return Case(q, k, v, codes, sums)
 
 
 class Steps:
@@ -88,11 +89,10 @@ class Steps:
         return found[1]
 
     def sums(self, i: int) -> Any:
-        from sparse_decode.cuda.sums import OPERATORS
+        from sparse_decode.cuda.sums import add_token
 
-        case, summed = self.cases[i], self.tokens - 9
-        given = case.q[:, :, 0], self.layer.slopes, case.k, case.v, *case.sums
-        return OPERATORS.add_token(*given, None, None, summed, None) if self.stage.cuda else None
+        q, k, v, _, sums = self.cases[i]
+        return add_token(q[:, :, 0], self.layer.slopes, k, v, sums, None) if self.stage.cuda else None
 
     def attend(self, i: int, found: Tensor | None = None, means: Any = None) -> Tensor:
         from sparse_decode import attend
