@@ -5,16 +5,15 @@ not seen here: the kernels have their host simulator, the arithmetic its tests o
 """
 
 import contextlib
-import copy
 import functools
 import sys
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 from unittest import mock
 
 import hashcore
 import torch
-from hashcore.cuda import operands, tensor_search, tensors
+from hashcore.cuda import operands, tensor_search
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from sparse_decode import attach
@@ -22,7 +21,6 @@ from sparse_decode.budget import LayerBudget
 from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.select import HashSelector
 from sparse_decode.sums import Sums
-from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +40,6 @@ from transformers import (
 )
 from transformers.integrations import moe
 
-T = TypeVar("T")
 NOTHING = (
     "empty",
     "new_empty",
@@ -100,13 +97,6 @@ def answered() -> Iterator[list[str]]:
 
     with mock.patch.object(FakeTensor, "__bool__", answer, create=True):
         yield asking
-
-
-def faked_with(anything: T, modules: Iterable[nn.Module], mode: FakeTensorMode) -> T:
-    """Copy what holds modules; the weights of these are fake in the copy."""
-    tensors = (x for module in modules for x in (*module.buffers(), *module.parameters()))
-    known: dict[int, object] = {id(x): mode.from_tensor(x) for x in tensors}
-    return copy.deepcopy(anything, known)
 
 
 class Operators(TorchDispatchMode):
@@ -276,7 +266,7 @@ def beyond_dense(
 
 def launches_of(operator: str) -> int:
     """Say how often an operator launches a kernel at a long context; those of torch count as one."""
-    ours = {"search": search_launches(), "topk": topk_launches(), "gather": 2}
+    ours = {"search": search_launches(), "gather": 2}
     return ours.get(operator, 1)
 
 
@@ -290,13 +280,3 @@ def search_launches(planes: int = 6) -> int:
     bounds = operands.Bounds(4096)
     tensor_search.search(query, keys, 80, weights, bounds, *out, run=lambda found, _: seen.extend(found))
     return len(seen)
-
-
-@functools.cache
-def topk_launches() -> int:
-    """Count the launches of a selection by scores in whole fours, and the one that clears its memory."""
-    scores, counts = (torch.zeros(1, *size, dtype=torch.int32, device="cpu") for size in ((4096,), ()))
-    out = torch.zeros(1, 80, dtype=torch.int32, device="cpu"), torch.zeros(1, 80, dtype=torch.int64, device="cpu")
-    seen: list[object] = []
-    tensors.topk(scores, counts, operands.Bounds(4094), *out, run=lambda found, _: seen.extend(found))
-    return 1 + len(seen)
