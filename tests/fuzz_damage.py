@@ -1,64 +1,65 @@
-"""Whatever lies in a file that came from elsewhere: the object that was written comes back, or one sentence.
+"""What accidents and liars do to files, drawn from a generator, and what must hold when one is read.
 
-The law of every test of test_fuzz_*.py, and what they do to files: the reader returns what the file says, or raises
-ValueError (a command's settings: UsageError) with one line that names the file. No other exception, no half of a
-result, and no memory beyond a limit. tests/fuzz.py runs the same laws for as long as you like.
+The law: the reader returns what the file says, or raises ValueError with one line that names the file. No other
+exception, no half of a result, and no memory beyond a limit.
 """
 
+import atexit
 import contextlib
 import copy
+import functools
 import json
-import os
 import resource
 import sys
+import tempfile
 from pathlib import Path
 
-from hashtrain import ModelShape
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
-LAW = settings(
-    deadline=None,
-    max_examples=EXAMPLES,
-    derandomize="FUZZ_EXAMPLES" not in os.environ,  # a longer run looks elsewhere each time
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
 ADDRESS_SPACE, RESIDENT = 1 << 30, 1 << 26  # bytes that one read may add: the second with what libraries set up
-SHAPE = ModelShape(1, 2, 1, 32)
-NUMBERS = [0, 1, -1, 31, 33, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 40, 1 << 63, (1 << 64) - 1, 1.5, 1e308]
-TEXTS = ["", "..", "../config.json", "/etc/passwd", "a\0b", "\ud800", "x" * 5000, "--help", "layers.0.w", "NaN"]
-DEEP = "@deep@", "@digits@", "@huge@", "@twice@"
+NUMBERS = [0, 1, 7, 31, 33, 255, 256, 1 << 16, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 40, 1 << 63, (1 << 64) - 1]
+TEXTS = ["", "..", "../config.json", "/etc/passwd", "a\0b", "\ud800", "x" * 5000, "--help", "é", "\n", "NaN", "lsh"]
+DEEP = {"@deep@": "[" * 5000 + "]" * 5000, "@digits@": "9" * 5000, "@huge@": "1e999", "@twice@": '{"a": 1, "a": 2}'}
 """Stand for what `json.dumps` would not write."""
+STRANGE = [None, True, False, -1, 1.5, 1e308, float("nan"), float("inf"), [], {}, [[]], {"a": {}}, *DEEP]
+HOSTILE = [*STRANGE, *NUMBERS, *TEXTS, *range(-3, 11)]
 
 
-# What is done to files.
+@functools.cache
+def folder() -> Path:
+    """A folder for all files of one process."""
+    made = tempfile.TemporaryDirectory()
+    atexit.register(made.cleanup)
+    return Path(made.name)
 
 
-@st.composite
-def damaged(draw, content: bytes) -> bytes:
-    """The bytes with a few changes: bits flipped, pieces cut, doubled, put in, or lengths that lie."""
+def one_of(rng, choices):
+    return copy.deepcopy(choices[int(rng.integers(len(choices)))])
+
+
+def damaged(rng, content: bytes, other: bytes = b"") -> bytes:
+    """Change pieces of a file: flipped, cut, doubled, zeroed, put in, taken from another, lengths that lie."""
     data = bytearray(content)
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.one_of(st.integers(0, len(data)), st.integers(0, min(16, len(data)))))
-        match draw(st.sampled_from(["flip", "cut", "truncate", "put", "double", "length", "zeros"])):
-            case "flip" if at < len(data):
-                data[at] ^= 1 << draw(st.integers(0, 7))
-            case "cut":
-                del data[at : at + draw(st.integers(1, 64))]
-            case "truncate":
+    for _ in range(int(rng.integers(1, 4))):
+        at = int(rng.integers(min(16, len(data)) + 1 if rng.random() < 0.3 else len(data) + 1))
+        length = one_of(rng, [1, 4, 32, 64, 256])
+        match rng.integers(9):
+            case 0 if at < len(data):
+                data[at] ^= 1 << int(rng.integers(8))
+            case 1:
+                del data[at : at + length]
+            case 2:
                 del data[at:]
-            case "put":
-                data[at:at] = draw(st.binary(min_size=1, max_size=16))
-            case "double":
-                data[at:at] = data[at : at + 64]
-            case "length":
-                data[at : at + 8] = draw(st.sampled_from([x for x in NUMBERS if type(x) is int and x >= 0])).to_bytes(
-                    8, "little"
-                )
-            case "zeros":
-                data[at : at + 32] = bytes(len(data[at : at + 32]))
+            case 3:
+                data[at:at] = rng.bytes(length)
+            case 4:
+                data[at:at] = data[at : at + length]
+            case 5:
+                data[at : at + length] = bytes(len(data[at : at + length]))
+            case 6:
+                data[at : at + 8] = one_of(rng, NUMBERS).to_bytes(8, "little")
+            case 7:
+                data[at : at + length] = other[at : at + length]
+            case _:
+                data[at:] = other[at:]
     return bytes(data)
 
 
@@ -70,42 +71,26 @@ def places(value, path=()):
         yield from places(item, (*path, key))
 
 
-HOSTILE = st.one_of(
-    st.sampled_from([None, True, False, *NUMBERS, *TEXTS, *DEEP, float("nan"), float("inf"), [], {}, [[]], {"a": {}}]),
-    st.sampled_from(range(-10, 11)),
-    st.sampled_from(["a", "é", "\U0001f40d", " ", "\n", "lsh", "0"]),
-)
-
-
-def hostile():
-    """A value that is not expected, and nobody else's."""
-    return HOSTILE.map(copy.deepcopy)
-
-
-@st.composite
-def altered(draw, value) -> str:
-    """The JSON text of a value with a few places changed, taken out or added."""
+def altered(rng, value) -> bytes:
+    """The JSON text of a value with a place or two changed, taken out or added; or the text, damaged."""
+    if rng.random() < 0.4:
+        return damaged(rng, json.dumps(value).encode())
     value = copy.deepcopy(value)
-    for _ in range(draw(st.integers(1, 2))):
-        *path, last = draw(st.sampled_from([place for place in places(value) if place] or [("new",)]))
-        holder = value
-        for key in path:
-            holder = holder[key]
-        match draw(st.sampled_from(["set", "set", "remove", "add"])):
-            case "set":
-                holder[last] = draw(hostile())
-            case "remove":
+    for _ in range(int(rng.integers(1, 3))):
+        *path, last = one_of(rng, [place for place in places(value) if place] or [("new",)])
+        holder = functools.reduce(lambda found, key: found[key], path, value)
+        match rng.integers(4):
+            case 0:
                 holder.pop(last, None) if isinstance(holder, dict) else holder.pop(last)
-            case "add":
-                holder.update(new=draw(hostile())) if isinstance(holder, dict) else holder.append(draw(hostile()))
-    text = json.dumps(draw(st.sampled_from([value] * 9 + [[value]])))
-    forms = ("[" * 5000 + "]" * 5000, "9" * 5000, "1e999", '{"a": 1, "a": 2}')
-    for mark, form in zip(DEEP, forms, strict=True):
+            case 1:
+                new = one_of(rng, HOSTILE)
+                holder.update(new=new) if isinstance(holder, dict) else holder.append(new)
+            case _:
+                holder[last] = one_of(rng, HOSTILE)
+    text = json.dumps(value if rng.random() < 0.9 else [value])
+    for mark, form in DEEP.items():
         text = text.replace(json.dumps(mark), form)
-    return text
-
-
-# What must hold.
+    return text.encode("utf-8", "surrogatepass")
 
 
 @contextlib.contextmanager

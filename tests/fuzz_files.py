@@ -1,25 +1,239 @@
-"""The laws of test_fuzz_*.py with many more examples: a case is one round of all of them, by another seed."""
+"""Damaged and lying files of untrusted origin: hashers, published lists, captures, checkpoints, runs, settings.
 
-import os
-import re
-import subprocess
-import sys
+A case damages one file of one kind: the law stands in fuzz_damage.py.
+"""
+
+import functools
+import json
+from dataclasses import asdict, astuple
 from pathlib import Path
 
-EXAMPLES = 300
-TESTS = Path(__file__).parent
-LAWS = ("test_fuzz_hashers.py", "test_fuzz_stored.py", "test_fuzz_runs.py")
+import torch
+from evals.results import Row, read_result, rows_to_text
+from evals.runner import RunFolder
+from fuzz_damage import HOSTILE, altered, damaged, folder, found, one_of
+from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.artefact.convert import convert
+from hashtrain.artefact.hasher import make_layer
+from hashtrain.data.capture import Capture
+from hashtrain.settings.toml import with_config
+from hashtrain.training.checkpoint import load_stored, save_stored
+from hashtrain.training.train_config import TrainConfig
+from hashtrain.training.trainer import Training
+from hashtrain.usage import UsageError
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+SHAPE = ModelShape(1, 2, 1, 32)
+
+
+def same_state(read, made) -> bool:
+    mine = made.state_dict()
+    return read.state_dict().keys() == mine.keys() and all(
+        torch.equal(x, mine[name]) for name, x in read.state_dict().items()
+    )
+
+
+# ---- Hashers and published lists -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def hasher():
+    """A small hasher, its config and the bytes of its weights."""
+    made = Hasher(HasherConfig("planes", SHAPE, bits=32, hidden=4, base_model="tiny"), seed=1)
+    made.save_pretrained(folder() / "hasher", card="# card")
+    config = json.loads((folder() / "hasher" / "config.json").read_text())
+    return made, config, (folder() / "hasher" / config["weights"]).read_bytes()
+
+
+def read_hasher(config: bytes, weights: bytes):
+    place = folder() / "laid"
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_bytes(config)
+    (place / hasher()[1]["weights"]).write_bytes(weights)
+    return found(lambda: Hasher.from_pretrained(place), "laid")
+
+
+def hasher_weights(rng) -> None:
+    """Damaged weights, or a header that lies above whole ones."""
+    made, config, weights = hasher()
+    length = int.from_bytes(weights[:8], "little")
+    header = altered(rng, json.loads(weights[8 : 8 + length]))
+    lying = len(header).to_bytes(8, "little") + header + weights[8 + length :]
+    read = read_hasher(json.dumps(config).encode(), damaged(rng, weights) if rng.random() < 0.5 else lying)
+    assert read is None or (same_state(read, made) and read.config == made.config)
+
+
+def hasher_config(rng) -> None:
+    made, config, weights = hasher()
+    read = read_hasher(altered(rng, config), weights)
+    if read is not None:
+        said = json.loads((folder() / "laid" / "config.json").read_text())
+        again = json.loads(json.dumps({**asdict(read.config), "weights": said["weights"]}))
+        if said.get("planes") == 0:
+            del said["planes"]  # which asks for the variant's own
+        said["shape"] = again["shape"] | said["shape"]  # what is left out has its default
+        assert again == again | said, "the hasher is not what its config says"
+        assert same_state(read, made)
+
+
+MODEL = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=32)
+
+
+@functools.cache
+def published():
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, 1, 32, 32), (1, 1, 1, 32)] * 2
+    torch.save([torch.randn(size, generator=generator).bfloat16() for size in sizes], folder() / "whole.pth")
+    return convert(folder() / "whole.pth", MODEL, folder() / "converted"), (folder() / "whole.pth").read_bytes()
+
+
+def published_list(rng) -> None:
+    whole, content = published()
+    (folder() / "damaged.pth").write_bytes(damaged(rng, content))
+    read = found(lambda: convert(folder() / "damaged.pth", MODEL, folder() / "out.pth"), "damaged.pth")
+    assert read is None or same_state(read, whole)
+
+
+# ---- Captures and checkpoints --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def captured() -> Capture:
+    """A capture of two contexts."""
+    stored = Capture(folder() / "capture", 2)
+    stored.folder.mkdir()
+    for number in range(2):
+        sizes = {"q.0": (1, 2, 4, 8), "k.0": (1, 1, 4, 8)}
+        save_file({k: torch.randn(v) for k, v in sizes.items()}, stored.file(number), metadata={"scaling.0": "0.5"})
+    return stored
+
+
+def shard(rng) -> None:
+    """A damaged shard is never read by halves."""
+    content = captured().file(0).read_bytes()
+    captured().file(0).write_bytes(damaged(rng, content, captured().file(1).read_bytes()))
+    read = found(lambda: captured().read(0, 0), "00000.safetensors")
+    if read is not None:
+        q, k, scaling = read
+        assert (q.ndim, k.ndim, q.shape[-1]) == (4, 4, k.shape[-1])
+        assert scaling - scaling == 0
+    captured().file(0).write_bytes(content)
+
+
+TRAINING = TrainConfig(steps=20)
+PLANES = HasherConfig("planes", SHAPE, bits=32, hidden=4)
+
+
+@functools.cache
+def trained():
+    """The tensors and the state of a training, and its file's bytes."""
+    training = Training(make_layer(PLANES, 0), 0, Capture(folder(), 1), TRAINING)
+    sum(parameter.square().sum() for parameter in training.hasher.parameters()).backward()
+    training.optimizer.step()
+    training.losses = [1.0]
+    save_stored(folder() / "checkpoint", *training._state())
+    return *training._state(), (folder() / "checkpoint").read_bytes()
+
+
+def checkpoint(rng) -> None:
+    tensors, state, content = trained()
+    path = folder() / "damaged.checkpoint"
+    path.write_bytes(damaged(rng, content))
+    read = found(lambda: load_stored(path), path.name)
+    assert read is None or (
+        read[1] == state and all(torch.equal(read[0][name], tensor) for name, tensor in tensors.items())
+    )
+
+
+class Sealed:
+    """A checkpoint whose maker knows the format, and lies."""
+
+    path = Path("sealed.checkpoint")
+
+    def __init__(self, tensors, state):
+        self.load = lambda: (tensors, state)
+
+
+def sealed_checkpoint(rng) -> None:
+    """A checkpoint of something else is refused, and then changes nothing."""
+    tensors, state = dict(trained()[0]), dict(trained()[1])
+    for _ in range(int(rng.integers(1, 3))):
+        name = one_of(rng, sorted(tensors))
+        match rng.integers(4):
+            case 0:
+                state[one_of(rng, sorted(state))] = one_of(rng, HOSTILE)
+            case 1:
+                del tensors[name]
+            case _:
+                at = one_of(rng, [name, f"{name}.more", "optimizer.x", "optimizer.7.step"])
+                sizes = torch.zeros(0), torch.zeros(3, 2), torch.tensor(1), torch.zeros(5056, dtype=torch.uint8)
+                tensors[at] = one_of(rng, sizes)
+    layer = make_layer(PLANES, 0, seed=9)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    read = found(
+        lambda: Training(layer, 0, Capture(folder(), 1), TRAINING, Sealed(tensors, state)), "sealed.checkpoint"
+    )
+    expected = before if read is None else {name: tensors[f"hasher.{name}"] for name in before}
+    assert all(torch.equal(expected[name], tensor) for name, tensor in layer.state_dict().items())
+
+
+# ---- Runs of evals and settings ------------------------------------------------------------------------------------
+
+ROW = Row("needle", "lsh", "lsh", 64, 0.1, "visible", 0.1, 1, 0, 0, "decode", "recall", 0.5, 0.4, 0.6, 2, 0, "1.0")
+CONFIG = {"task": "needle", "model": "demo", "dense_layers": 1, "budgets": [0.1], "methods": ["lsh"], "seed": 0}
+CELL = {"method": "lsh", "budget": 0.1, "kind": "word", "rouge_l": 0.5, "recall": 1.0, "substring": 1.0, "log_prob": -1}
+
+
+@functools.cache
+def run_files():
+    """The JSON values of a finished run's files."""
+    rows = [ROW, Row(*astuple(ROW)[:1], "recent", "recent", None, *astuple(ROW)[4:])]
+    files = {"config": CONFIG, "environment": {"python": "3.12"}, "rows": json.loads(rows_to_text(rows))}
+    files |= {f"samples/000{i}": {"document": f"{i}", "tokens": "abc", "cells": [CELL, CELL]} for i in range(2)}
+    (folder() / "run" / "samples").mkdir(parents=True)
+    for file, value in files.items():
+        (folder() / "run" / f"{file}.json").write_text(json.dumps(value))
+    return files
+
+
+class Document:
+    name, digest = "0", "abc"
+
+
+def stored_run(rng) -> None:
+    """A file of a run lies: what is read has finite numbers, and a sample is of this document."""
+    name, place = one_of(rng, sorted(run_files())), folder() / "run"
+    path = place / f"{name}.json"
+    path.write_bytes(altered(rng, run_files()[name]))
+
+    result = found(lambda: read_result(place), str(place))
+    if result is not None:
+        assert all(row.value - row.value == 0 for row in result.rows)
+    if name == "samples/0000":
+        held = RunFolder(place, CONFIG)
+        found(lambda: held.sample(0, Document(), lambda sample: sample["cells"], dict), "0000.json")
+    path.write_text(json.dumps(run_files()[name]))
+
+
+TOML = b'bits = 64\nout = "runs/x"\nonly = ["planes", "lsh"]\nlearning_rate = 0.01\n'
+WORSE = [b"a = " + b"[" * 9000, b"bits = " + b"9" * 5000, b'out = "--help"']
+
+
+def settings(rng) -> None:
+    path = folder() / "damaged.toml"
+    path.write_bytes(one_of(rng, WORSE) if rng.random() < 0.1 else damaged(rng, TOML))
+    words = found(lambda: with_config(["train", "--config", str(path)]), "damaged.toml", UsageError)
+    assert words is None or (words[0] == "train" and "--help" not in words)
+
+
+KINDS = (
+    *(hasher_weights, hasher_config, published_list, shard),
+    *(checkpoint, sealed_checkpoint, stored_run, settings),
+)
 
 
 def case(rng) -> int:
-    """Run every law once; return the number of examples that all laws have tried."""
-    seed = int(rng.integers(1 << 32))
-    options = ["--import-mode=importlib", "-q", "-x", "-p", "no:xdist", "-o", "addopts=", f"--hypothesis-seed={seed}"]
-    options.append("--hypothesis-show-statistics")
-    command = [sys.executable, "-m", "pytest", *options, *(str(TESTS / law) for law in LAWS)]
-    environment = {**os.environ, "FUZZ_EXAMPLES": str(EXAMPLES)}
-    done = subprocess.run(command, cwd=TESTS.parent, env=environment, stdout=subprocess.PIPE, text=True)
-    assert done.returncode == 0, f"a law was broken by seed {seed}:\n{done.stdout}"
-    tried = sum(int(count) for count in re.findall(r"^ +- (\d+) passing,? ", done.stdout, re.M))
-    assert tried, f"expected the statistics of hypothesis, got\n{done.stdout}"
-    return tried
+    """Damage one file; return 1."""
+    one_of(rng, KINDS)(rng)
+    return 1

@@ -4,7 +4,6 @@ import fuzz_oracles
 import numpy as np
 from fuzz_arrays import codes, lay
 from hashcore import BitIndex
-from hashcore.index import rows
 
 
 def case(rng: np.random.Generator) -> int:
@@ -12,14 +11,10 @@ def case(rng: np.random.Generator) -> int:
     dim, plain = 32 * int(rng.integers(1, 5)), bool(rng.random() < 0.5)
     keep = rng.choice([None, "float16", "float32"])
     index, known = BitIndex(dim, encoder="sign", keep=keep), {}
-    waiting, rows.DEAD = rows.DEAD, int(rng.choice([0, 3, rows.DEAD]))
-    try:
-        for _ in range(int(rng.integers(1, 6))):
-            change(rng, index, known, dim, plain)
-        assert list(index) == list(known)
-        return search(rng, index, known, dim, plain)
-    finally:
-        rows.DEAD = waiting
+    for _ in range(int(rng.integers(1, 6))):
+        change(rng, index, known, dim, plain)
+    assert list(index) == list(known)
+    return search(rng, index, known, dim, plain)
 
 
 def change(rng, index, known, dim, plain):

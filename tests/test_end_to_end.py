@@ -9,7 +9,6 @@ from evals.results import read_result
 from hashtrain import Hasher
 from hashtrain.cli import main as hashtrain
 from hashtrain.demo import demo_model_path
-from hashtrain.evaluation import cost
 from sparse_decode import Budget, attach
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -53,24 +52,6 @@ def test_trained_hashers_decode_at_the_density_they_were_asked_for(run, name):
     # 7 decode steps see 301 to 307 tokens and select 30 of them; if layers and heads divide them, whole tokens each.
     asked, divided = sum([30] * 7) / sum(range(301, 308)), name != "lsh"
     assert sum(density.values()) / 3 == pytest.approx(asked, rel=0.02 if divided else 1e-9)
-
-
-def test_a_layer_that_calibration_finds_costly_is_stored_with_the_hasher_and_stays_dense(run, tmp_path, monkeypatch):
-    """Costs are invented: layer 1 costs far more than the others."""
-    monkeypatch.setattr(cost, "MOST_DENSE", 0.4)  # one layer of three
-    monkeypatch.setattr(cost.Steps, "cost", lambda self, hasher, layers, fraction: torch.tensor([1.0 * (1 in layers)]))
-    settings = ["--context", "512", "--contexts", "1", "--held-out", "1", "--held-out-rows", "4", "--steps", "2"]
-    texts = ["--model", str(run / "model"), "--text", str(run / "text.txt"), "--out", str(tmp_path)]
-    assert hashtrain([*texts, *settings, "--workers", "1", "--only", "planes", "lsh"]) == 0
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["hashers"]["planes"]["dense_layers"] == metrics["hashers"]["planes"]["cost"]["dense"] == [1]
-    assert metrics["hashers"]["lsh"]["dense_layers"] == []  # drawn at random: there is nothing to calibrate
-    model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
-    for name, sparse in (("planes", (0, 2)), ("lsh", (0, 1, 2))):
-        hasher = Hasher.from_pretrained(tmp_path / name)
-        assert hasher.dense_layers == tuple({0, 1, 2}.difference(sparse))
-        with attach(model, hasher) as attached:
-            assert attached.layers == sparse
 
 
 def test_evals_measures_what_hashtrain_stored(run, capsys):

@@ -1,22 +1,15 @@
 """Every example runs, on things small enough for seconds; the notebook in .ci/run."""
 
-import ast
-import io
 import os
-import pathlib
 import re
-import sys
 
-import numpy as np
 import pytest
 from hashtrain import Hasher
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
-from rich.console import Console
 from sparse_decode import Budget, attach
 from sparse_decode.streaming import load_selector
 
-EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>\n{{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
@@ -24,22 +17,9 @@ TEMPLATE = (
 SHOUTING = TEMPLATE.replace("trim }}", "trim | upper }}")  # writes answers otherwise than the model did
 
 
-def test_the_readme_says_for_whom_each_is():
-    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
-    named = set(re.findall(r"^\| \[(\S+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.M))
-    assert named == files
-
-
 @pytest.fixture(scope="module")
 def bit_index(load):
     return load("examples", "bit_index")
-
-
-def test_bit_index_needs_hashcore_alone():
-    tree = ast.parse((EXAMPLES / "bit_index.py").read_text())
-    found = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) == {"hashcore", "numpy"}
 
 
 def test_bit_index_finds_more_with_planes_and_rerank(bit_index, tmp_path, capsys):
@@ -48,18 +28,6 @@ def test_bit_index_finds_more_with_planes_and_rerank(bit_index, tmp_path, capsys
     assert 0.3 < found["1 plane"] < found["3 planes"] < found["3 planes, rerank"] <= 1
     assert (tmp_path / "index").is_file()
     assert "recall@10" in capsys.readouterr().out
-
-
-def test_bit_index_takes_vectors_of_ones_own(bit_index, tmp_path, capsys):
-    np.save(tmp_path / "own.npy", np.random.default_rng(1).normal(size=(300, 64)))
-    assert bit_index.main(["--vectors", str(tmp_path / "own.npy"), "--queries", "5"])["exact"] == 1
-    assert "295 embeddings of 64 numbers" in capsys.readouterr().out
-    np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
-    with pytest.raises(SystemExit):
-        bit_index.main(["--vectors", str(tmp_path / "pickled.npy")])
-    said = capsys.readouterr().err
-    assert "--vectors must be an .npy file of floats" in said
-    assert "pickle" not in said.replace("pickled.npy", "")
 
 
 @pytest.mark.parametrize(("fraction", "least", "most"), [("1", 100, 100), ("0.1", 8, 10)])
@@ -77,11 +45,6 @@ def test_attach_local_compares(load, fraction, least, most, capsys):
     assert 100 * int(alike) / 6 <= int(share) + 1, "the first tokens that agree are among those it would choose"
 
 
-def test_attach_local_says_what_is_missing(load, tmp_path, capsys):
-    assert load("examples", "attach_local").main(["--hasher", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "flag", [("attach_local", "--prompt-file"), ("chat", "--document"), ("ask", "--document")], ids=str
 )
@@ -90,25 +53,6 @@ def test_a_text_that_never_ends_is_not_waited_for(load, tmp_path, flag, capsys):
     for place in (tmp_path / "pipe", "/dev/zero"):
         assert load("examples", flag[0]).main([flag[1], str(place), "--hasher", "lsh"]) == 2
         assert "expected a regular file" in capsys.readouterr().err
-
-
-def test_vectors_and_models_are_read_from_regular_files_only(load, tmp_path, capsys):
-    os.mkfifo(tmp_path / "pipe")
-    for place in (tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(SystemExit, match="2"):
-            load("examples", "bit_index").main(["--vectors", str(place)])
-        assert "--vectors must be a regular file" in capsys.readouterr().err
-        assert load("examples", "from_gguf").main([str(place), str(tmp_path / "out")]) == 2
-        assert "expected a regular file" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_of_a_large_folder_as_much_is_read_as_is_used(load, tmp_path, monkeypatch):
-    rooms, module = [], load("examples", "train_folder")
-    monkeypatch.setattr(module, "read_texts", lambda paths, room: rooms.append(room) or [])
-    monkeypatch.setattr(module, "split", lambda documents: (_ for _ in ()).throw(ValueError("enough")))
-    assert module.main([str(tmp_path), "--context", "512", "--contexts", "10"]) == 2
-    assert rooms == [module.room_for(5 * 512 * 18)]
 
 
 @pytest.fixture
@@ -139,72 +83,9 @@ def cells_of(line):
     return [*re.split("[│┃]", line), "", "", "", ""]
 
 
-def test_ask_makes_what_is_missing_once(asked, tmp_path, monkeypatch, capsys):
-    module, words = asked
-    monkeypatch.chdir(tmp_path)
-    commands, made = [], []
-    monkeypatch.setattr(module.subprocess, "run", lambda words, check: commands.append(words) or Done())
-    monkeypatch.setattr(module, "make_hasher", lambda model, out: made.append((model, str(out))))
-    monkeypatch.setattr(module, "prompt_of", lambda *given: (_ for _ in ()).throw(ValueError("enough")))
-    assert module.main(words[2:]) == 2
-    assert [words[0] == "uv" for words in commands] == [True, False]
-    assert commands[0][-1] == module.PACKAGE
-    assert commands[1][-2:] == ["runs/package/" + module.FILE, "runs/smollm2"]
-    assert made == [("runs/smollm2", "runs/ask/smollm2")]
-    (tmp_path / "runs" / "smollm2").mkdir(parents=True)
-    (tmp_path / "runs" / "ask" / "smollm2" / "transform-start").mkdir(parents=True)
-    (tmp_path / "runs" / "ask" / "smollm2" / "transform-start" / "config.json").touch()
-    assert module.main(words[2:]) == 2
-    assert len(commands) == 2
-    assert len(made) == 1
-
-
-def test_ask_cuts_a_document_and_refuses_a_question_that_does_not_fit(asked, tmp_path, capsys):
-    module, words = asked
-    tokenizer = load_model(words[1])[1]
-    text = module.prompt_of(words[1], tokenizer, "import os\n" * 9000, "What?", 40)
-    assert text.endswith("What?\nAnswer:")
-    assert "tokens; the first" in capsys.readouterr().err
-    assert module.main([*words, "--hasher", "lsh", "--question", "why " * 9000]) == 2
-    assert "expected a question that fits the model's context" in capsys.readouterr().err
-
-
-class Done:
-    returncode = 0
-
-
 @pytest.fixture(scope="module")
 def chat(load):
     return load("examples", "chat")
-
-
-def test_chat_says_which_document_it_cannot_read(chat, tmp_path, capsys):
-    assert chat.main(["--document", str(tmp_path / "none")]) == 2
-    said = f"chat: cannot read --document {tmp_path}/none: No such file or directory; name a text file\n"
-    assert capsys.readouterr().err == said
-
-
-@pytest.fixture
-def attached():
-    model, tokenizer = load_model(str(demo_model_path()))
-    with attach(model, load_selector("lsh", model), Budget(0.1)) as attachment:
-        yield attachment, tokenizer
-
-
-@pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_chat_reuses_its_cache_and_says_how_much(chat, attached, template):
-    attachment, tokenizer = attached
-    tokenizer.chat_template = template
-    kept = chat.Chat(attachment, tokenizer, "import os\n" * 20, new_tokens=5)
-    parts = []
-    turns = [kept.say(text, parts.append) for text in ("def first(x):", "def second(y):")]
-    assert [turn.text for turn in turns] == [m["content"] for m in kept.messages if m["role"] == "assistant"]
-    assert "".join(parts) == "".join(turn.text + "\n" for turn in turns)
-    assert (turns[0].reused, turns[0].new_tokens) == (0, 5)
-    if template is None:
-        assert turns[1].reused == turns[0].prompt_tokens + 4, "all but the last token made, which no call has read"
-    assert turns[0].prompt_tokens - 1 <= turns[1].reused < turns[1].prompt_tokens
-    assert all(0.08 < turn.density < 0.101 for turn in turns)
 
 
 @pytest.mark.parametrize("template", [None, SHOUTING], ids=["plain", "cropped"])
@@ -218,25 +99,6 @@ def test_chat_with_a_whole_budget_equals_generating_from_the_whole_text(chat, te
     prompt = model.dummy_inputs["input_ids"].new_tensor([kept.ids[: turn.prompt_tokens]])
     plain = model.generate(prompt, attention_mask=prompt.new_ones(prompt.shape), max_new_tokens=6, do_sample=False)
     assert plain[0].tolist() == kept.ids
-
-
-def test_chat_drops_what_a_template_writes_otherwise(chat, attached):
-    attachment, tokenizer = attached
-    tokenizer.chat_template = SHOUTING
-    kept = chat.Chat(attachment, tokenizer, new_tokens=5)
-    first = kept.say("def first(x):", str)
-    second = kept.say("def second(y):", str)
-    assert first.prompt_tokens - 1 <= second.reused < first.prompt_tokens + 4
-
-
-def test_chat_refuses_what_does_not_fit_and_goes_on(chat, attached, monkeypatch):
-    lines = "x = 1\n/reset\n" + "word " * 5000 + "\n\ny = 2\n/quit\nnot read\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    console = Console(file=io.StringIO(), width=200)
-    assert chat.converse(chat.Chat(*attached, new_tokens=3), console) == 2
-    out = console.file.getvalue()
-    assert out.count("of the visible tokens read; 0 of") == 2
-    assert "must fit the model's context of 4096" in out
 
 
 def test_train_folder_stores_a_hasher_that_decodes(load, tmp_path, capsys):

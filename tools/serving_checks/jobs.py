@@ -7,6 +7,7 @@ PYTHON -m serving_checks.jobs engine path/or/folder     # reads its file `job`, 
 # pyright: reportMissingImports=false
 
 import json
+import math
 import os
 import pathlib
 import random
@@ -32,15 +33,19 @@ def requests(vocabulary: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[i
 
 
 def differences(found: list[list[int]], expected: dict[str, Any]) -> tuple[int, list[str]]:
-    """Compare with `attach`: return the number that differ at a near-tie, and the requests that differ elsewhere."""
+    """Compare answers: return the number that differ at a near-tie, and a sentence for each that differs elsewhere.
+
+    Args: expected: `tokens`, and the `logits` of `attach` at each; without them no difference is a near-tie.
+    """
     ties, wrong = 0, []
     for i, (mine, theirs) in enumerate(zip(found, expected["tokens"], strict=True)):
-        at = next((j for j, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
-        if at is not None:
-            line = expected["logits"][i][at]
-            gap = line[theirs[at]] - line[mine[at]]
-            ties += gap <= GAP
-            wrong += [f"request {i} differs at token {at} where logits lead by {gap:.4f}"] * (gap > GAP)
+        if mine == theirs:
+            continue
+        at = next((j for j, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), -1)
+        line = expected["logits"][i][at] if "logits" in expected and at >= 0 else None
+        gap = math.inf if line is None else line[theirs[at]] - line[mine[at]]
+        ties += gap <= GAP
+        wrong += [f"request {i} differs at token {at}, where logits lead by {gap:.4f}"] * (gap > GAP)
     return ties, wrong
 
 

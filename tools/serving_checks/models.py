@@ -1,6 +1,5 @@
 """Tiny random models for the serving checks, and hashers for them."""
 
-from collections.abc import Callable
 from typing import Any
 
 SHAPE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4}
@@ -23,9 +22,11 @@ def hash_of(model: str, folder: str, given: str | None = None) -> tuple[str, int
 
 def qwen3(folder: str) -> tuple[str, str, int]:
     """Create a tiny qwen3: normalised queries and keys."""
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return _save(lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)), folder)
+    torch.manual_seed(0)
+    return _saved(Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)), folder)
 
 
 def gpt_oss(folder: str) -> tuple[str, str, int]:
@@ -33,24 +34,19 @@ def gpt_oss(folder: str) -> tuple[str, str, int]:
     import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    kinds = ["sliding_attention", "full_attention"] * 2
-    more: dict[str, Any] = {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 96}
-
-    def make() -> Any:
-        model: Any = GptOssForCausalLM(GptOssConfig(**SHAPE, layer_types=kinds, **more))
-        draw = torch.Generator().manual_seed(1)
-        for layer in model.model.layers:  # their initial zeros would have almost no effect
-            layer.self_attn.sinks.data.copy_(torch.randn(8, generator=draw))
-        return model
-
-    return _save(make, folder)
-
-
-def _save(make: Callable[[], Any], folder: str) -> tuple[str, str, int]:
-    import torch
-
     torch.manual_seed(0)
-    make().save_pretrained(f"{folder}/model")
+    more: dict[str, Any] = {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 96}
+    model: Any = GptOssForCausalLM(
+        GptOssConfig(**SHAPE, layer_types=["sliding_attention", "full_attention"] * 2, **more)
+    )
+    draw = torch.Generator().manual_seed(1)
+    for layer in model.model.layers:  # their initial zeros would have almost no effect
+        layer.self_attn.sinks.data.copy_(torch.randn(8, generator=draw))
+    return _saved(model, folder)
+
+
+def _saved(model: Any, folder: str) -> tuple[str, str, int]:
+    model.save_pretrained(f"{folder}/model")
     return f"{folder}/model", *hash_of(f"{folder}/model", f"{folder}/hasher")
 
 

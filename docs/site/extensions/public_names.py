@@ -1,7 +1,5 @@
 """The directive `public-names PACKAGE`: the reference of all that is in the package's `__all__`, from its docstrings.
 
-`named-elsewhere PACKAGE` is the same of what a README, a page or an example imports from one of its modules.
-
 Our docstrings are plain text with `code` in backticks and sections such as `Args:`; here they become reStructuredText,
 and what they say of equations becomes links to docs/algorithm.md.
 """
@@ -25,8 +23,6 @@ ROOT = Path(__file__).resolve().parents[3]
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Source):(?: (.*))?$")
 NAMED = re.compile(r"^( {4})(\*{0,2}\w+(?:, \w+)*): (.*)$")
 EQUATIONS = re.compile(r"\b([Ee]q\.|equations) ((?:\d+)(?:(?:, | and | or | to )\d+)*)")
-IMPORTS = re.compile(r"\bfrom (\w+)((?:\.\w+)+) import (?:\(([^)]*)\)|([\w, ]+))")
-READ = ("*.md", "docs/*.md", "docs/how-to/*.md", "packages/*/README.md", "examples/*")
 HEADING = re.compile(r"^#+ (Eq\. (\d+)\b.*)$", re.M)
 
 
@@ -108,16 +104,6 @@ def value_docstring(package: str, name: str) -> list[str]:
     raise LookupError(f"expected a docstring below {name}, in a module of {package}, found none; write one")
 
 
-def imported(package: str) -> list[tuple[str, str]]:
-    """Return the module and the name of what readers are told to import that the package itself does not export."""
-    exported, found = importlib.import_module(package).__all__, set[tuple[str, str]]()
-    for path in sorted({path for pattern in READ for path in ROOT.glob(pattern) if path.is_file()}):
-        for of, module, lines, line in IMPORTS.findall(path.read_text(encoding="utf-8")):
-            if of == package:
-                found |= {(of + module, name) for name in re.findall(r"\w+", lines or line) if name not in exported}
-    return sorted(found)
-
-
 class PublicNames(SphinxDirective):
     """`public-names PACKAGE`."""
 
@@ -126,23 +112,10 @@ class PublicNames(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         package = self.arguments[0]
         module = importlib.import_module(package)
-        return self.made([line for name in module.__all__ for line in entry(package, name)])
-
-    def made(self, lines: list[str]) -> list[nodes.Node]:
-        """Return what these lines of reStructuredText become."""
+        lines = [line for name in module.__all__ for line in entry(package, name)]
         made = nodes.section(document=self.state.document)
         nested_parse_with_titles(self.state, StringList(lines, source=self.name), made)
         return made.children
-
-
-class NamedElsewhere(PublicNames):
-    """`named-elsewhere PACKAGE`: nothing if there is none."""
-
-    def run(self) -> list[nodes.Node]:
-        package = self.arguments[0]
-        names, title = imported(package), f"In modules of {package}"
-        head = [title, "-" * len(title), ""] if names else []
-        return self.made(head + [line for module, name in names for line in entry(module, name)])
 
 
 def _docstring(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
@@ -156,7 +129,6 @@ def _signature(app: Sphinx, what: str, name: str, value: Any, options: Any, give
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("public-names", PublicNames)
-    app.add_directive("named-elsewhere", NamedElsewhere)
     app.connect("autodoc-process-docstring", _docstring)
     app.connect("autodoc-process-signature", _signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

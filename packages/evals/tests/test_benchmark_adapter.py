@@ -93,39 +93,11 @@ def test_whole_budget_is_dense(sparse, name, rows):
 
 
 @pytest.mark.parametrize("rows", ["all", "continuation"])
-def test_some_tokens_are_selected_and_change_the_scores(sparse, rows):
-    lm = sparse("planes", sparse_rows=rows)
-    assert np.abs(scores(lm) - scores(sparse())).max() > 1e-2
-    after_scores = lm.density
-    assert 0.05 < after_scores < 0.15
-    texts(lm)
-    assert lm.density != after_scores  # generated rows are counted too
-    assert lm.density < 0.2
-
-
-@pytest.mark.parametrize("rows", ["all", "continuation"])
 def test_batches_change_nothing(sparse, rows):
     one, many = (sparse("planes", sparse_rows=rows, batch_size=size) for size in (1, 8))
     assert np.abs(scores(one) - scores(many)).max() < 1e-4
     assert one.density == many.density
     assert texts(one) == texts(many)
-
-
-@pytest.mark.parametrize("name", ["quest", "magicpig-bare"])
-def test_a_rival_leaves_no_row_of_a_continuation_dense(sparse, name):
-    """Where all rows are sparse, it leaves these first ones dense."""
-    requests = [Instance("loglikelihood", {}, ("value = 1\n" * 16, "print"), 0)]  # more than Quest's three pages
-    for rows in ("all", "continuation"):
-        lm = sparse(name, sparse_rows=rows)
-        gap = np.abs(scores(lm, requests) - scores(sparse(), requests)).max()
-        assert (gap > 1e-2, lm.density < 1) == (rows == "continuation", rows == "continuation")
-
-
-def test_other_requests_change_nothing(sparse):
-    """A request gets the same scores alone as among others."""
-    lm = sparse("planes", sparse_rows="continuation")
-    alone = [scores(lm, [request])[0] for request in scoring()]
-    assert np.abs(scores(lm) - alone).max() < 1e-4
 
 
 def test_rows_of_the_continuation_are_the_attachments(sparse, loaded, tokenizer):
@@ -171,11 +143,6 @@ def test_a_prompt_too_long_loses_its_middle(sparse, tokenizer):
 
 
 SIDES = ("left", "middle")
-
-
-def test_a_density_needs_a_request(sparse):
-    with pytest.raises(ValueError, match="expected a request first"):
-        _ = sparse("planes").density
 
 
 def test_a_fixed_budget_is_that_many_tokens():

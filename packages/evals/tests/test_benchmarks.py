@@ -3,20 +3,20 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
+import evals
 import numpy as np
 import pytest
-from evals import cli
 from evals.methods import DENSE
 from evals.results import read_result
 from evals.tables import grids
-from evals.tasks import benchmark, fidelity
+from evals.tasks import benchmark
 from evals.tasks.benchmark_settings import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
-from evals.tasks.fidelity_settings import FidelityCommand
-from evals.text import rouge_l
 from hashtrain import models
 from rich.console import Console
 
+FOLDER = Path(evals.__file__).parent / "harness" / "example"
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
@@ -24,10 +24,9 @@ if os.environ.get("CI") != "true":
 @pytest.fixture(scope="module", autouse=True)
 def harness():
     """Import the harness when tests need it: every process that collects these tests would take seconds for it."""
-    global measure, SparseLM, FOLDER
+    global measure, SparseLM
     from evals.harness import measure
     from evals.harness.adapter import SparseLM
-    from example_data import FOLDER
 
 
 QUIET = Console(quiet=True)
@@ -93,13 +92,6 @@ def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypat
     assert benchmark.run(command, QUIET) == found
 
 
-@pytest.mark.slow
-def test_the_harness_runs_a_model_in_bfloat16(build):
-    found = benchmark.run(build("fewshot", dtype="bfloat16", methods=("planes",), limit=2), QUIET)
-    assert found.config["dtype"] == "bfloat16"
-    assert {row.method for row in found.rows} == {"dense", "planes"}
-
-
 def test_rows_follow_from_the_items(build):
     command = build("longbench", budgets=(1.0,))
     found = benchmark.run(command, QUIET)
@@ -112,23 +104,6 @@ def test_rows_follow_from_the_items(build):
     assert row.stderr == pytest.approx(np.std(dense["values"]["score"], ddof=1) / 2)
 
 
-def test_every_method_gets_the_same_prompts(build, monkeypatch):
-    """With worked examples, which are drawn again for each method."""
-    asked = []
-
-    def evaluate(lm, tasks, **settings):
-        output = measure.evaluate_as_shipped(lm, tasks, **settings)
-        asked.append([x.args for x in tasks["tasks"]["python_attributes"].instances])
-        return output
-
-    monkeypatch.setattr(measure, "evaluate_as_shipped", measure.evaluate, raising=False)
-    monkeypatch.setattr(measure, "evaluate", evaluate)
-    benchmark.run(build("fewshot", shots=1, methods=("recent", "planes"), limit=2), QUIET)
-    assert len(asked) == 3
-    assert asked[0] == asked[1] == asked[2]
-    assert asked[0][0][0].count("class Store") == 2
-
-
 def test_means_over_tasks_are_plain_ones(build, two):
     found = benchmark.run(build("longbench", **two), QUIET)
     for method in (DENSE, "planes"):
@@ -137,50 +112,6 @@ def test_means_over_tasks_are_plain_ones(build, two):
         assert rows[2].value == pytest.approx((rows[0].value + rows[1].value) / 2)
         assert rows[2].stderr == pytest.approx(np.hypot(rows[0].stderr, rows[1].stderr) / 2)
         assert rows[2].n == 8
-
-
-@pytest.mark.slow
-def test_other_data_under_the_same_name_are_refused(build, example, tmp_path):
-    benchmark.run(build("ruler"), QUIET)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "ruler.yaml").write_text((example / "ruler.yaml").read_text().replace("short.jsonl", "shots.jsonl"))
-    (other / "shots.jsonl").write_text((example / "shots.jsonl").read_text())
-    with pytest.raises(ValueError, match="of another text"):
-        benchmark.run(build("ruler", include_path=(other,)), QUIET)
-
-
-def test_stored_answers_are_compared_by_task(build, two, tmp_path):
-    run = build("longbench", **two, budgets=(0.1, 1.0))
-    source = benchmark.run(run, QUIET)
-    command = FidelityCommand(from_run=run.out, out=tmp_path / "fidelity")
-    found = fidelity.run(command, QUIET)
-    assert found.config["task"] == "fidelity"
-    assert found.config["compared"] == "longbench"
-    samples = [json.loads((run.out / "samples" / f"000{i}.json").read_text()) for i in range(2)]
-    means = []
-    for sample in samples:
-        dense, tenth, _ = (cell["texts"] for cell in sample["cells"])
-        means.append(np.mean([rouge_l(a, b) for a, b in zip(dense, tenth, strict=True)]))
-        where = sample["cells"][0]["task"]
-        row = found.one(metric="rouge_l", where=where, budget=0.1)
-        assert row.value == pytest.approx(means[-1])
-        assert (row.method, row.n) == ("planes", len(dense))
-        assert row.density == source.one(metric="score", where=where, budget=0.1, method="planes").density
-        assert found.one(metric="rouge_l", where=where, budget=1.0).value == 1.0
-    assert found.one(metric="rouge_l", where="mean of 2 tasks", budget=0.1).value == pytest.approx(np.mean(means))
-    assert grids(read_result(command.out))
-    assert fidelity.run(command, QUIET) == found
-
-
-def test_answers_of_a_run_without_text_are_refused(build, tmp_path):
-    run = build("fewshot", limit=2)
-    benchmark.run(run, QUIET)
-    with pytest.raises(ValueError, match="holds no answers: expected a run of longbench, got one of fewshot"):
-        fidelity.run(FidelityCommand(from_run=run.out, out=tmp_path / "fidelity"), QUIET)
-    assert not (tmp_path / "fidelity").exists()
-    with pytest.raises(ValueError, match="no finished run"):
-        fidelity.run(FidelityCommand(from_run=tmp_path / "none", out=tmp_path / "fidelity"), QUIET)
 
 
 def test_prompts_get_the_chat_template_and_the_length_asked_for(build, made, tmp_path, monkeypatch):
@@ -211,17 +142,6 @@ def test_prompts_get_the_chat_template_and_the_length_asked_for(build, made, tmp
         benchmark.run(build("longbench", chat_template=True), QUIET)
     with pytest.raises(ValueError, match="at most the model's 256 tokens, got 512"):
         benchmark.run(build("longbench", max_length=512), QUIET)
-
-
-@pytest.mark.slow
-def test_as_typed(build, made, example, capsys):
-    command = build("ruler")
-    flags = {"model": made.model, "hashers": made.hashers, "tasks": "python_needle", "include-path": example}
-    flags |= {"methods": "planes", "limit": 2, "dense-layers": 1, "out": command.out}
-    arguments = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    assert cli.main(["ruler", *arguments]) == 0
-    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert [found["method"] for found in last["results"]] == [DENSE, "planes"]
 
 
 def test_without_the_harness_it_says_how_to_install_it(build, monkeypatch):

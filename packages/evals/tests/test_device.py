@@ -3,7 +3,6 @@
 import json
 import sys
 
-import hashcore
 import pytest
 import torch
 from evals import cli, setup
@@ -12,10 +11,7 @@ from evals.tasks.exercises_settings import NeedleCommand, RulerCommand
 from evals.tasks.fidelity_settings import FidelityCommand
 from evals.tasks.iou_settings import IouCommand
 from evals.tasks.ppl_settings import PplCommand
-from hashtrain.usage import UsageError
 from rich.console import Console
-from sparse_decode import Rows
-from torch.overrides import TorchFunctionMode
 
 QUIET = Console(quiet=True)
 EVERY = ("oracle", "recent", "lsh", "paper", "planes+remainder", "transform", "quest", "quest-heads", "magicpig-bare")
@@ -68,15 +64,6 @@ def test_float32_on_cuda_is_refused_before_a_model_is_loaded(command, monkeypatc
     assert not given.out.exists()
 
 
-def test_runs_of_two_types_are_not_one(ppl_command, tmp_path):
-    more = {"methods": ("lsh",), "rules": ("visible",), "documents": 1}
-    folders = {dtype: tmp_path / dtype for dtype in ("float32", "bfloat16")}
-    for dtype, folder in zip(("auto", "bfloat16"), folders.values(), strict=True):  # stored as float32
-        ppl.run(ppl_command(dtype=dtype, out=folder, **more), QUIET)
-    with pytest.raises(ValueError, match="other settings: dtype was float32, now bfloat16"):
-        ppl.run(ppl_command(dtype="bfloat16", out=folders["float32"], **more), QUIET)
-
-
 def test_a_run_in_another_type_is_refused(ppl_command, tmp_path):
     more = {"methods": ("lsh",), "rules": ("visible",), "documents": 1}
     ppl.run(ppl_command(**more), QUIET)
@@ -104,47 +91,3 @@ def test_a_device_that_cannot_be_used(made, tmp_path, capsys, monkeypatch, task,
     assert error.startswith(f"evals: {sentence}")
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_a_device_of_no_known_name(ppl_command):
-    with pytest.raises(UsageError, match="--device must be auto, cpu, cuda or cuda:N, got tpu"):
-        ppl_command(device="tpu")
-
-
-class _NoDefaultDevice(TorchFunctionMode):
-    """Simulates a GPU: rejects tensors created on the default device, and numpy arrays of tensors not copied first."""
-
-    MAKERS = (torch.zeros, torch.ones, torch.full, torch.empty, torch.arange, torch.randn, torch.rand, torch.tensor)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        assert func not in self.MAKERS or "device" in kwargs, f"{func.__name__} without a device"
-        if func is torch.Tensor.numpy:
-            assert getattr(args[0], "brought_over", False), "a tensor read without .cpu()"
-        found = func(*args, **kwargs)
-        if func is torch.Tensor.cpu:
-            found = found.detach().view(found.shape)
-            found.brought_over = True
-        return found
-
-
-@pytest.mark.parametrize("name", ["oracle", "quest", "quest-heads", "magicpig", "magicpig-bare"])
-def test_a_selector_makes_its_tensors_where_its_inputs_are(loaded, name, monkeypatch):
-    topk = hashcore.topk
-
-    def on_its_own(*given):  # takes tensors on any device
-        with torch._C.DisableTorchFunction():
-            return topk(*given)
-
-    monkeypatch.setattr(hashcore, "topk", on_its_own)
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, n, 32, generator=draw) for heads, n in ((4, 3), (2, 100), (2, 100)))
-    counts, seen = torch.tensor([[10, 10, 10]]), torch.tensor([0, 100]).expand(1, 3, 2)
-    selector = loaded.methods[name].selector_after(70)
-    rows = Rows(0, q, k, None, seen, counts, 0.2)
-    expected = selector.select(rows)
-    with _NoDefaultDevice():
-        found = selector.select(rows)
-        if hasattr(selector, "attend"):
-            selector.attend(rows, v, found)
-    assert torch.equal(found, expected)

@@ -55,42 +55,6 @@ def test_hashed_methods_agree_with_hashtrain(loaded, name):
     assert all(seen)
 
 
-def test_recent_window_by_set_arithmetic(loaded):
-    budget, rows = 0.1, POSITIONS.tolist()
-    found = quality_of(loaded, ["recent"], budget)
-    expected = {heads: {metric: [] for metric in Quality._fields} for heads in HEADS}
-
-    def sink(layer, q, k, v, scaling):
-        p = {heads: [] for heads in HEADS}
-        for head in range(4):
-            logits = q[0, head].double() @ k[0, head // 2].double().T * scaling
-            p["query_head"].append([logits[row, : row + 1].softmax(-1) for row in rows])
-        for head in range(2):
-            pairs = zip(p["query_head"][2 * head], p["query_head"][2 * head + 1], strict=True)
-            p["kv_head"].append([a + b for a, b in pairs])
-        for heads in HEADS:
-            values = [[by_sets(line, row, budget) for line, row in zip(head, rows, strict=True)] for head in p[heads]]
-            for i, metric in enumerate(Quality._fields):
-                expected[heads][metric].append([float(np.mean([row[i] for row in head])) for head in values])
-
-    with torch.inference_mode(), capturing(loaded.model, sink):
-        loaded.model(loaded.ids[None], use_cache=False)
-    for heads in HEADS:
-        for metric in Quality._fields:
-            assert np.array(found[Cell("recent", budget, heads)][metric]) == pytest.approx(
-                np.array(expected[heads][metric]), rel=1e-5
-            )
-
-
-def by_sets(p, row, budget):
-    """Return IoU, recall and mass of the last tokens, for the attention p of one row."""
-    count = max(1, int(budget * (row + 1) + 1e-9))
-    target = set(p.argsort(descending=True)[:count].tolist())
-    chosen = set(range(row + 1 - count, row + 1))
-    hits = len(target & chosen)
-    return hits / len(target | chosen), hits / count, (sum(p[j] for j in chosen) / sum(p[j] for j in target)).item()
-
-
 def test_the_mean_excludes_dense_layers():
     # Two documents, two layers, two heads; layer 0 stays dense.
     values = np.array([[[9.0, 9.0], [0.0, 2.0]], [[9.0, 9.0], [2.0, 4.0]]])
@@ -113,16 +77,3 @@ def test_a_run_stores_rows_and_resumes(iou_command, monkeypatch):
     assert 0.08 < row.density <= 0.1
     monkeypatch.setattr(iou, "measure", None)
     assert iou.run(command, QUIET) == found
-
-
-@pytest.mark.parametrize("damage", [[], [0.5], [[0.5]], [float("inf"), 0.5], [True, 0.5], ["0.5", 0.5]], ids=str)
-def test_a_damaged_sample_is_named(damage, iou_command):
-    command = iou_command(methods=("recent",), documents=1)
-    iou.run(command, QUIET)
-    path = command.out / "samples" / "0000.json"
-    sample = json.loads(path.read_text())
-    assert len(sample["cells"][0]["mass"][0]) == 2
-    sample["cells"][0]["mass"][0] = damage
-    path.write_text(json.dumps(sample))
-    with pytest.raises(ValueError, match=r"0000\.json is corrupt"):
-        iou.run(command, QUIET)

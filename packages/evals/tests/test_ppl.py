@@ -1,18 +1,15 @@
 """The measurements of the perplexity task, each against a number computed differently."""
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from evals.methods import DEFAULT_NAMES, NAMES, PLANES, REMAINDER, SPARSE_NAMES, load_methods
+from evals.methods import REMAINDER, SPARSE_NAMES, load_methods
 from evals.rivals import MagicPigSelector, QuestSelector
 from evals.settings import Always
-from evals.tasks.ppl import Cell, measure, prompt_of, scored_rows, sparse_rows
+from evals.tasks.ppl import Cell, measure, prompt_of, sparse_rows
 from hashtrain import Hasher
 from sparse_decode import Budget, attach
-from sparse_decode.attach import attach_rows
-from sparse_decode.select import RecentSelector
 from torch.nn import functional as F
 
 FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
@@ -29,12 +26,6 @@ def score(loaded, *cells, dense_layers=1):
 def logits(rows):
     """Compute the logits of all rows at once."""
     return rows.at(slice(None))
-
-
-def test_logits_of_a_context_keep_the_type_of_the_model(loaded):
-    model = copy.deepcopy(loaded.model).bfloat16()
-    with torch.no_grad():
-        assert logits(scored_rows(model, loaded.ids, 64)).dtype == torch.bfloat16  # half of what 128K tokens would take
 
 
 def test_dense_loss_is_that_of_the_second_half(loaded):
@@ -66,18 +57,6 @@ def test_whole_budget_equals_dense(loaded, name, rule):
     assert cell["nll"] == pytest.approx(found["dense"]["nll"], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [*DEFAULT_NAMES, *PLANES])  # the rivals leave rows of so short a context dense
-def test_small_budget_differs_from_dense(loaded, name):
-    (cell,) = score(loaded, Cell(name, "visible", 0.02))["cells"]
-    assert cell["kl"] > 1e-3
-
-
-def test_methods_differ_from_each_other(loaded):
-    names = (*DEFAULT_NAMES, *PLANES)
-    cells = score(loaded, *(Cell(name, "visible", 0.1) for name in names))["cells"]
-    assert len({round(cell["kl"], 7) for cell in cells}) == len(names)
-
-
 def test_density_is_counted_by_hand(loaded):
     cells = (Cell("lsh", rule, budget) for rule, budget in (("visible", 0.05), ("fixed", 0.05), ("fixed", 0.25)))
     visible, least, fixed = score(loaded, *cells)["cells"]
@@ -86,30 +65,6 @@ def test_density_is_counted_by_hand(loaded):
     # 5 % of 128 is 6, so the paper's minimum of 20 applies.
     assert least["density"] == pytest.approx(sum(min(n, 20) for n in seen) / sum(seen))
     assert fixed["density"] == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
-
-
-class Drawing(RecentSelector):
-    """A window that reports samples, with earlier counts."""
-
-    sampled, empty = 7, 7
-
-    def select(self, rows):
-        self.sampled, self.empty = self.sampled + 4, self.empty + 1
-        return super().select(rows)
-
-
-def test_counts_of_any_sampling_selector_cover_this_block_only(loaded):
-    drawing = Drawing()
-    method = replace(loaded.methods["recent"], selector=drawing)
-    how = method, Budget(0.1, min_tokens=1, sink=0, recent=0), FIRST_DENSE, None
-    counts = []
-    for _ in range(2):
-        _, attended = sparse_rows(loaded.model, loaded.ids, 64, *how)
-        counts.append(drawing.sampled)
-        assert attended.empty == 1 / 4
-    assert counts[0] == counts[1] > 0
-    _, attended = sparse_rows(loaded.model, loaded.ids, 64, loaded.methods["recent"], *how[1:])
-    assert attended.empty is None
 
 
 SMALL = {"quest-heads": QuestSelector(per_query_head=True, page=4), "magicpig": MagicPigSelector(3, 3, sink=1, local=2)}
@@ -159,18 +114,6 @@ def test_rivals_leave_no_scored_row_dense_behind_a_prompt(loaded, name):
     assert (served.get("empty", 0) > 0) == (name == "magicpig-bare")
 
 
-def test_everywhere_a_rival_uses_its_own_selector(loaded):
-    """Without a prompt its mean is unchanged: the same bits as its selector attached to every row."""
-    method = replace(loaded.methods["magicpig"], selector=MagicPigSelector(3, 3, sink=1, local=2, prefill=32))
-    with torch.inference_mode():
-        with attach_rows(loaded.model, method.selector, TENTH, dense_layers=1, sparse_rows=0):
-            whole = loaded.model(loaded.ids[None]).logits[0, 63:-1]
-        found, _ = sparse_rows(
-            loaded.model, loaded.ids, 64, method, TENTH, FIRST_DENSE, prompt_of("everywhere", 128, 64)
-        )
-        assert torch.equal(logits(found), whole)
-
-
 def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted(loaded):
     cells = [Cell("lsh", "visible", 0.05)]
     whole = measure(loaded.model, loaded.ids, cells, loaded.methods, FIRST_DENSE)
@@ -179,36 +122,6 @@ def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted
     assert served["cells"][0]["density"] == pytest.approx(sum(n // 20 for n in seen) / sum(seen))
     assert served["dense"]["nll"] == pytest.approx(whole["dense"]["nll"], rel=1e-6)
     assert 1e-4 < served["cells"][0]["kl"] < whole["cells"][0]["kl"]
-
-
-def test_divergence_is_from_dense_to_the_method(loaded):
-    with torch.inference_mode():
-        p = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)
-        with attach_rows(
-            loaded.model, loaded.methods["lsh"].selector, TENTH, dense_layers=1, sparse_rows=0, remainder=False
-        ):
-            q = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)
-    (cell,) = score(loaded, Cell("lsh", "visible", 0.1))["cells"]
-    assert cell["kl"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
-    assert cell["nll"] == pytest.approx(F.nll_loss(q, loaded.ids[64:]).item(), rel=1e-5)
-
-
-def test_dense_layers_are_left_dense(loaded):
-    kl = [score(loaded, Cell("recent", "visible", 0.1), dense_layers=n)["cells"][0]["kl"] for n in (0, 1, 2)]
-    assert kl[0] > kl[1] > kl[2] > 0
-
-
-def test_the_table_of_methods_is_whole():
-    plain = ("dense", "oracle", "recent", "lsh", "paper", "planes", "transform")
-    whole = tuple(f"{name}+remainder" for name in ("lsh", "paper", "planes", "transform", "transform-start"))
-    losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction")
-    estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
-    ablations = ("paper-rotation", *estimators, "group-xnor", "planes-64", "transform-start", *losses)
-    rivals = ("quest", "quest-heads", "magicpig", "magicpig-sink", "magicpig-local", "magicpig-bare", "magicpig-10x150")
-    names = ("exact", "exact-untrained", "residual", "exact-straight", "exact-mse", "exact-reconstruction")
-    exact = (*(f"paper-{name}" for name in names), "linear-exact")
-    assert set((*plain, *whole, *ablations, *rivals, *exact)) == set(NAMES)
-    assert NAMES[: len(plain)] == plain
 
 
 def test_the_remainder_brings_every_hasher_closer_to_dense(loaded):

@@ -2,13 +2,9 @@
 
 import json
 import math
-from dataclasses import replace
-from functools import partial
 
 import pytest
-from evals import results
 from evals.results import read_result
-from evals.rivals import RIVALS
 from evals.tasks import ppl
 from hashtrain import models
 from hashtrain.usage import UsageError
@@ -16,7 +12,6 @@ from rich.console import Console
 from transformers import LlamaModel
 
 QUIET = Console(quiet=True)
-PHASES = ("everywhere", "decode")
 
 
 @pytest.fixture
@@ -31,43 +26,6 @@ def forwards(monkeypatch):
     monkeypatch.setattr(models, "_take_a_step", lambda *given: None)  # which loading does
     monkeypatch.setattr(LlamaModel, "forward", counted)
     return count
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", ["quest", "magicpig"])
-def test_samples_of_a_rival_without_a_prompt_are_not_resumed(ppl_command, loaded, name, phase):
-    """Where every row is sparse nothing has changed, so such a run is resumed."""
-    command = ppl_command(methods=(name,), rules=("visible",), documents=1, phase=phase)
-    first = ppl.run(command, QUIET)
-    path, old = command.out / "config.json", {name: loaded.methods[name].identity}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "method_identities": old}))
-    if phase == "everywhere":
-        assert ppl.run(command, QUIET) == first
-        return
-    with pytest.raises(ValueError, match=f"method_identities was {{'{name}.*, now .*-after-prompt'}}"):
-        ppl.run(command, QUIET)
-
-
-def test_the_phase_is_in_rows_and_captions_and_has_a_curve_over_budgets(ppl_command):
-    command = ppl_command(methods=("lsh", "planes"), budgets=(0.3, 0.1, 0.05), rules=("visible",), phase="decode")
-    found = ppl.run(command, QUIET)
-    assert {row.phase for row in found.rows} == {"decode"}
-    curve = [found.one(method="lsh", metric="kl", budget=budget).value for budget in command.budgets]
-    assert curve == sorted(curve)
-    report = (command.out / "report.md").read_text()
-    assert (
-        "after a dense prompt, the scored rows sparse, no token read without a search, the first layer dense" in report
-    )
-    assert "everywhere" not in report
-
-
-def test_a_run_of_another_phase_is_refused(ppl_command):
-    command = ppl_command(methods=("recent",), rules=("visible",), documents=1)
-    first = ppl.run(command, QUIET)
-    assert read_result(command.out) == first
-    assert ppl.run(command, QUIET) == first
-    with pytest.raises(ValueError, match="phase was everywhere, now decode"):
-        ppl.run(ppl_command(methods=("recent",), rules=("visible",), documents=1, phase="decode"), QUIET)
 
 
 def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
@@ -213,27 +171,3 @@ def test_a_folder_of_something_else_is_left_alone(ppl_command, tmp_path):
     with pytest.raises(ValueError, match="not empty"):
         ppl.run(ppl_command(), QUIET)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
-
-
-def test_rows_survive_their_file(ppl_command):
-    found = ppl.run(ppl_command(methods=("lsh",), rules=("visible",), documents=1), QUIET)
-    assert results.rows_from_json(json.loads(results.rows_to_text(found.rows))) == found.rows
-    assert set(found.environment) >= {"python", "torch", "transformers", "evals", "hashcore"}
-
-
-def test_each_of_our_methods_is_paired_with_every_other(ppl_command):
-    found = ppl.run(ppl_command(methods=("lsh", "planes", "planes+remainder"), rules=("visible",)), QUIET)
-    pairs = {(row.method, row.against) for row in found.rows if row.against and row.metric == "kl"}
-    ours = {"planes", "planes+remainder"}
-    assert pairs == {(a, b) for a in ours for b in (*ours, "lsh") if a != b}
-
-
-def test_an_empty_sample_is_counted_in_the_rows(ppl_command, monkeypatch):
-    for name in ("magicpig", "magicpig-bare"):
-        build = partial(RIVALS[name].build, prefill=96)
-        monkeypatch.setitem(RIVALS, name, replace(RIVALS[name], build=build, published=({"bits": 31, "tables": 2},)))
-    found = ppl.run(ppl_command(methods=("magicpig", "magicpig-bare"), rules=("visible",), documents=1), QUIET)
-    assert {(row.sink, row.recent) for row in found.select(method="magicpig")} == {(4, 64)}
-    row = found.one(metric="empty", method="magicpig-bare", budget=0.1)
-    assert row.value > 0.99
-    assert found.one(metric="kl", method="magicpig-bare", budget=0.1, against=None).value > 0

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from evals.settings import Always
-from evals.tasks import fidelity, iou, ppl
-from evals.tasks.fidelity_settings import FidelityCommand
+from evals.tasks import ppl
 from evals.tasks.ppl import Cell, budget_of, measure
-from evals.tasks.tune_settings import TuneCommand
 from hashtrain.data.capture import replacing
 from hashtrain.settings.recipes import EXACT
 from hashtrain.training.target import top_count
@@ -63,15 +61,6 @@ def test_methods_use_their_default_heads_unless_given(loaded):
         loaded.methods["magicpig"].for_heads("kv")
 
 
-def test_heads_are_in_rows_settings_and_captions(ppl_command):
-    command = ppl_command(methods=("lsh", "paper-exact"), documents=1, rules=("visible",))
-    rows = ppl.run(command, QUIET).rows
-    assert {(row.method, row.heads) for row in rows} >= {("lsh", None), ("paper-exact", "query_head")}
-    told = ppl_command(methods=("lsh",), documents=1, rules=("visible",), heads="query", out=command.out / "query")
-    found = ppl.run(told, QUIET)
-    assert {row.heads for row in found.select(method="lsh")} == {"query_head"}
-
-
 def test_every_token_but_the_first_is_scored(loaded, ppl_command):
     command = ppl_command(methods=("lsh",), documents=1, rules=("fixed",), score="all")
     assert command.last == 127
@@ -114,21 +103,3 @@ def test_any_set_of_layers_stays_dense(command, ppl_command, loaded):
     again = ppl.run(replace(other, out=other.out / "again"), QUIET)
     at = {"method": "lsh", "metric": "kl"}
     assert first.one(**at).value == again.one(**at).value
-
-
-def test_the_mean_overlap_is_of_the_sparse_layers_and_heads_named(iou_command):
-    found = iou.run(iou_command(methods=("lsh",), documents=1, dense_layers=0, dense_at=(0, 2), heads="query"), QUIET)
-    assert {row.heads for row in found.rows} == {"query_head"}
-    at = {"method": "lsh", "metric": "iou", "head": None}
-    assert found.one(**at, layer=None).value == found.one(**at, layer=1).value
-
-
-def test_tuning_takes_no_heads(command):
-    with pytest.raises(UsageError, match="takes no --heads, got query"):
-        command(TuneCommand, heads="query", methods=("quest",))
-
-
-def test_the_other_tasks_select_per_query_head_too(command):
-    how = {"methods": ("lsh",), "documents": 1, "context": 64, "new_tokens": 4}
-    rows = fidelity.run(command(FidelityCommand, heads="query", **how), QUIET).rows
-    assert {row.heads for row in rows} == {"query_head"}

@@ -1,25 +1,13 @@
 """Tables and figures, for every kind of result."""
 
-import re
-
-import pytest
-from evals import cli
 from evals.results import Result, Row
-from evals.tables import Grid, grids, percent, pivot, protocol, to_markdown, to_rich
-from evals.tasks import iou, ppl
-from rich.console import Console
-
-QUIET = Console(quiet=True)
+from evals.tables import Grid, grids, pivot, to_markdown, to_rich
 
 
 def test_markdown_is_a_title_and_a_table():
     grid = Grid("Title", ["a", "b"], [[["1", "2"]], [["3", "4"]]])
     assert to_markdown(grid) == "Title\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n| 3 | 4 |"
     assert to_rich(grid).row_count == 2
-
-
-def test_percent():
-    assert [percent(x) for x in (1, 0.02, 0.005, 0.01234)] == ["100 %", "2 %", "0.5 %", "1.23 %"]
 
 
 def row(metric, value, method="lsh", **more):
@@ -45,51 +33,6 @@ def test_a_result_has_a_table_of_numbers_one_of_differences_and_one_by_layer():
     assert differences.lines == [["10 %, lsh - oracle", "-0.1000 [-0.2000, -0.0500]"]]
     assert (layers.header, layers.lines) == (["layer", "lsh"], [["0", "0.4"]])
     assert all("the first token and the last 4 tokens always read" in grid.title for grid in (whole, differences))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("settings", [{}, {"methods": ("lsh",), "rules": ("fixed",), "documents": 1}], ids=str)
-def test_ppl_tables_name_every_method_and_budget(ppl_command, settings):
-    command = ppl_command(budgets=(1.0, 0.1), **settings)
-    ppl.run(command, QUIET)
-    text = (command.out / "report.md").read_text()
-    rule = ", fixed" if settings else ""
-    for method in command.methods:
-        assert f"| 10 %{rule}, {method} |" in text
-    assert text.count("| dense |") == 1
-    assert (command.out / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_page_is_whole_loads_nothing_and_escapes(iou_command, tmp_path, capsys):
-    command = iou_command(methods=("oracle", "lsh"), documents=1)
-    iou.run(command, QUIET)
-    assert cli.main(["report", str(command.out), "--title", "A <title>", "--out", str(tmp_path / "page")]) == 0
-    page = (tmp_path / "page" / "report.html").read_text()
-    assert "<h1>A &lt;title&gt;</h1>" in page
-    assert re.findall(r'(?:src|href)="([^,"]*)', page) == ["data:image/png;base64"]
-    assert "<td>per KV head, 10 %, lsh</td>" in page
-    assert (tmp_path / "page" / "report.md").read_text().startswith("# A <title>\n")
-    assert cli.main(["report", str(tmp_path / "nothing")]) == 2
-    assert "no finished run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"sink": 1, "recent": 4}, "the first token and the last 4 tokens always read, no layer set to dense"),
-        ({"sink": 0, "recent": 0, "dense_layers": 2}, "no token read without a search, the first 2 layers dense"),
-        (
-            {"sink": 2, "dense_layers": 1, "dense_at": [4]},
-            "the first 2 tokens always read, the first layer and layers 4",
-        ),
-        (
-            {"sink": 4, "recent": 64, "ends": "beside"},
-            "the first 4 tokens and the last 64 tokens read beside the budget",
-        ),
-    ],
-)
-def test_captions_name_the_protocol(settings, said):
-    assert protocol({"dense_layers": 0, "dense_at": [], "recent": 0, **settings}).startswith(said)
 
 
 def test_columns_of_words_are_aligned_to_the_left():

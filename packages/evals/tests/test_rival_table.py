@@ -2,17 +2,14 @@
 
 import importlib.util
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from evals import settings
-from evals.methods import RIVAL_NAMES, load_methods, load_rival
+from evals.methods import RIVAL_NAMES, load_methods
 from evals.rivals import RIVALS, MagicPigSelector, QuestSelector, Rival
 from evals.tasks import ppl_settings, tune, tune_settings
-from evals.tasks.ppl_settings import PplCommand
 from evals.tasks.tune_settings import TuneCommand
-from evals.tuned import Tuned, read_tuned, with_tuned
-from hashtrain.usage import UsageError
 from sparse_decode.select import NoCodes
 
 PUBLISHED = {
@@ -76,10 +73,6 @@ def derived(monkeypatch):
     return methods
 
 
-def test_names_and_their_order():
-    assert tuple(PUBLISHED) == RIVAL_NAMES
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_forms(name):
     selector, bits, settings, _ = PUBLISHED[name]
@@ -94,14 +87,6 @@ def test_published_forms(name):
     assert (found.query_head_selector and vars(found.query_head_selector)) == heads
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_forms_with_other_parameters(name):
-    parameters = {"bits": 8, "tables": 50} if PUBLISHED[name][1] else {"page": 4}
-    found = load_rival(name, parameters, "label")
-    assert vars(found.selector).items() >= parameters.items()
-    assert (found.name, found.identity) == ("label", identity_of(name, PUBLISHED[name][3]))
-
-
 def test_an_entry_is_a_method_that_runs_only_when_named(mine):
     assert (*RIVAL_NAMES, "mine") == mine.RIVAL_NAMES
     assert mine.NAMES[-1] == "mine"
@@ -112,59 +97,9 @@ def test_an_entry_is_a_method_that_runs_only_when_named(mine):
     assert facts == ("mine", "mine", None, "mine-bits2-other3-page4-7", None)
 
 
-def test_an_entry_with_a_form_for_query_heads_is_measured_for_either(monkeypatch, mine):
-    assert mine.SELECTION_NAMES[-1] == "quest"
-    monkeypatch.setitem(RIVALS, "mine", replace(RIVALS["mine"], query_heads=Mine, code_bits=lambda parameters: 9))
-    assert (*mine.SELECTION_NAMES, "mine") == derived(monkeypatch).SELECTION_NAMES
-    found = load_rival("mine", {"page": 1, "bits": 2, "other": 3}, "x")
-    assert (found.query_head_selector, found.bits) == (Mine(1, 2, 3), 9)
-
-
-def test_an_entry_is_built_with_other_parameters(mine):
-    given = {"other": 9, "page": 8, "bits": 1}
-    found = load_rival("mine", given, "label")
-    assert found.selector == Mine(8, 1, 9)
-    assert (found.name, found.identity) == ("label", "mine-bits1-other9-page8-7")
-    (method, tuned) = with_tuned(mine.load_methods(["mine"], None, None), Tuned({"mine": given}, frozenset()))
-    assert (method.name, tuned.name, tuned.selector) == ("mine", "mine-tuned", Mine(8, 1, 9))
-
-
 def test_an_entry_is_tuned_over_its_own_grid(mine):
     found = tune.grid(TuneCommand(methods=("mine", "quest"), pages=(4, 6)))
     points = [(4, 2, 3), (4, 5, 3), (6, 2, 3), (6, 5, 3)]
     assert [tuple(s.parameters.values()) for s in found if s.name == "mine"] == points
     assert [s.label for s in found if s.published] == ["mine, page 4, bits 2, other 3", "quest, page 16"]
     assert [s.parameters["page"] for s in found if s.name == "quest"] == [4, 6, 16]
-
-
-def test_every_grid_is_of_the_published_parameters():
-    for rival in RIVALS.values():
-        assert {frozenset(p) for p in rival.published} == {frozenset(rival.grid)}
-        assert all(isinstance(v, tuple) or hasattr(TuneCommand, v) for v in rival.grid.values())
-
-
-@pytest.mark.parametrize("given", [{"page": 4}, {"bits": 8, "tables": 50}, {}], ids=str)
-def test_parameters_of_another_are_refused(mine, given):
-    expected = f"mine takes the parameters page, bits, other, got {', '.join(given) or 'none'}; give each of these"
-    with pytest.raises(ValueError, match=expected):
-        load_rival("mine", given, "mine")
-
-
-def test_an_entry_is_refused_where_others_are(mine, tmp_path):
-    with pytest.raises(UsageError, match=r"--methods of tune takes no planes; expected one of quest, .*, mine"):
-        TuneCommand(methods=("planes",))
-    with pytest.raises(
-        UsageError, match=r"--match takes no mine-tuned; expected methods of --methods that are not ours, here mine$"
-    ):
-        PplCommand(methods=("planes", "mine"), match=("mine-tuned",))
-    assert PplCommand(methods=("planes", "mine"), tuned=tmp_path, match=("mine-tuned",)).match == ("mine-tuned",)
-    text = '{"model_identity": "m", "phase": "decode", "documents": [], "parameters": {"mine": {"page": 4}}}'
-    (tmp_path / "tuned.json").write_text(text)
-    with pytest.raises(ValueError, match=r"tuned\.json: mine takes the parameters page, bits, other, got page; "):
-        read_tuned(tmp_path, "m", "decode")
-
-
-def test_a_name_that_is_no_rivals_is_refused():
-    for name in ("mine", "planes"):
-        with pytest.raises(ValueError, match=f"unknown rival {name}: expected one of quest, .*; use one of these"):
-            load_rival(name, {"page": 4}, name)

@@ -60,21 +60,6 @@ def test_quest_is_its_definition(budget, page, min_pages, per_query_head):
             assert chosen == quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head)
 
 
-def test_quest_worked_out_by_hand():
-    # Pages of 2 keys of 2 numbers; q = (1, -1): bounds are maximum of the first minus minimum of the second number.
-    k = torch.tensor([[0.0, 0], [1, 1], [5, 4], [0, 5], [2, -2], [0, 0], [9, 9.0]])
-    rows = Rows(0, torch.tensor([1.0, -1])[None, None, None], k[None, None], None, None, torch.tensor([[4]]), 1.0)
-    # Bounds 1 - 0, 5 - 4, 2 + 2: the third page is best, the seventh token is the current page.
-    assert QuestSelector(page=2, dense_rows=0, min_pages=1).select(rows).tolist() == [[[[4, 5, 6]]]]
-
-
-def test_quest_bounds_every_logit_of_a_page():
-    rows, _ = rows_of(64, 8)
-    scores = QuestSelector(True, 4)._scores(rows, torch.ones(1, 64, dtype=torch.bool), torch.arange(64)[None] // 4)
-    logits = rows.q @ rows.k.repeat_interleave(2, 1).mT
-    assert (scores.repeat_interleave(4, -1) >= logits - 1e-5).all()
-
-
 SELECTORS = {
     "quest": lambda: QuestSelector(page=4, dense_rows=8),
     "quest-heads": lambda: QuestSelector(True, page=4, dense_rows=8),
@@ -112,15 +97,6 @@ def test_selections_are_visible_ascending_and_early_rows_do_not_see_late_keys(na
     early, changed = found[:, :, :20], SELECTORS[name]().select(late)[:, :, :20]
     width = min(early.shape[-1], changed.shape[-1])
     assert torch.equal(early[..., :width], changed[..., :width])
-
-
-def test_a_single_row_selects_what_it_selects_among_others():
-    rows, _ = rows_of(40, 5)
-    for make in SELECTORS.values():
-        whole = make().select(rows)[:, :, -1]
-        alone = Rows(0, rows.q[:, :, -1:], rows.k, None, None, rows.counts[:, -1:], rows.scaling)
-        found = make().select(alone)[:, :, 0]
-        assert torch.equal(found, whole[..., : found.shape[-1]])
 
 
 def magicpig_by_hand(selector, prompt, rows, v, row, head):
@@ -188,20 +164,6 @@ def test_behind_a_prompt_magicpig_is_centred_by_it_and_samples_every_row(prompt,
     assert (published.prefill, published.sampled) == (1024, 0)
 
 
-@pytest.mark.parametrize("prompt", [0, 1, 5, 6])
-def test_a_prompt_too_short_for_sink_and_local_centres_by_nothing(prompt):
-    """Sink 2 and local 4: rows that see 6 tokens or fewer take them all; later ones are sampled, without centring."""
-    selector = MagicPigSelector(3, 6, sink=2, local=4, seed=4).after_prompt(prompt)
-    check_magicpig(selector, prompt, range(prompt, 40, 3))
-    first, _ = rows_of(6, 1, positions=range(prompt, 6))
-    assert [len([j for j in row if j >= 0]) for row in selector.select(first)[0, 0]] == list(range(prompt + 1, 7))
-
-
-def test_a_prompt_cannot_be_negative():
-    with pytest.raises(ValueError, match="got -1"):
-        MagicPigSelector().after_prompt(-1)
-
-
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_behind_a_prompt_quest_takes_pages_in_every_row(per_query_head):
     rows, _ = rows_of(50, 9, positions=range(10, 50))
@@ -220,30 +182,6 @@ def test_draw_probability_worked_out_by_hand():
     # At least two of three tables: 3 (1/4)^2 3/4 + (1/4)^3 = 10/64. The same direction is always drawn.
     assert log_draw_probability(torch.tensor([0.0]), 2, 3).exp().item() == pytest.approx(10 / 64)
     assert log_draw_probability(torch.tensor([1.0]), 15, 100).item() == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("cosine", [-0.9, -0.3, 0.0, 0.4, 0.9])
-def test_draw_probability_of_rare_events(cosine):
-    from fractions import Fraction
-
-    p = Fraction(1 - math.acos(cosine) / math.pi) ** 15
-    exact = 1 - (1 - p) ** 100 - 100 * p * (1 - p) ** 99
-    found = log_draw_probability(torch.tensor([cosine], dtype=torch.float64), 15, 100).item()
-    assert found == pytest.approx(math.log(exact), abs=2e-4)
-
-
-def test_draws_are_as_frequent_as_computed():
-    q, k = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 400, 8)
-    q[..., 0] = 1
-    k[..., 0], k[..., 1] = 0.6, 0.8
-    k[:, :, ::2] *= -1  # pairs that cancel in the mean
-    hits = 0
-    for seed in range(400):
-        selector = MagicPigSelector(4, 10, sink=0, local=0, prefill=2, seed=seed)
-        rows = Rows(0, q, k[:, :, :4], None, None, torch.tensor([[1]]), 1.0)
-        hits += int(selector._drawn(rows, torch.ones(1, 1, 4, dtype=torch.bool))[0, 0, 0, 1])
-    w = log_draw_probability(torch.tensor([0.6]), 4, 10).exp().item()
-    assert hits / 400 == pytest.approx(w, abs=4 * math.sqrt(w * (1 - w) / 400))
 
 
 def test_an_empty_sample_attends_to_its_own_token_and_is_counted():
@@ -281,18 +219,3 @@ def test_the_correction_reaches_the_model(loaded):
             return self.inner.select(rows)
 
     assert (corrected - logits(Plain())).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: QuestSelector(page=0),
-        lambda: QuestSelector(min_pages=0),
-        lambda: MagicPigSelector(bits=32),
-        lambda: MagicPigSelector(tables=1),
-        lambda: MagicPigSelector(sink=4, local=64, prefill=68),
-    ],
-)
-def test_settings_that_cannot_be_used(make):
-    with pytest.raises(ValueError, match="got"):
-        make()

@@ -25,14 +25,6 @@ def test_length_is_reached_and_never_exceeded(tokenizer, kind, length):
     assert tokenizer.decode(x.answer) == x.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_makes_the_same_exercise(tokenizer, kind):
-    a, b, c = (exercise(kind, tokenizer, 400, None, seed) for seed in (1, 1, 2))
-    assert a.prompt.tolist() == b.prompt.tolist()
-    assert a.answer.tolist() == b.answer.tolist()
-    assert a.prompt.tolist() != c.prompt.tolist()
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_gives_the_answer(tokenizer, kind, seed):
@@ -95,10 +87,3 @@ def test_prose_hides_a_sentence_between_others_and_asks_about_it(tokenizer, dept
     other = prose(tokenizer, PROSE, 900, depth, 3, "The key is green.", "What is the key like?")
     assert "The key is green." in text_of(tokenizer, other)
     assert text_of(tokenizer, other).endswith("Question: What is the key like?\nAnswer:")
-
-
-def test_prose_that_cannot_be_used_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="leaves no room for the needle"):
-        prose(tokenizer, PROSE, 40, 0.5, 0)
-    with pytest.raises(ValueError, match="haystack is too short for 900 tokens"):
-        prose(tokenizer, PROSE[:900], 900, 0.5, 0)

@@ -4,28 +4,20 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from evals.methods import DENSE, load_methods
-from evals.settings import Always, MethodsCommand
-from evals.setup import identities_of
+from evals.settings import Always
 from evals.synthetic import Exercise
 from evals.tasks import fidelity, needle, ruler
 from evals.tasks.answers import continue_greedily, read_answer
 from evals.tasks.exercises_settings import NeedleCommand, RulerCommand
 from evals.tasks.fidelity_settings import FidelityCommand
-from evals.tasks.iou_settings import IouCommand
 from hashtrain import models
-from hashtrain.usage import UsageError
 from rich.console import Console
-from sparse_decode import Budget
-from sparse_decode.attach import attach_rows
 
 FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
 
-TENTH = Budget(0.1, sink=0, recent=0)
 
 QUIET = Console(quiet=True)
-POSITIONS = torch.tensor([40, 64, 100, 127])
 PNG = b"\x89PNG"
 
 
@@ -70,31 +62,6 @@ def test_whole_budget_answers_as_dense(loaded, dense, question):
     some = read_answer(loaded.model, question, loaded.methods["planes"], 0.05, FIRST_DENSE)
     assert abs(some.log_prob - whole.log_prob) > 1e-3
     assert some.density < 0.06
-
-
-@pytest.mark.parametrize("name", ["quest", "quest-heads", "magicpig-bare"])
-def test_a_rival_answers_a_short_prompt_by_its_own_rule_in_every_row(loaded, question, name):
-    """After 49 tokens: Quest has 3 of 4 pages in the first rows, MagicPIG draws; neither takes all visible tokens."""
-    method = loaded.methods[name]
-    found = read_answer(loaded.model, question, method, 0.1, FIRST_DENSE)
-    how = {"dense_layers": 1, "sparse_rows": 49, "remainder": False}
-    with attach_rows(loaded.model, method.selector_after(49), TENTH, **how) as attachment:
-        logits = loaded.model(loaded.ids[None, :59]).logits[0, 49:].log_softmax(-1)
-    assert found.log_prob == pytest.approx(logits.gather(-1, question.answer[:, None]).mean().item(), rel=1e-5)
-    assert found.density < 0.95
-    assert set(attachment.density().values()) != {1.0}
-    written, density = continue_greedily(loaded.model, question.prompt, 3, method, 0.1, FIRST_DENSE)
-    assert len(written) == 3
-    assert density < 0.95
-
-
-@pytest.mark.parametrize("kind", [FidelityCommand, RulerCommand, NeedleCommand])
-def test_identities_of_rivals_depend_on_a_dense_prompt(kind, loaded):
-    methods = [loaded.methods[name] for name in ("planes", "quest", "magicpig")]
-    found = identities_of(methods, kind())
-    assert [found[m.name].removeprefix(m.identity) for m in methods] == ["", "-after-prompt", "-after-prompt"]
-    everywhere = identities_of(methods, IouCommand())
-    assert everywhere == {m.name: m.identity for m in methods}
 
 
 # Runs
@@ -168,23 +135,3 @@ def test_a_needle_in_prose_is_scored_by_rouge_against_the_sentence(build, tmp_pa
     (answer, *_) = json.loads((command.out / "samples" / "0000.json").read_text())["answers"]
     line = next(iter(answer["written"].strip().splitlines()), "")
     assert answer["rouge_l"] == rouge_l("The key is green.", line)
-
-
-def test_fidelity_at_the_whole_budget_is_dense(build):
-    found = fidelity.run(build("fidelity", budgets=(1.0,), documents=1), QUIET)
-    assert {row.value for row in found.rows} == {1.0}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: FidelityCommand(context=64, new_tokens=64),
-        lambda: RulerCommand(kinds=("guess",)),
-        lambda: RulerCommand(lengths=()),
-        lambda: NeedleCommand(depths=(1.5,)),
-        lambda: MethodsCommand(documents=0),
-    ],
-)
-def test_settings_that_cannot_be_used(make):
-    with pytest.raises(UsageError, match=r"got|takes no"):
-        make()

@@ -1,11 +1,7 @@
 """Every similarity of texts against one worked out by hand."""
 
 import pytest
-from evals.text import common_prefix, common_subsequence, edit_similarity, holds, rouge_l, word_recall, words
-from hypothesis import given
-from hypothesis import strategies as st
-
-TEXTS = st.text("ab 中é.", max_size=8)
+from evals.text import common_prefix, edit_similarity, holds, rouge_l, word_recall, words
 
 
 @pytest.mark.parametrize(
@@ -21,11 +17,6 @@ TEXTS = st.text("ab 中é.", max_size=8)
 )
 def test_words_of_any_script(text, expected):
     assert words(text) == expected
-
-
-def test_common_subsequence_worked_out_by_hand():
-    assert common_subsequence("ABCBDAB", "BDCABA") == 4
-    assert common_subsequence("", "A") == 0
 
 
 def test_rouge_l_worked_out_by_hand():
@@ -55,15 +46,3 @@ def test_recall_and_substring_worked_out_by_hand():
     assert holds("1234", "== 1234)") == 1
     assert holds("1234", "12345") == 0
     assert holds("a b", "a x b") == 0
-
-
-@given(TEXTS, TEXTS)
-def test_similarity_is_symmetric_and_between_0_and_1(a, b):
-    for likeness in (rouge_l, edit_similarity):
-        assert 0 <= likeness(a, b) <= 1
-        assert likeness(a, b) == pytest.approx(likeness(b, a))
-
-
-@given(TEXTS)
-def test_a_text_is_similar_to_itself(a):
-    assert rouge_l(a, a) == edit_similarity(a, a) == common_prefix(a, a) == 1

@@ -6,15 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from evals.methods import load_methods, load_rival
+from evals.methods import load_rival
 from evals.results import read_result
 from evals.rivals import RIVALS, QuestSelector
 from evals.tasks import ppl, tune
 from evals.tasks.ppl_settings import PplCommand
 from evals.tasks.tune import Setting
 from evals.tasks.tune_settings import TuneCommand
-from evals.tuned import Tuned, with_tuned
-from hashtrain.usage import UsageError
 from rich.console import Console
 
 QUIET = Console(quiet=True)
@@ -139,27 +137,3 @@ def test_choices_that_cannot_be_used_are_refused(run, build, tmp_path):
             ppl.run(build(methods=("quest",), tuned=command.out), QUIET)
     with pytest.raises(ValueError, match=r"no tuned\.json"):
         ppl.run(build(methods=("quest",), tuned=tmp_path), QUIET)
-
-
-def test_only_what_was_tuned_is_added():
-    methods = load_methods(["recent", "quest", "quest-heads"], None, None)
-    found = with_tuned(methods, Tuned({"quest": {"page": 8}}, frozenset()))
-    assert [method.name for method in found] == ["recent", "quest", "quest-tuned", "quest-heads"]
-    assert found[2].identity != found[1].identity
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"methods": ("planes",)},
-        {"bits": (32,)},
-        {"tables": (1,)},
-        {"pages": (0,)},
-        {"density": 0.0},
-        {"budgets": (0.1, 0.2)},
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_be_used(given):
-    with pytest.raises(UsageError, match=r"got|takes no"):
-        TuneCommand(**given)

@@ -26,7 +26,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_T
 
 import faiss
 import hashcore
-import hashcore.torch_library
+import hashcore.torch_ops
 import numba
 import numpy as np
 import torch

@@ -4,11 +4,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import hashcore
 import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from hashcore_samples import tensor
 
 
 @pytest.fixture
@@ -20,15 +22,11 @@ def rng() -> np.random.Generator:
 def on_device(monkeypatch):
     """Sends every call with a tensor down the CUDA path, with the host simulator as the device."""
     device = pytest.importorskip("simulated", reason="g++ is needed").Device()
-    from hashcore import torch_library, torch_ops
+    from hashcore import torch_ops
 
-    operators = SimpleNamespace()
-    for name in torch_library.SCHEMAS:
-        plain = name.removesuffix("_out")
-        write = torch_library.CUDA[plain]
-        call = write if name != plain else torch_library._functional(torch_library.RESULTS[name], write)
-        setattr(operators, name, call)
-    monkeypatch.setattr(torch_ops, "OPERATORS", operators)
+    made = {name: torch_ops.on_cuda(name) for name in torch_ops.OPERATIONS}
+    written = {f"{name}_out": operation.cuda for name, operation in torch_ops.OPERATIONS.items()}
+    monkeypatch.setattr(torch_ops, "OPERATORS", SimpleNamespace(**made, **written))
     monkeypatch.setattr("hashcore.cuda.launch.run", device)
     monkeypatch.setattr("hashcore.arguments.for_torch", lambda arguments: any(map(has_tensor, arguments)))
     return device
@@ -38,7 +36,29 @@ def has_tensor(x) -> bool:
     return type(x).__name__ == "Tensor" or (isinstance(x, tuple) and any(map(has_tensor, x)))
 
 
-@pytest.fixture(params=["on the CPU", "on a device"])
-def place(request):
-    """Runs a test twice; the device, or None."""
-    return request.getfixturevalue("on_device") if request.param == "on a device" else None
+class Backend:
+    """Calls a function of hashcore on arrays, or on tensors of the same numbers in memory as the backend needs."""
+
+    def __init__(self, name: str, device=None):
+        self.name, self.device = name, device
+
+    @property
+    def kernels(self):
+        return self.device.kernels if self.device else []
+
+    def __call__(self, function: str, *given, **options):
+        if self.name == "numpy":
+            return getattr(hashcore, function)(*given, **options)
+        found = getattr(hashcore, function)(*map(tensor, given), **{name: tensor(x) for name, x in options.items()})
+        return found
+
+
+@pytest.fixture(params=["numpy", "torch", "operators", "simulated"])
+def backend(request, monkeypatch):
+    """Every way through hashcore: arrays, tensors as arrays, torch operators on the CPU, CUDA's under the simulator."""
+    if request.param == "simulated":
+        return Backend(request.param, request.getfixturevalue("on_device"))
+    if request.param == "operators":
+        pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
+        monkeypatch.setattr("hashcore.arguments.for_torch", lambda arguments: any(map(has_tensor, arguments)))
+    return Backend(request.param)

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import numpy as np
+import pytest
 
 
 def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -29,7 +30,7 @@ def on_threads(workers: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(cpu.threads, "count", return_value=workers))
-        for name in ("plan_score", "plan_search", "plan_ragged_search"):
+        for name in ("plan_score", "plan_search"):
             stack.enter_context(mock.patch.object(cpu, name, getattr(cpu, name).__wrapped__))
         yield
 
@@ -43,6 +44,52 @@ def unaligned(x: np.ndarray) -> np.ndarray:
     return moved
 
 
+def pool_of(rng, pages: int, size: int, heads: int, words: int, *, heads_outside: bool, tail: int = 4) -> np.ndarray:
+    """Codes [heads, pages, size, words] inside pages that have other words before and after them."""
+    memory = random_codes(rng, pages, 4 * words + size * heads * words + tail * words)
+    codes = memory[:, 4 * words : 4 * words + size * heads * words]
+    if heads_outside:  # a head's keys of a page side by side
+        return codes.reshape(pages, heads, size, words).transpose(1, 0, 2, 3)
+    return codes.reshape(pages, size, heads, words).transpose(2, 0, 1, 3)
+
+
+def shuffled_tables(rng, lengths: np.ndarray, size: int, spare: int, shared: int) -> tuple[np.ndarray, int]:
+    """Tables [B, T] of pages in no order, the first `shared` the same in all rows; what is behind the last is wrong."""
+    needed = -(-lengths // size)
+    width, pages = int(needed.max(initial=0)) + spare, int(needed.sum()) + 3
+    free = rng.permutation(pages)
+    tables = rng.choice([-1, pages, 2**30, -(2**31)], (len(lengths), width))
+    for row, count in enumerate(needed):
+        tables[row, :count], free = free[:count], free[count:]
+    common = min(shared, int(needed.min(initial=0)))
+    tables[:, :common] = tables[:1, :common]
+    return tables, pages
+
+
+def tensor(x):
+    """The tensor over an array's memory, or of a copy where torch has no such tensors; others as they are."""
+    if isinstance(x, tuple) and x and isinstance(x[0], np.ndarray):
+        return tuple(map(tensor, x))
+    if not isinstance(x, np.ndarray):
+        return x
+    torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
+    if any(stride < 0 for stride in x.strides) or not x.flags.aligned or not x.dtype.isnative:
+        x = np.array(x, x.dtype.newbyteorder("="))
+    return torch.from_numpy(x if x.flags.writeable else x.copy())
+
+
+LAYOUTS = {
+    "side by side": np.copy,
+    "every second": lambda x: np.repeat(x, 2, axis=-2)[..., ::2, :],
+    "words apart": lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
+    "columns first": np.asfortranarray,
+    "backwards": lambda x: np.copy(x[::-1, ..., ::-1])[::-1, ..., ::-1],
+    "unaligned": unaligned,
+    "repeated": lambda x: np.broadcast_to(x[:1], x.shape),
+}
+"""The same numbers, or the first of them repeated, elsewhere in memory."""
+
+
 def operator_samples(device: str):
     """One call of every torch operator on a device."""
     import torch
@@ -54,14 +101,18 @@ def operator_samples(device: str):
         return tuple(torch.zeros(*shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
 
     query, keys, weights, x = codes(2, 1, 3, 4), codes(1, 3, 33, 4), [1, 2, 4], torch.randn(3, 64, device=device)
+    levels = torch.zeros(3, 40, dtype=torch.int8, device=device)
     k, bound = torch.tensor([[3, 0, 9], [1, 1, 1]], device=device), torch.tensor([[33], [20]], device=device)
     scores, ranges = codes(2, 33) % 99, (None, None, 33, 0, 1, 2)  # lengths, starts, length, start, sink, recent
     return {
         "pack": (x,),
         "pack_out": (x, codes(3, 2)),
         "quantise": (x[:, :40], 3, True),
+        "quantise_out": (x[:, :40], 3, False, levels, x.new_zeros(3, 1)),
         "planes": (x, 3, False),
+        "planes_out": (x, 3, False, codes(3, 3, 2)),
         "group_planes": (codes(2, 7, 4),),
+        "group_planes_out": (codes(2, 7, 4), codes(2, 3, 4)),
         "score": (query, keys, weights),
         "score_out": (query[0, 0], keys[0, 0], None, codes(3, 33)),
         "topk": (scores, 5, None, *ranges),

@@ -29,7 +29,7 @@ def inside(array: np.ndarray, align: int = 16):
 
 def empty(*shape: int, dtype=np.int32):
     """A tensor for results between guard pages, full of what no result is."""
-    return torch.from_numpy(guarded(np.full(shape, -77, dtype), np.dtype(dtype).itemsize))
+    return torch.from_numpy(guarded(np.full(shape, -77).astype(dtype), np.dtype(dtype).itemsize))
 
 
 def assert_same(tensor, expected) -> None:

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hashcore import atomic
@@ -35,14 +34,6 @@ def test_the_umask_of_the_process_is_never_changed(tmp_path, monkeypatch):
         monkeypatch.undo()
         os.umask(old)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
-
-
-def test_a_file_that_the_writer_makes_anew_has_the_same_mode(tmp_path):
-    with replacing(tmp_path / "file") as temporary:
-        temporary.unlink()
-        os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o600))
-    (tmp_path / "other").touch()
-    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
@@ -113,14 +104,3 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path):
         fail()
     assert (tmp_path / "file").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_a_name_as_long_as_the_system_allows_is_written(tmp_path):
-    write(tmp_path / ("n" * 255), b"whole")
-    assert os.listdir(tmp_path) == ["n" * 255]
-
-
-def test_many_may_write_to_one_folder_at_the_same_time(tmp_path):
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: write(tmp_path / f"{i % 5}", b"%d" % i), range(300)))
-    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3", "4"]

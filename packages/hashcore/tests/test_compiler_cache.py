@@ -127,18 +127,6 @@ def test_the_files_are_those_that_are_imported_in_any_form(kernel):
     assert parts.__file__ in map(str, compiler_cache.files(search_kernels.__name__))
 
 
-def test_a_module_without_files_has_a_digest(monkeypatch):
-    monkeypatch.setattr(compiler_cache, "_file", lambda name: None)
-    assert compiler_cache.made_of(search_kernels.search_tasks) == compiler_cache.made_of(search_kernels.merge_tasks)
-
-
-def test_a_kernel_of_a_script_has_a_digest(kernel, monkeypatch):
-    found = kernel()
-    monkeypatch.setattr(found, "__module__", "__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert compiler_cache.made_of(found) != compiler_cache.made_of(search_kernels.search_tasks)
-
-
 def test_another_process_uses_the_machine_code(kernel, tmp_path):
     """Its sets of strings have another order, if the digest depended on it."""
     kernel("helper", "@inner", '@__import__("numba").njit(fastmath={"reassoc", "contract", "nsz"})')

@@ -3,11 +3,22 @@
 import hashcore
 import numpy as np
 import pytest
-from hashcore_samples import operator_samples, random_codes
+from hashcore_samples import operator_samples, random_codes, tensor
+from test_ops import (  # noqa: F401  they run here with the fixture `backend` of this file
+    CODES,
+    test_group_planes,
+    test_layouts_do_not_change_the_result,
+    test_leading_dimensions_broadcast,
+    test_pack_and_unpack,
+    test_quantise_and_planes,
+    test_score,
+    test_search,
+    test_search_in_pages,
+    test_topk,
+)
 
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
-torch_library = pytest.importorskip("hashcore.torch_library", reason="torch is an optional extra of hashcore")
 torch_ops = pytest.importorskip("hashcore.torch_ops", reason="torch is an optional extra of hashcore")
 
 DEVICE = torch.device("cuda")
@@ -15,11 +26,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; test_kernels.py runs on the CPU"),
 ]
-# Words and weights; the last two need a second level of the histogram and codes longer than a thread holds.
-SCORES = [(4, (1, 2, 4)), (4, (1,)), (3, (5, 1)), (2, (1, 2)), (8, (1, 2, 4, 8, 16)), (12, (1, 2))]
 LENGTHS = [1, 9, 33, 129, 2049, 9001, 70_001, 300_000]
-SEEDS = range(6)
-DTYPES = ["float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64"]
 
 
 def repeating(rng: np.random.Generator, rows: int, n: int, words: int) -> np.ndarray:
@@ -51,61 +58,27 @@ def ranges(rng: np.random.Generator, rows: int, n: int) -> list[dict]:
     return [{}, {"lengths": n - n // 3, "starts": n // 5, "sink": 2, "recent": 1}, ragged]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_equals_numpy(rng, dtype):
-    x = rng.normal(0, 2, (1001, 96)).astype(np.float32)
-    x[:, ::5], x[:, 1::7] = 0.0, -0.0
-    if "float" in dtype:
-        x[:, 2::11], x[:, 3::13], x[:, 4::17] = np.nan, np.inf, 2.0**-24
-    typed = torch.from_numpy(np.abs(x) if dtype == "uint8" else x).to(getattr(torch, dtype))
-    expected = hashcore.pack((typed > 0).numpy())
-    assert_equal(hashcore.pack(typed.to(DEVICE)), expected)
-    assert_equal(hashcore.unpack(hashcore.pack(typed.to(DEVICE))), hashcore.unpack(expected))
+@pytest.fixture
+def backend():
+    """The tests of every function that are imported above, on a GPU."""
+
+    def call(function, *given, **options):
+        found = getattr(hashcore, function)(*map(moved, given), **{name: moved(x) for name, x in options.items()})
+        return (
+            tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in found)
+            if isinstance(found, tuple)
+            else found.cpu()
+        )
+
+    return call
 
 
-@pytest.mark.parametrize("planes", range(1, 9))
-def test_planes_equal_numpy(rng, planes):
-    w = (rng.normal(size=(33, 160)) * 10.0 ** rng.integers(-6, 5, (33, 1))).astype(np.float32)
-    w[0], w[1, ::3] = 0.0, 0.0
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        typed = torch.from_numpy(w).to(dtype)
-        seen = typed.float().clamp(-60_000, 60_000)
-        typed = seen.to(dtype).to(DEVICE)
-        assert_equal(hashcore.planes(typed, planes)[0], hashcore.planes(seen.to(dtype).float().numpy(), planes)[0])
-        assert_equal(hashcore.quantise(typed, planes), hashcore.quantise(seen.to(dtype).float().numpy(), planes))
-
-
-def test_planes_of_what_is_not_finite_equal_numpy(rng):
-    w = rng.normal(size=(4, 64)).astype(np.float32)
-    w[0, :5], w[1, 3], w[2, 4:6], w[3] = np.nan, np.inf, (-np.inf, np.nan), np.nan
-    for planes in (1, 3, 8):
-        assert_equal(hashcore.planes(there(w), planes, check=False)[0], hashcore.planes(w, planes, check=False)[0])
-    with pytest.raises(ValueError, match="w must be finite in float32"):
-        hashcore.planes(there(w))
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 12, 16])
-def test_group_planes_equal_numpy(rng, group):
-    codes = random_codes(rng, 37, group, 5)
-    ours, weights = hashcore.group_planes(there(codes))
-    expected, same = hashcore.group_planes(codes)
-    assert_equal(ours, expected)
-    assert weights == same
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_scores_equal_numpy(seed):
-    rng = np.random.default_rng(seed)
-    for words, weights in SCORES:
-        queries, n = int(rng.integers(1, 40)), int(rng.choice(LENGTHS[:6]))
-        query, keys = random_codes(rng, 2, queries, words), random_codes(rng, 2, n, words)
-        planes = random_codes(rng, 3, 1, len(weights), words)
-        assert_equal(hashcore.score(there(query), there(keys)), hashcore.score(query, keys))
-        assert_equal(hashcore.score(there(planes), there(keys), weights), hashcore.score(planes, keys, weights))
+def moved(x):
+    return x.to(DEVICE) if isinstance(x := tensor(x), torch.Tensor) else x
 
 
 @pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize(("words", "weights"), SCORES)
+@pytest.mark.parametrize(("words", "weights"), CODES[2:6])
 def test_searches_equal_numpy(words, weights, n):
     rng = np.random.default_rng(n + words)
     rows = 3
@@ -139,11 +112,6 @@ def test_results_of_32_bits_equal_numpy(rng):
     expected = hashcore.search(planes, keys, 40, (1, 2, 4), order="index")
     hashcore.search(there(planes), there(keys), 40, (1, 2, 4), order="index", out=tuple(out))
     assert_equal(tuple(out), (expected[0], expected[1].astype(np.int32)))
-
-
-def test_queries_without_weights_are_rows(rng):
-    query, keys = random_codes(rng, 2, 6, 4), random_codes(rng, 1, 5000, 4)
-    assert_equal(hashcore.search(there(query), there(keys), 70), hashcore.search(query, keys, 70))
 
 
 def test_a_filled_part_of_a_cache_is_searched_where_it_lies(rng):
@@ -231,7 +199,7 @@ def test_a_kernel_is_not_loaded_during_a_capture(rng):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("name", torch_library.SCHEMAS)
+@pytest.mark.parametrize("name", operator_samples("meta"))
 def test_operators_keep_their_schema_and_their_shapes(name):
     torch.library.opcheck(getattr(torch.ops.hashcore, name).default, operator_samples("cuda")[name])
 

@@ -1,14 +1,15 @@
-"""Search results of BitIndex, by code and by exact score."""
+"""BitIndex: what it finds by code and by exact score, how it encodes, and rows that are added and removed."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import hashcore
 import numpy as np
 import pytest
 from hashcore import BitIndex, reference
+from hashcore.index import encoder
 from hashcore_index import LAW, brute_force, codes_of, same_state, seeds, sizes, vectors_of, words
 from hashcore_samples import assert_same
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -37,14 +38,6 @@ def _planes_of(queries, planes, codes):
 
 
 @LAW
-@given(seeds, st.integers(1, 4))
-def test_weighted_planes_find_what_their_vector_finds(seed, planes):
-    index, queries = BitIndex.from_codes(codes_of(seed, 60, 2)), vectors_of(seed, 3, 64)
-    ready, weights = hashcore.planes(queries, planes)
-    assert_same(index.search(ready, 9, weights=weights), index.search(queries, 9, planes=planes))
-
-
-@LAW
 @given(st.data(), st.sampled_from([None, "float32", "float16"]), st.sampled_from(["dot", "cosine"]), seeds)
 def test_rerank_of_everything_is_exact_search(data, keep, metric, seed):
     n = data.draw(st.integers(1, 60))
@@ -62,22 +55,6 @@ def test_rerank_of_everything_is_exact_search(data, keep, metric, seed):
     np.testing.assert_array_equal(ids, np.argsort(-exact.astype(np.float32), axis=-1, kind="stable")[:, :k])
     np.testing.assert_allclose(scores, np.take_along_axis(exact, ids, -1), rtol=1e-6, atol=1e-7)
     assert scores.dtype == np.float32
-
-
-def test_rerank_scores_the_candidates_that_codes_find():
-    x, queries = vectors_of(0, 300, 64), vectors_of(1, 4, 64)
-    index = BitIndex.from_vectors(x)
-    _, candidates = index.search(queries, 12)
-    _, ids = index.search(queries, 4, rerank=3, vectors=x)
-    for query, some, best in zip(queries, candidates, ids, strict=True):
-        assert best.tolist() == some[np.argsort(-(x[some] @ query))[:4]].tolist()
-
-
-def test_equal_exact_scores_go_to_the_one_added_first():
-    x = vectors_of(0, 90, 32)
-    x[:, 0] = 1  # the inner product with the query, whatever the code's score
-    index = BitIndex.from_vectors(x, np.arange(90)[::-1], encoder="sign", keep="float32")
-    assert index.search(np.eye(32)[0], 9, rerank=10)[1].tolist() == list(range(89, 80, -1))
 
 
 def test_given_vectors_are_found_by_id():
@@ -102,15 +79,6 @@ def test_a_batch_equals_its_queries_alone(data, seed, rerank):
         assert_same((scores[at], ids[at]), index.search(queries[at], 6, rerank=rerank))
 
 
-def test_a_long_rerank_in_blocks_equals_one_in_one_go(monkeypatch):
-    from hashcore.index import retrieve
-
-    index, queries = BitIndex.from_vectors(vectors_of(0, 90, 32), keep="float16"), vectors_of(1, 7, 32)
-    whole = index.search(queries, 5, rerank=4)
-    monkeypatch.setattr(retrieve, "GATHERED", 1)
-    assert_same(index.search(queries, 5, rerank=4), whole)
-
-
 def test_an_empty_index_finds_nothing():
     for index in (BitIndex(40), BitIndex.from_codes(codes_of(0, 0, 2)), BitIndex(64, keep="float16")):
         query = vectors_of(0, 2, index.dim)
@@ -126,24 +94,6 @@ def test_repr_says_what_is_inside():
     )
     assert repr(BitIndex.from_codes(codes_of(0, 3, 4))) == "BitIndex(3 codes of 128 bits, signs, 0.0 MB)"
     assert BitIndex.from_codes(codes_of(0, 3, 4)).nbytes == 3 * (16 + 8)
-
-
-def test_the_shortlist_of_earlier_versions_is_refused_by_name():
-    codes = codes_of(0, 5, 4)
-    for search in (BitIndex.from_codes(codes).search, lambda query, k, **how: hashcore.search(query, codes, k, **how)):
-        with pytest.raises(ValueError, match=r"search no longer takes shortlist: .*; omit it"):
-            search(codes[:1], 1, shortlist=4)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'short'"):
-            search(codes[:1], 1, short=4)
-
-
-def test_searches_from_several_threads_equal_one_thread():
-    index, queries = BitIndex.from_vectors(vectors_of(0, 3000, 64), keep="float16"), vectors_of(1, 5, 64)
-    index.remove(np.arange(0, 3000, 7))
-    alone = index.search(queries, 9, rerank=3)
-    with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: index.search(queries, 9, rerank=3), range(24)):
-            assert_same(found, alone)
 
 
 def test_tensors_give_what_arrays_give_as_tensors():
@@ -164,3 +114,178 @@ def test_tensors_give_what_arrays_give_as_tensors():
     half = torch.from_numpy(x).bfloat16()
     same_state(BitIndex.from_vectors(half), BitIndex.from_vectors(half.float().numpy()))
     same_state(BitIndex.from_codes(torch.from_numpy(codes)), BitIndex.from_codes(codes))
+
+
+@LAW
+@given(st.data(), st.integers(1, 70), st.sampled_from([32, 64, 96]), st.booleans(), seeds)
+def test_codes_are_the_signs_of_the_centred_rotation(data, dim, bits, centred, seed):
+    x = vectors_of(seed, 7, dim)
+    mean = x.mean(0) if centred else None
+    index = BitIndex(dim, bits, seed=seed, mean=mean)
+    index.add(x)
+    projected = np.zeros((7, bits), np.float32)
+    y = x - mean if centred else x
+    for j, row in enumerate(encoder.rotation(dim, bits, seed)):  # one rounding an addition, first dimension first
+        projected += y[:, j, None] * row
+    np.testing.assert_array_equal(index._encoder.project("vectors", x), projected)
+    np.testing.assert_array_equal(index.codes, reference.pack(projected))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4"])
+def test_every_float_dtype_and_stride_gives_the_same_codes(dtype):
+    x = vectors_of(0, 20, 40).astype(np.float16)
+    expected = BitIndex.from_vectors(x.astype(np.float32)).codes
+    wide = np.zeros((40, 80), dtype)
+    wide[::2, ::2] = x
+    for view in (x.astype(dtype), wide[::2, ::2], np.asfortranarray(x.astype(dtype))):
+        np.testing.assert_array_equal(BitIndex.from_vectors(view).codes, expected)
+
+
+@pytest.mark.parametrize(("dim", "bits"), [(1, 32), (5, 32), (32, 32), (40, 32), (40, 96), (33, 64)])
+def test_rotation_is_special_orthogonal_block_by_block(dim, bits):
+    matrix = encoder.rotation(dim, bits, 3)
+    assert matrix.shape == (dim, bits)
+    for start in range(0, bits, dim):
+        block = matrix[:, start : start + dim].astype(np.float64)
+        np.testing.assert_allclose(block.T @ block, np.eye(block.shape[1]), atol=1e-6)
+        if block.shape[1] == dim:
+            assert np.linalg.det(block) == pytest.approx(1, abs=1e-4)
+    assert not np.array_equal(matrix, encoder.rotation(dim, bits, 4)) or dim == 1
+
+
+def test_fewer_bits_are_the_first_columns_and_more_begin_with_them():
+    few, many = encoder.rotation(40, 32, 7), encoder.rotation(40, 96, 7)
+    np.testing.assert_array_equal(few, many[:, :32])
+
+
+def test_centring_subtracts_the_mean_of_the_first_vectors_everywhere():
+    x = vectors_of(0, 90, 32) + 5
+    centred = BitIndex.from_vectors(x, encoder="sign", centre=True)
+    moved = BitIndex.from_vectors(x - centred._encoder.mean, encoder="sign")
+    np.testing.assert_allclose(centred._encoder.mean, x.mean(0), rtol=1e-6)
+    np.testing.assert_array_equal(centred.codes, moved.codes)
+    assert_same(centred.search(x[:3], 5), moved.search(x[:3] - centred._encoder.mean, 5))
+
+
+@LAW
+@given(st.lists(st.integers(0, 40), max_size=5), st.sampled_from(["sign", "rotation"]), seeds)
+def test_adding_in_any_split_equals_adding_at_once(parts, how, seed):
+    x = vectors_of(seed, sum(parts), 64)
+    whole, split = (BitIndex(64, encoder=how, keep="float16") for _ in range(2))
+    whole.add(x)
+    for part in np.split(x, np.cumsum(parts)):
+        split.add(part)
+    same_state(whole, split)
+    k = min(5, len(x))
+    assert_same(split.search(x[:3], k, rerank=2), whole.search(x[:3], k, rerank=2))
+
+
+def test_adding_across_blocks_equals_adding_one_at_a_time(monkeypatch):
+    x = vectors_of(0, 50, 32)
+    whole = BitIndex.from_vectors(x)
+    monkeypatch.setattr(encoder, "BLOCK", 7)
+    same_state(BitIndex.from_vectors(x), whole)
+
+
+@LAW
+@given(st.data(), seeds, st.integers(1, 3))
+def test_after_removal_an_index_equals_one_built_without(data, seed, alphabet):
+    n = data.draw(sizes)
+    codes = codes_of(seed, n, 2, alphabet)
+    ids = np.random.default_rng(seed).permutation(3 * n)[:n]
+    if data.draw(st.booleans()):
+        ids = np.sort(ids)
+    gone = data.draw(st.sets(st.integers(0, n - 1)))
+    index, keep = BitIndex.from_codes(codes, ids), np.delete(np.arange(n), sorted(gone))
+    for part in np.array_split(ids[sorted(gone)], 3):
+        index.remove(part)
+    without = BitIndex.from_codes(codes[keep], ids[keep])
+    same_state(index, without)
+    assert len(index) == len(keep)
+    k = data.draw(st.integers(0, len(keep)))
+    queries = codes_of(seed + 1, 2, 2)
+    assert_same(index.search(queries, k), without.search(queries, k))
+    assert all((i in index) == (i in set(ids[keep].tolist())) for i in ids.tolist())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 12), min_size=1)), max_size=12))
+def test_any_history_equals_a_list_of_its_rows(history):
+    index, model = BitIndex(32, encoder="sign"), {}
+    for step, (adds, numbers) in enumerate(history):
+        chosen = sorted(numbers, key=lambda i: (i * 5) % 13)  # not ascending
+        if adds:
+            new = [i for i in chosen if i not in model]
+            fresh = codes_of(step, len(new), 1, 3)
+            index.add(fresh, np.array(new, np.int64))
+            model |= dict(zip(new, fresh, strict=True))
+        else:
+            old = [i for i in chosen if i in model]
+            index.remove(old)
+            for i in old:
+                del model[i]
+        assert [i in index for i in range(13)] == [i in model for i in range(13)]
+    assert list(index) == list(model)
+    if model:
+        query = codes_of(1, 1, 1)
+        scores = reference.score(query, np.array(list(model.values())))
+        assert_same(index.search(query, len(model)), brute_force(scores, np.array(list(model)), len(model)))
+
+
+def test_ids_are_not_given_twice_by_default():
+    index = BitIndex.from_codes(codes_of(0, 3, 1))
+    index.remove([2])
+    index.add(codes_of(1, 2, 1))
+    index.add(codes_of(2, 1, 1), [40])
+    index.add(codes_of(3, 1, 1))
+    assert index.ids.tolist() == [0, 1, 3, 4, 40, 41]
+
+
+def test_what_an_index_gives_away_is_a_copy():
+    index = BitIndex.from_codes(codes_of(0, 5, 2))
+    before = index.codes
+    for array in (index.codes, index.ids, *index.search(before[0], 5)):
+        array[...] = 77
+    assert index.ids.tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_array_equal(index.codes, before)
+
+
+def test_inputs_are_neither_changed_nor_held():
+    x, ids = vectors_of(0, 9, 32), np.arange(9)
+    copy = x.copy()
+    index = BitIndex.from_vectors(x, ids, encoder="sign", keep="float32", mean=x[0])
+    np.testing.assert_array_equal(x, copy)
+    before = index.codes
+    x[...], ids[...] = -1, 3
+    assert index.ids.tolist() == list(range(9))
+    np.testing.assert_array_equal(index.codes, before)
+    np.testing.assert_allclose(index.search(copy[4], 1, rerank=9)[0], [copy[4] @ copy[4]], rtol=1e-6)
+
+
+def test_a_search_sees_every_change_whole():
+    """While one thread adds and removes pairs of equal codes, no search sees one of a pair alone."""
+    base, pair = codes_of(0, 200, 2), codes_of(1, 1, 2)
+    index = BitIndex.from_codes(base)
+
+    started, stop = threading.Event(), threading.Event()
+
+    def change():
+        first = 1000
+        while not stop.is_set():
+            index.add(np.repeat(pair, 2, 0), [first, first + 1])
+            started.set()
+            index.remove([first, first + 1])
+            first += 2
+
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change)
+        started.wait(60)
+        try:
+            for _ in range(300):
+                scores, ids = index.search(pair[0], 3)
+                alike = ids[scores == 64].tolist()
+                assert alike in ([], [alike[0], alike[0] + 1] if alike else [])
+        finally:
+            stop.set()
+        changing.result()
+    assert list(index) == list(range(200))

@@ -60,15 +60,6 @@ def test_scratch_memory_is_one_for_what_runs_in_order(monkeypatch):
     assert {x.address == x.tensor.data_ptr() for x in (first, stream, more, capture)} == {True}
 
 
-def test_scratch_memory_that_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(kept, "_lanes", kept.Table(2))
-    monkeypatch.setattr(kept, "MOST_BYTES", 400)
-    assert kept.scratch(80, HERE) is kept.scratch(80, HERE)
-    assert kept.scratch(101, HERE) is not kept.scratch(101, HERE)
-    assert kept.scratch(90, HERE).words == 100
-    assert elsewhere(lambda: kept.scratch(10, HERE).words) == 10
-
-
 @pytest.fixture
 def loaded(monkeypatch):
     """The kernels that are loaded, by a driver that launches nothing."""

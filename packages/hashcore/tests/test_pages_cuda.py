@@ -6,14 +6,13 @@ Pages without an owner, and keys after a row's last, would score best. Pool, tab
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore_samples import random_codes
+from hashcore_samples import random_codes, shuffled_tables
 from hostsim import SimulationError, Simulator, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pages import shuffled_tables
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
-from hashcore import torch_ops  # noqa: E402
+import hashcore  # noqa: E402
 from hashcore.cuda import kept, operands, tensor_search  # noqa: E402
 
 torch = simulated.torch
@@ -89,19 +88,6 @@ def test_keys_in_pages_are_found_as_gathered_ones(data, device):
 
 
 @pytest.mark.parametrize("order", simulated.ORDERS)
-@pytest.mark.parametrize("size", [16, 32, 128])
-def test_long_rows_are_found_in_any_order(rng, size, order):
-    lengths = np.array([9000, 4097])
-    pool, query = Pool(rng, lengths, size, 2, 4, shared=5), random_codes(rng, 2, 2, 3, 4)
-    pool.poison(query)
-    device, ends = simulated.Device(order), lengths[:, None]
-    ranges = dict(lengths=ends, sink=4, recent=1)
-    expected = reference.search(query, pool.gathered(), ends // 50, PLANES, order="index", **ranges)
-    simulated.assert_same(search(query, pool, ends // 50, PLANES, device, **ranges), expected)
-    assert device.kernels == ["list_candidates", "select_64"]
-
-
-@pytest.mark.parametrize("order", simulated.ORDERS)
 def test_keys_that_a_wrong_floor_left_out_are_scored_in_their_pages(rng, order, monkeypatch):
     """The launch that selects scores them again, through the table."""
     lengths = np.array([9000, 3000])
@@ -133,16 +119,6 @@ def test_queries_over_the_same_pages_read_them_together(rng, heads, kernel):
     assert device.kernels[0] == kernel
 
 
-def test_rows_with_other_tables_are_no_group(rng):
-    """With one head, sequences differ in their tables alone; keys of one must not be scored for another."""
-    lengths = np.array([500, 400, 300])
-    pool, query, device = Pool(rng, lengths, 32, 1, 4), random_codes(rng, 3, 1, 3, 4), simulated.Device()
-    found = search(query, pool, 20, PLANES, device, lengths[:, None])
-    ranges = dict(lengths=lengths[:, None], order="index")
-    simulated.assert_same(found, reference.search(query, pool.gathered(), 20, PLANES, **ranges))
-    assert device.kernels[0] == "list_candidates"
-
-
 def test_page_numbers_out_of_range_read_nothing_outside_the_pool(rng):
     """A caller's error, which the host cannot see: the guard pages are not touched."""
     pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
@@ -172,28 +148,6 @@ def test_a_table_for_each_row_needs_no_copies(rng):
         rows = torch.arange(30) // found.per
         ours = torch.stack([found.blocks.flatten()[r * found.width :][: blocks.shape[-1]] for r in rows])
         assert torch.equal(ours, expected.int())
-
-
-def test_a_second_search_makes_nothing(rng, monkeypatch):
-    """Other pages, lengths and counts: the launches and the memory of the first serve."""
-    pool, query = Pool(rng, np.array([700, 90]), 16, 2, 4), random_codes(rng, 2, 2, 3, 4)
-    ends = pool.lengths[:, None]
-    search(query, pool, ends // 9, PLANES, simulated.Device(), ends)
-    monkeypatch.setattr(tensor_search.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
-    other = np.array([[650], [33]])
-    pool.blocks[0, [3, 7]] = pool.blocks[0, [7, 3]]
-    pool.tables[0, [3, 7]] = pool.tables[0, [7, 3]]
-    expected = reference.search(query, pool.gathered(), ends // 9, PLANES, lengths=other, order="index")
-    simulated.assert_same(search(query, pool, ends // 9, PLANES, simulated.Device(), other), expected)
-
-
-def test_contiguous_kernels_know_nothing_of_pages(rng):
-    """The same sources without the macro: no argument more, no other program."""
-    seen = []
-    out = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int64)
-    query, keys = (torch.from_numpy(random_codes(rng, 2, rows, 4)) for rows in (3, 300))
-    tensor_search.search(query, keys, 5, PLANES, operands.Bounds(), *out, run=lambda found, _: seen.extend(found))
-    assert not any("HASHCORE_PAGES" in dict(one.macros) for one in seen)
 
 
 def test_the_guard_pages_catch_a_table_that_is_read_too_far(rng):
@@ -228,7 +182,7 @@ def test_what_does_not_fit_is_refused(name):
     make, words = REFUSED[name]
     pool, blocks = (x.to("meta") for x in make())
     with pytest.raises((ValueError, TypeError), match=words):
-        torch_ops.search(torch.zeros(1, 4).int().to("meta"), pool, 1, blocks=blocks)
+        hashcore.search(torch.zeros(1, 4).int().to("meta"), pool, 1, blocks=blocks)
 
 
 def test_keys_that_would_have_to_be_copied_are_refused(rng):
@@ -237,3 +191,13 @@ def test_keys_that_would_have_to_be_copied_are_refused(rng):
     pool.codes = np.lib.stride_tricks.as_strided(memory, pool.codes.shape, (memory.nbytes, 129 * 4, 16, 4))
     with pytest.raises(ValueError, match=r"aligned to 16 bytes, got strides .*copy the pages"):
         search(query, pool, 20, PLANES, simulated.Device(), np.array([[300]]))
+
+
+def test_rows_with_other_tables_are_no_group(rng):
+    """With one head, sequences differ in their tables alone; keys of one must not be scored for another."""
+    lengths = np.array([500, 400, 300])
+    pool, query, device = Pool(rng, lengths, 32, 1, 4), random_codes(rng, 3, 1, 3, 4), simulated.Device()
+    found = search(query, pool, 20, PLANES, device, lengths[:, None])
+    ranges = dict(lengths=lengths[:, None], order="index")
+    simulated.assert_same(found, reference.search(query, pool.gathered(), 20, PLANES, **ranges))
+    assert device.kernels[0] == "list_candidates"

@@ -3,8 +3,7 @@
 import hashcore
 import numpy as np
 import pytest
-from hashcore_samples import random_codes
-from test_pages import pool_of, shuffled_tables
+from hashcore_samples import pool_of, random_codes, shuffled_tables
 
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")

@@ -6,32 +6,18 @@ import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
 
-import numba
 import numpy as np
 import pytest
 from hashcore.cpu import team, threads
 from hashcore.cpu.intrinsics import observe, publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.extending import intrinsic
 
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.usefixtures("real_threads"),
     pytest.mark.skipif(team.runtime() is None, reason="torch uses no OpenMP here"),
 ]
-
-
-@intrinsic
-def add(typing_context, x, value):
-    """Add to x[0], an int64, at once."""
-
-    def emit(context, builder, signature, values):
-        place = context.make_array(signature.args[0])(context, builder, values[0]).data
-        builder.atomic_rmw("add", place, values[1], "seq_cst")
-        return context.get_dummy_value()
-
-    return numba.types.void(x, numba.types.int64), emit
 
 
 def count_tasks(first, last, ran):
@@ -77,14 +63,6 @@ def test_arguments_of_every_kind_arrive_and_results_are_joined(rng, readonly):
     assert found == 2**12 - 1
 
 
-def test_kernels_are_compiled_once_for_arguments_of_a_type(rng):
-    kernel, known = threads.compiled(count_tasks), []
-    for kind in (np.int64, np.int64, np.int32):
-        team.run(kernel, 5, 2, (np.zeros(5, kind),))
-        known.append(sum(key[0] is kernel for key in team._bodies))
-    assert known[0] == known[1] == known[2] - 1
-
-
 def test_an_exception_of_a_kernel_is_raised_after_the_others_have_run():
     ran = np.zeros(40, np.int64)
     with pytest.raises(ArithmeticError, match="task 17 is one too many"):
@@ -93,62 +71,12 @@ def test_an_exception_of_a_kernel_is_raised_after_the_others_have_run():
     threads.run(fail_late, 40, 3, (40, ran))
 
 
-def allocate(first, last, size, out):
-    for task in range(first, last):
-        out[task] = np.ones(size)[task]
-
-
-def test_a_kernel_without_memory_says_so():
-    """As commands expect, which print one sentence then."""
-    with pytest.raises(MemoryError, match="Allocation failed"):
-        threads.run(allocate, 4, 3, (1 << 45, np.zeros(4)))
-    threads.run(allocate, 4, 3, (10, np.zeros(4)))
-
-
-def who_works(first, last, working, most, wanted, turns):
-    """Note how many calls run at the same time; wait a while for those that are wanted, and for more."""
-    add(working, 1)
-    left = turns
-    while left > 0:
-        left -= 1
-        most[first] = max(most[first], observe(working, 0))
-        if most[first] == wanted:
-            left = min(left, 100_000)
-    add(working, -1)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_no_more_threads_work_than_were_asked_for(workers):
-    torch.set_num_threads(5)
-    working, most = np.zeros(1, np.int64), np.zeros(8, np.int64)
-    threads.run(who_works, 8, workers, (working, most, workers, 50_000_000))
-    assert working[0] == 0
-    assert most.max() == workers
-
-
 def test_more_threads_than_torch_has_are_threads_of_ours(monkeypatch):
     used = []
     monkeypatch.setattr(threads, "_helpers", lambda process: used.append(process) or ThreadPoolExecutor(3))
     for workers, own in ((3, 0), (4, 3)):
         threads.run(count_tasks, 9, workers, (np.zeros(9, np.int64),))
         assert len(used) == own
-
-
-def test_a_thread_is_worth_less_work_where_torch_has_one():
-    small, large = threads.TEAM_GRAIN, threads.GRAIN
-    found = [threads.count(work, 64) for work in (small, 2 * small, 9 * small, 2 * large, 5 * large)]
-    assert found == [1, 2, 3, 3, 5]
-
-
-def test_several_threads_may_have_teams_at_once():
-    def work(_):
-        ran = np.zeros(300, np.int64)
-        for _ in range(50):
-            threads.run(count_tasks, 300, 4, (ran,))
-        return set(ran)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(work, range(4))) == [{50}] * 4
 
 
 def _in_child(queue):

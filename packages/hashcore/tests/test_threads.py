@@ -4,34 +4,11 @@ import threading
 import time
 
 import hashcore
-import numpy as np
 import pytest
-from hashcore import reference
 from hashcore.cpu import threads
-from hashcore_samples import assert_same, on_threads, random_codes
-from hypothesis import HealthCheck, given, settings
+from hashcore_samples import on_threads, random_codes
+from hypothesis import given
 from hypothesis import strategies as st
-
-
-@pytest.mark.usefixtures("real_threads")
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_results_do_not_depend_on_the_number_of_threads(data):
-    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    rows, n, words = (
-        data.draw(st.integers(1, 70)),
-        data.draw(st.integers(1, 5000)),
-        data.draw(st.sampled_from([1, 4, 6])),
-    )
-    workers, order = data.draw(st.integers(2, 9)), data.draw(st.sampled_from(["best", "index"]))
-    query, keys, weights = random_codes(rng, rows, 2, words), random_codes(rng, n, words), (1, 2)
-    k, options = data.draw(st.integers(0, min(n, 300))), dict(lengths=rng.integers(0, n + 1, rows), recent=1)
-    with on_threads(workers):
-        scores = hashcore.score(query, keys, weights)
-        assert_same(scores, reference.score(query, keys, weights))
-        assert_same(hashcore.topk(scores, k, **options), reference.topk(scores, k, **options))
-        found = hashcore.search(query, keys, k, weights, order=order, **options)
-        assert_same(found, reference.topk(scores, k, order=order, **options))
 
 
 @pytest.mark.usefixtures("real_threads")
@@ -93,22 +70,6 @@ def test_a_call_that_fails_has_no_thread_left_that_uses_its_memory():
 def test_the_caller_takes_part_and_waits_for_no_thread_that_is_busy_elsewhere():
     """Pieces that start others would wait for each other for ever, once all threads have one."""
     assert _run(lambda first, last: sum(_run(lambda a, b: b - a, 5, 9)), 12, 9) == [5] * 12
-
-
-def test_threads_are_kept_and_a_forked_process_has_its_own():
-    assert threads._helpers(1) is threads._helpers(1)
-    assert threads._helpers(1) is not threads._helpers(2)
-
-
-def test_small_work_starts_no_thread(rng, monkeypatch):
-    monkeypatch.setattr(threads.team, "size", lambda: 1)
-    monkeypatch.setattr(threads, "_helpers", None)
-    monkeypatch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", 8)
-    query, keys = random_codes(rng, 1, 4), random_codes(rng, 60_000, 4)
-    hashcore.search(query, keys, 100)
-    hashcore.topk(hashcore.score(query, keys), 100)
-    with pytest.raises(TypeError, match="not callable"):  # large work would
-        hashcore.score(query, np.broadcast_to(keys[:1], (5_000_000, 4)))
 
 
 @given(work=st.integers(0, 2**50), setting=st.integers(1, 300))

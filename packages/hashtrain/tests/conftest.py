@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from hashtrain.data.capture import capture
-from hashtrain_runs import model_and_text, without_figures
+from hashtrain_runs import model_and_text
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -28,12 +28,6 @@ def make_config(**changes):
         eos_token_id=0,
     )
     return LlamaConfig(**{**settings, **changes})
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_figures():
-    with without_figures():
-        yield
 
 
 @pytest.fixture(scope="session")

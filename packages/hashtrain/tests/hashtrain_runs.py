@@ -1,8 +1,6 @@
 """Shared parts of the tests of whole runs: a tiny model with a text, and everything that a run stored."""
 
-import contextlib
 import json
-from unittest import mock
 
 import torch
 from hashtrain.demo import demo_model_path
@@ -12,18 +10,6 @@ SMALL = [
     *("--context", "512", "--contexts", "2", "--held-out", "1", "--held-out-rows", "4", "--steps", "2"),
     *("--dense-layers", "1", "--workers", "1"),
 ]
-
-
-FIGURES = ("draw", "draw_by_head", "draw_bits")
-
-
-@contextlib.contextmanager
-def without_figures():
-    """Draw none at the end of a run: that takes two thirds of the time of a small one."""
-    from hashtrain.run import pipeline
-
-    with mock.patch.multiple(pipeline, **dict.fromkeys(FIGURES, lambda *_: None)):
-        yield
 
 
 class Whole:

@@ -6,14 +6,11 @@ import zipfile
 
 import pytest
 import torch
-from hashtrain import Hasher, ModelShape
+from hashtrain import Hasher
 from hashtrain.artefact.convert import convert
-from hashtrain.cli import main
-from hashtrain.demo import demo_model_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
-from transformers import AutoConfig
 
 
 def published(layers=2, heads=4, d=32):
@@ -83,11 +80,6 @@ def test_every_truncation_and_every_changed_byte_is_one_sentence_or_harmless(who
         assert flip, "a truncated file was taken"
 
 
-def test_a_missing_file_is_one_sentence(tmp_path, tiny_config):
-    with pytest.raises(ValueError, match="no file"):
-        convert(tmp_path / "none.pth", tiny_config(), tmp_path / "h")
-
-
 def forged(whole, name, change, **how):
     """Return a copy of the file with one file of its zip replaced."""
     out = whole.with_name("forged.pth")
@@ -108,8 +100,7 @@ BYTES = b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."  # bytearray
         (lambda pickle: b"\x80\x04\x8c\x02os\x8c\x06system\x93.", {}, "it calls STACK_GLOBAL"),
         (lambda pickle: pickle.replace(b"_rebuild_tensor_v2", b"_rebuild_meta_tensor_no_storage"), {}, "meta_tensor"),
         (lambda pickle: pickle.replace(b"M\x00\x10", b"J\xff\xff\xff\x7f"), {}, "damaged or holds more than tensors"),
-        (lambda pickle: pickle, {"compression": zipfile.ZIP_DEFLATED}, "expected uncompressed files"),
-        (lambda pickle: pickle + bytes(2 << 20), {}, "expected at most|of at most"),
+        (lambda pickle: pickle + bytes(9 << 20), {"compression": zipfile.ZIP_DEFLATED}, "expected at most"),
     ],
 )
 def test_a_forged_file_is_refused_before_torch_allocates(whole, tiny_config, change, how, message):
@@ -119,23 +110,7 @@ def test_a_forged_file_is_refused_before_torch_allocates(whole, tiny_config, cha
     assert not (path.parent / "h-forged").exists()
 
 
-def test_two_files_of_one_name_are_refused(whole, tiny_config):
-    path = forged(whole, "data.pkl", lambda pickle: pickle)
-    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
-        archive.writestr(next(name for name in archive.namelist() if name.endswith("data.pkl")), b".")
-    with pytest.raises(ValueError, match="two of its files have the same name"):
-        convert(path, tiny_config(), path.parent / "h-forged")
-
-
 @pytest.mark.parametrize("tensor", [torch.zeros(1, 4, 1, 32).to_sparse(), torch.zeros(1, 4, 1, 32, device="meta")])
 def test_tensors_that_are_not_dense_are_refused(tmp_path, tiny_config, tensor):
     with pytest.raises(ValueError, match=r"expected floats of|it calls"):
         convert(stored(tmp_path, [*published()[:7], tensor]), tiny_config(), tmp_path / "h")
-
-
-def test_the_command_accepts_the_demo_model(tmp_path, capsys):
-    shape = ModelShape.of(AutoConfig.from_pretrained(demo_model_path()))
-    content = published(shape.num_layers, shape.num_query_heads, shape.head_dim)
-    out = tmp_path / "made"
-    assert main(["convert", str(stored(tmp_path, content)), "--model", "demo", "--out", str(out)]) == 0
-    assert Hasher.from_pretrained(out / "paper").config.base_model == "hashtrain demo"

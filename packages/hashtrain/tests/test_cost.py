@@ -3,11 +3,12 @@
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.evaluation.budgets import LEAST_SHARE, MOST_SHARE
 from hashtrain.evaluation.cost import (
     DENSE_ABOVE,
     FALLS,
     LEAST_COST,
+    LEAST_SHARE,
+    MOST_SHARE,
     Steps,
     layer_costs,
     layer_shares,
@@ -70,44 +71,6 @@ def test_the_costliest_layers_stay_dense_but_few(steps):
     assert found["dense"] == [27, 28, 29]  # of the 29 above the bound
     hasher.config = HasherConfig("lsh", ModelShape(9, 4, 2, 32))
     assert layer_costs([Given()], hasher, 0.02, lambda doing, count: None)["dense"] == []
-
-
-class Layers:
-    """Costs by layer, which add up but for what `dense` layers spare the others."""
-
-    def __init__(self, costs, spared=None):
-        self.costs, self.spared = costs, spared or {}
-
-    def cost(self, hasher, layers, fraction):
-        left = [n for n in range(len(self.costs)) if n not in layers]
-        spared = sum(self.spared.get(n, 0.0) for n in left) if len(layers) > 1 else 0
-        return torch.tensor([sum(self.costs[n] for n in layers) - spared])
-
-
-def choice(costs, failing, spared=None):
-    hasher = torch.nn.Module()
-    hasher.remainder = lambda layer: None
-    hasher.config = HasherConfig("lsh", ModelShape(len(costs), 4, 2, 32))
-    return layer_costs([Layers(costs, spared)], hasher, 0.02, lambda doing, count: None, failing)
-
-
-def test_a_layer_whose_heads_fail_stays_dense_only_if_that_measures_better():
-    cheap = [0.0005] * 20
-    assert choice(cheap, [])["dense"] == []
-    found = choice(cheap, [3, 7], spared={7: 0.01})
-    assert found["dense"] == [7]
-    assert found["without"] == {"3": 0.0095, "7": pytest.approx(-0.0005)}
-    assert found["all"] == 0.01
-
-
-def test_failing_and_costly_layers_share_one_layer_in_ten():
-    costs = [0.0005] * 20
-    costs[2] = costs[4] = 2 * DENSE_ABOVE
-    spared = {7: 0.01}
-    assert choice(costs, [7], spared)["dense"] == [2, 4]
-    costs[4] = 0.0
-    assert choice(costs, [7], spared)["dense"] == [2, 7]
-    assert choice(costs[:9], [7], spared)["dense"] == []
 
 
 def test_a_remainder_that_makes_a_layer_worse_is_taken_off(model):

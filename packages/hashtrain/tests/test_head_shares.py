@@ -1,15 +1,13 @@
 """Budgets by KV head: what a head costs, how a total is divided, and where the shares are kept."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.cli import main
 from hashtrain.data.capture import capture, capturing
-from hashtrain.evaluation import budgets
-from hashtrain.evaluation.budgets import FACTORS, LEAST_SHARE, MOST_SHARE, divide, fitted, head_errors, head_shares
+from hashtrain.evaluation import cost, remainder
+from hashtrain.evaluation.cost import FACTORS, LEAST_SHARE, MOST_SHARE, divide, fitted, head_errors, head_shares
 from hashtrain.evaluation.metrics import reading
 from hashtrain.evaluation.remainder import tokens_read
 from hypothesis import given
@@ -56,10 +54,10 @@ def stored(model, folder, count=2):
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_an_error_is_of_the_layers_output_when_one_head_alone_is_sparse(model, calibrated, tmp_path, monkeypatch):
     """Against masked attention, row by row; without the remainder, whose own tests compare it with decoding."""
-    monkeypatch.setattr(budgets, "ROWS", 20)
+    monkeypatch.setattr(cost, "HEAD_ROWS", 20)
     hasher, ids = lsh(model), contexts(1)[0]
     if calibrated:
-        monkeypatch.setattr(budgets, "add_remainder", lambda out, lse, value, weight: out)
+        monkeypatch.setattr(remainder, "add_remainder", lambda out, lse, value, weight: out)
         hasher.layer(1).remainder[:] = 0.1
     found = head_errors(model, hasher, stored(model, tmp_path, 1), 0.1, 3)
     rows, held = torch.randint(50, 200, (20,), generator=torch.Generator().manual_seed(3)), {}
@@ -81,28 +79,6 @@ def test_an_error_is_of_the_layers_output_when_one_head_alone_is_sparse(model, c
             one[2 * head : 2 * head + 2] = attend(read)[2 * head : 2 * head + 2]
             gap = project(one.transpose(0, 1).flatten(1)) - project(dense.transpose(0, 1).flatten(1))
             assert found[1][head, at].item() == pytest.approx(gap.square().sum().item(), rel=1e-3)
-
-
-def test_a_model_without_a_known_projection_has_errors_of_attention_itself(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(budgets, "_OUTPUT", ())
-    plain = head_errors(model, lsh(model), stored(model, tmp_path, 1), 0.1, 0)
-    assert all(errors.shape == (2, 7) and (errors > 0).all() for errors in plain)
-
-
-@pytest.mark.parametrize("count", [4, 7])
-def test_a_power_law_is_found_from_the_first_budgets(count):
-    errors, slopes = torch.tensor([3.0, 0.5]), torch.tensor([1.5, 0.4])
-    x = torch.tensor(budgets.FACTORS[:count])
-    found = budgets.fitted(errors[:, None] * x ** -slopes[:, None])
-    torch.testing.assert_close(found, (errors.double(), slopes.double()), rtol=1e-5, atol=0)
-
-
-def test_budgets_at_which_a_head_reads_all_are_not_fitted(model, tmp_path):
-    """Their errors are rounding alone."""
-    data = stored(model, tmp_path)
-    assert all(0.4 < share < 2 for own in head_shares(model, lsh(model), data, 0.9) for share in own)
-    whole = head_errors(model, lsh(model), data, 0.9, 0)
-    assert all((errors[:, 4:] < 1e-6 * errors[:, :1]).all() for errors in whole)
 
 
 def test_shares_are_of_each_layers_heads(model, tmp_path):
@@ -132,25 +108,3 @@ def test_a_hasher_from_before_loads_without_shares(tmp_path):
     del stored["head_shares"]
     (tmp_path / "config.json").write_text(json.dumps(stored))
     assert Hasher.from_pretrained(tmp_path).head_shares == ()
-
-
-def test_a_trained_hasher_gets_shares_by_a_command(tmp_path, capsys, monkeypatch):
-    from hashtrain.demo import model_path
-    from hashtrain.models import load_config
-
-    monkeypatch.setattr(budgets, "ROWS", 8)
-    before = Hasher(HasherConfig("lsh", ModelShape.of(load_config(model_path("demo")))))
-    before.save_pretrained(tmp_path / "lsh", "A card.")
-    assert main(["share", str(tmp_path / "lsh"), "--context", "512"]) == 0
-    shares = json.loads(capsys.readouterr().out)["head_shares"]
-    after = Hasher.from_pretrained(tmp_path / "lsh")
-    assert after.config == replace(before.config, head_shares=shares)
-    assert [len(own) for own in shares] == [2] * 6
-    assert after.card == "A card."
-    for name, x in before.state_dict().items():
-        assert torch.equal(x, after.state_dict()[name])
-    assert main(["share", str(tmp_path / "none")]) == 2
-    assert "expected the folder of a hasher" in capsys.readouterr().err
-    assert main(["share", "owner/name"]) == 2  # nothing is fetched: shares are stored in a folder
-    assert "there is no folder owner/name" in capsys.readouterr().err
-    assert main(["share", str(tmp_path / "lsh"), "--fraction", "0"]) == 2

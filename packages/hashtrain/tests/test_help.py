@@ -28,9 +28,3 @@ def test_a_wrong_flag_points_to_the_help_that_lists_the_right_ones(name, capsys)
     assert code == 2
     assert f"hashtrain {name or 'train'} --help" in said
     assert "hashtrain --help" not in said
-
-
-def test_shell_completion_covers_all_subcommands(capsys):
-    code, said = left(["--tyro-print-completion", "bash"], capsys)
-    assert not code
-    assert all(f"'{name}'" in said for name in COMMANDS)

@@ -29,20 +29,6 @@ def test_invalid_pairs_do_not_count():
     assert ranking_loss(top, rest, torch.tensor([False, False])).item() == 0
 
 
-def test_heads_that_share_what_is_valid_each_count():
-    top, rest, valid = torch.zeros(3, 2), torch.ones(3, 4), torch.tensor([True, True, False, True])
-    losses = [ranking_loss(top.to(dtype), rest.to(dtype), valid) for dtype in (torch.float32, torch.float64)]
-    assert losses[0].item() == pytest.approx(losses[1].item()) == pytest.approx(math.log1p(math.exp(4)))
-
-
-def test_loss_is_the_mean_over_rows_of_unequal_size():
-    top, rest = torch.tensor([[4.0, 6.0], [1.0, 2.0]]), torch.tensor([[0.0, 1.0], [3.0, -1.0]])
-    valid = torch.tensor([[True, True], [False, True]])
-    gaps = [4, 3, 6, 5, 2, 3]
-    expected = sum(math.log1p(math.exp(3 - gap)) for gap in gaps) / 6
-    assert ranking_loss(top, rest, valid).item() == pytest.approx(expected, rel=1e-6)
-
-
 def test_reconstruction_is_the_share_of_variance_that_no_line_explains():
     scores, logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]]), torch.tensor([[1.0, 2.0, 0.0, -7.0]])
     valid = torch.tensor([[True, True, True, False]])
@@ -50,12 +36,6 @@ def test_reconstruction_is_the_share_of_variance_that_no_line_explains():
     assert reconstruction_loss(scores, logits, valid).item() == pytest.approx(1 - corr.item() ** 2, rel=1e-5)
     line = 3 - 2 * logits
     assert reconstruction_loss(line, logits, valid).item() == pytest.approx(0, abs=1e-6)
-
-
-def test_reconstruction_of_a_row_without_tokens_has_a_finite_slope():
-    scores = torch.tensor([[1.0, 2.0]], requires_grad=True)
-    reconstruction_loss(scores, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool)).backward()
-    assert torch.isfinite(scores.grad).all()
 
 
 def test_softsign_and_its_sign():
@@ -95,10 +75,6 @@ def test_top_count_is_the_floor_of_the_fraction_between_its_bounds(visible, thou
     expected = min(visible, max(least, visible * thousandths // 1000))
     assert top_count(visible, thousandths / 1000, least) == expected
     assert top_count(torch.tensor([visible]), thousandths / 1000, least).item() == expected
-
-
-def test_top_count_is_capped():
-    assert top_count(1000, 0.5, max_tokens=7) == 7
 
 
 def qkp(rows=9, t=200, heads="kv"):
@@ -197,12 +173,3 @@ def test_the_kernel_of_the_loss_equals_autograd_in_float64(rows, tops, rests, sp
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     for ours, expected in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.grad.double(), expected.grad, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_scores_that_are_not_finite_give_a_loss_that_is_not(bad):
-    scores = torch.zeros(1, 8), torch.zeros(1, 16)
-    for x in scores:
-        broken = [y.clone() for y in scores]
-        next(y for y in broken if y.shape == x.shape)[0, 0] = bad
-        assert not math.isfinite(ranking_loss(*broken, torch.ones(1, 16, dtype=torch.bool)).item())

@@ -12,7 +12,6 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import capture, run_context
 from hashtrain.data.offsets import offset, positions, reach_of
 from hashtrain.evaluation.cost import Steps
-from hashtrain.models import text_decoder
 from hashtrain_runs import command
 
 CONTEXT, REACH = 64, 1024
@@ -110,10 +109,6 @@ def test_a_few_contexts_cover_the_reach(count):
     assert max(b - a for a, b in itertools.pairwise(found)) <= 2 * room / (count - 1) + 1
 
 
-def test_without_room_all_begin_at_zero():
-    assert {offset(n, CONTEXT, reach) for n in range(9) for reach in (None, CONTEXT, 1)} == {0}
-
-
 def test_stored_contexts_are_at_their_offsets(model, tmp_path):
     """Fails if the offset is dropped on the way to the model."""
     ids = [torch.arange(CONTEXT), torch.arange(CONTEXT)]
@@ -122,12 +117,6 @@ def test_stored_contexts_are_at_their_offsets(model, tmp_path):
         wanted, _ = run_context(model, ids[number], torch.float32, first=first)
         assert torch.equal(stored.keys(number, 1)[0], wanted["k.1"])
     assert not torch.equal(stored.keys(0, 1)[0], stored.keys(1, 1)[0])
-
-
-def test_another_reach_is_another_capture(model, tmp_path):
-    ids = [torch.arange(CONTEXT)] * 2
-    before = capture(model, ids, tmp_path, reach=CONTEXT).keys(1, 0)[0].clone()
-    assert not torch.equal(before, capture(model, ids, tmp_path, reach=REACH).keys(1, 0)[0])
 
 
 def test_steps_at_an_offset_cost_the_same(model):
@@ -147,10 +136,6 @@ def test_a_hasher_tells_its_reach(tiny_config, tmp_path):
     for wrong in (0, -1, 1.5, True, "long", 1 << 32):
         with pytest.raises(ValueError, match="reach must be between 1 and"):
             HasherConfig("lsh", shape, reach=wrong)
-
-
-def test_decoders_of_multimodal_models_are_asked_for_their_own_length(model):
-    assert reach_of(model.config, CONTEXT) == text_decoder(model).config.max_position_embeddings
 
 
 def test_a_run_records_the_reach_and_hashes_what_it_saw_there(folder, tmp_path):

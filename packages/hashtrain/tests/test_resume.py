@@ -2,20 +2,16 @@
 
 import contextlib
 import multiprocessing
-import os
 import random
 import time
-from pathlib import Path
 
 import pytest
-import torch
-from hashtrain import Hasher
 from hashtrain.cli import main
 from hashtrain.run.workfolder import locked
 from hashtrain_runs import model_and_text, stored
 from worker_jobs import command_line
 
-FORMS = {"planes": "--only planes --bits 32", "stream": "--stream --only paper-exact"}
+FORMS = {"planes": "--only planes --bits 32", "transform": "--only transform"}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +71,7 @@ def form(request, tmp_path_factory, tiny_config):
     indirect=["form"],
 )
 def test_kills_in_training_and_before_change_no_bit(form, anywhere, kills, tmp_path):
-    """Kills at any moment, then kills in training. A streamed run cut off in its own process: test_cli_runs.py."""
+    """Kills at any moment, then kills in training. A run in waves, cut off in its own process: test_waves.py."""
     arguments, wanted, seconds = form
     out, moments, exits = tmp_path / "run", random.Random(0), []
     for number in range(anywhere + kills):
@@ -102,32 +98,11 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     def fail(*args):
         raise OSError("disk full")
 
-    monkeypatch.setattr("hashtrain.run.pipeline.draw", fail)
+    monkeypatch.setattr("hashtrain.run.pipeline.card", fail)
     assert main([*arguments, "--out", str(out)]) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("hashtrain.run.sources.capture_one", fail)
+    monkeypatch.setattr("hashtrain.run.waves.capture_one", fail)
     monkeypatch.setattr("hashtrain.run.job.evaluate_layer", fail)
-    assert main([*arguments, "--out", str(out)]) == 0
-    assert stored(out) == uninterrupted
-
-
-@pytest.mark.slow
-def test_a_second_start_hashes_no_weights_and_reads_no_text(arguments, uninterrupted, tmp_path, monkeypatch):
-    out, weights = tmp_path / "run", Path(arguments[1]) / "model.safetensors"
-
-    def fail(*args):
-        raise OSError("it was read")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("hashtrain.run.pipeline.draw", fail)
-        assert main([*arguments, "--out", str(out)]) == 2
-    for name in ("weights_hash", "require_apart"):
-        monkeypatch.setattr(f"hashtrain.run.prepare.{name}", fail)
-    monkeypatch.setattr("hashtrain.run.prepare.tokenise_with", lambda *args: fail)
-    before = weights.stat()
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # a file that may be another: hashed again
-    assert main([*arguments, "--out", str(out)]) == 2
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted
 
@@ -136,20 +111,20 @@ def test_a_second_start_hashes_no_weights_and_reads_no_text(arguments, uninterru
 def test_files_of_other_settings_are_not_reused(arguments, uninterrupted, tmp_path, monkeypatch):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("hashtrain.run.pipeline.draw", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr("hashtrain.run.pipeline.card", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
         assert main([*arguments, "--out", str(out), "--seed", "1"]) == 2
         assert list((out / ".work" / "layers").iterdir())
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted
 
 
-def test_a_damaged_capture_file_is_made_anew(arguments, uninterrupted, tmp_path):
+def test_a_capture_that_was_cut_off_is_made_anew(arguments, uninterrupted, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    assert main(["capture", *arguments, "--out", str(out)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("hashtrain.run.pipeline.make", lambda *args: (_ for _ in ()).throw(OSError("the power went")))
+        assert main([*arguments, "--out", str(out)]) == 2
     victim = out / ".work" / "train" / "00001.safetensors"
-    content = bytearray(victim.read_bytes())
-    content[-1] ^= 1
-    victim.write_bytes(content)
+    victim.write_bytes(victim.read_bytes()[:-1])
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted
 
@@ -159,22 +134,6 @@ def test_a_second_run_in_the_same_folder_is_one_sentence(arguments, tmp_path, ca
     with locked(tmp_path / "run"):
         assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
     assert "another run is working in" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_killed_run_leaves_the_old_hasher(arguments, tmp_path):
-    out = tmp_path / "run"
-    assert main([*arguments, "--out", str(out), "--steps", "2"]) == 0
-    before = Hasher.from_pretrained(out / "planes").state_dict()
-    process = started([*arguments, "--steps", "100000"], out)
-    deadline = time.monotonic() + 300
-    while not list(out.glob(".work/layers/*.checkpoint")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.kill()
-    process.join()
-    assert list(out.glob(".work/layers/*.checkpoint")), "the run was not killed while it trained"
-    after = Hasher.from_pretrained(out / "planes").state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_half_written_files_of_killed_runs_are_swept_away(tmp_path):

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hashtrain.data import texts
 from hashtrain.data.corpus import read_texts
-from hashtrain.data.texts import HubText
 
 pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
 import pyarrow as pa
@@ -67,6 +67,9 @@ def test_hub_ids_are_streamed_by_the_real_loader(tmp_path, monkeypatch):
         read_texts([Path("hub:nobody/nothing")])
     with pytest.raises(ValueError, match=f"hub:nobody/nothing/some.jsonl cannot be read: .*{remedy}"):
         read_texts([Path("hub:nobody/nothing/some.jsonl")])
+    for wrong, said in (("hub:pg19", "expected hub:OWNER/NAME"), ("hub:a/b/c.txt", "expected a file ending in .jsonl")):
+        with pytest.raises(ValueError, match=said):
+            read_texts([Path(wrong)])
 
 
 def test_rows_of_the_hub_that_fail_on_the_way_name_the_remedy(monkeypatch):
@@ -74,7 +77,7 @@ def test_rows_of_the_hub_that_fail_on_the_way_name_the_remedy(monkeypatch):
         yield {"text": "one"}
         raise ConnectionError("no route to the Hub")
 
-    monkeypatch.setattr(HubText, "rows", lambda self: broken())
+    monkeypatch.setattr(texts, "_stream", lambda *given, **how: broken())
     with pytest.raises(
         ValueError, match=r"hub:owner/name cannot be read: no route.*; give a local \.jsonl or \.txt file"
     ):

@@ -33,12 +33,6 @@ class Skewed(Whole):
         return self.contexts[context]
 
 
-def test_contexts_no_longer_than_the_first_row_trained_on_are_refused():
-    with pytest.raises(ValueError, match="longer than min_position = 256, got 256 tokens"):
-        train_layer(layer_of("planes"), 0, Skewed(t=256), TrainConfig(steps=1))
-    assert len(train_layer(layer_of("planes"), 0, Skewed(t=257), TrainConfig(steps=1))) == 1
-
-
 def layer_of(variant, init="rotation"):
     config = HasherConfig(variant, SHAPE, bits=64, hidden=64, init=init)
     return BY_VARIANT[variant](config, torch.Generator().manual_seed(0))
@@ -63,9 +57,8 @@ def test_training_raises_iou_on_rows_it_never_saw(variant, init):
     assert iou(layer, data) > before + 0.05
 
 
-@pytest.mark.parametrize("variant", ["linear", "group-xnor", "down-proj"])
-def test_the_other_variants_learn(variant):
-    data, layer = Skewed(), layer_of(variant)
+def test_a_rotation_learns():
+    data, layer = Skewed(), layer_of("linear")
     before = iou(layer, data)
     train_layer(layer, 0, data, SETTINGS)
     assert iou(layer, data) > before + 0.02
@@ -92,29 +85,10 @@ def test_the_slope_of_products_is_that_of_the_logits():
     layer.start(data, 0)
     (q, k, scaling), rows = data.read(0, 0), torch.arange(100, 116)
     training = Training(layer, 0, data, SETTINGS)
-    ((part, pairs, _),) = training._pairs(q[:, :, rows], k, rows, scaling, 0)
+    ((part, pairs, _),) = training._pairs(q[:, :, rows], k, rows, scaling)
     top, rest = pair_scores(layer, part, k, pairs)
     expected = ranking_loss(top, rest, pairs.valid, scaling)
     torch.testing.assert_close(_loss(layer, part, k, pairs, scaling, SETTINGS), expected)
-
-
-@pytest.mark.parametrize("variant", ["planes", "paper"])
-def test_reconstruction_learns_too(variant):
-    data, layer = Skewed(), layer_of(variant)
-    losses = train_layer(layer, 0, data, replace(SETTINGS, loss="reconstruction"))
-    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
-    assert 0 <= min(losses) <= max(losses) <= 1
-
-
-def test_the_same_seed_trains_the_same_bits():
-    def trained(seed):
-        layer = layer_of("planes")
-        train_layer(layer, 0, Skewed(), TrainConfig(steps=3, rows=4, min_position=50, seed=seed))
-        return layer.state_dict()
-
-    first, again, other = trained(1), trained(1), trained(2)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
 def poisoned(at):
@@ -187,7 +161,7 @@ def test_chunks_add_up_to_the_gradient_of_the_mean_over_all_rows(loss):
     training._pairs = lambda *args: drawn.append(pairs_of(*args)) or drawn[-1]
     q, k, scaling = training.data.read(0, 0)
     at = torch.tensor([60, 200, 333, 399])
-    got = training._gradients(q[:, :, at], k, at, scaling, 0)
+    got = training._gradients(q[:, :, at], k, at, scaling)
     gradients = [p.grad.clone() for p in layer.parameters()]
     means = torch.stack([_loss(layer, rows, k, pairs, scaling, config) for rows, pairs, _ in drawn[0]])
     weights = torch.tensor([float(weight) for *_, weight in drawn[0]])
@@ -234,14 +208,6 @@ def test_a_training_cut_off_at_any_step_ends_with_the_same_bits(variant, at, tmp
     assert all(torch.equal(t, resumed.keys_trained[name]) for name, t in training.keys_trained.items())
 
 
-def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
-    file = Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
-    train_layer(layer_of("planes"), 0, Skewed(), TrainConfig(steps=1, rows=4, min_position=50), checkpoint=file)
-    file.path.write_bytes(file.path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"is damaged .* delete it and rerun the command"):
-        file.load()
-
-
 def test_learning_rate_rises_then_falls_to_zero():
     config = TrainConfig(steps=100, learning_rate=1.0, warmup=0.1)
     rates = [config.learning_rate_at(step) for step in range(100)]
@@ -253,12 +219,3 @@ def test_learning_rate_rises_then_falls_to_zero():
     rates = [twice.learning_rate_at(step) for step in range(100)]
     assert max(rates[:25]) == max(rates[25:]) == pytest.approx(1.0)
     assert max(rates[24], rates[99]) < 0.01
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"fraction": 0}, {"fraction": 1.1}, {"steps": 0}, {"learning_rate": 0}, {"loss": "hinge"}, {"keys_first": 2}],
-)
-def test_impossible_settings_are_refused(changes):
-    with pytest.raises(ValueError, match="must be"):
-        TrainConfig(**changes)

@@ -8,11 +8,9 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.config import SINK
-from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.layers import BY_VARIANT
 from hashtrain.layers.surrogate import digits
-from hashtrain.layers.transform import CONTEXTS
-from hashtrain.layers.transform_coding import DISTORTIONS, MAX_DIGITS, STEPS, allocate, even, moments, start
+from hashtrain.layers.transform import DISTORTIONS, MAX_DIGITS, STEPS, allocate, moments, start
 from hashtrain_runs import Whole
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,25 +94,6 @@ def test_coordinates_are_uncorrelated_and_rebuild_the_inner_product():
     assert torch.corrcoef(torch.stack([exact.flatten(), rebuilt.flatten()]))[0, 1] > 0.999
 
 
-def test_a_start_finds_what_even_digits_of_a_rotation_do_not():
-    data = Captured()
-    plain, started = make(bits=32), make(bits=32)
-    started.start(data, 0)
-    q, k, _ = data.read(0, 0)
-    exact = q.unflatten(1, (2, 2)).sum(2) @ k.mT
-
-    def correlation(layer):
-        found = layer.scores(q, k).float()
-        return torch.stack(
-            [
-                torch.corrcoef(torch.stack([a, b]))[0, 1]
-                for a, b in zip(found.flatten(0, 2), exact.flatten(0, 2), strict=True)
-            ]
-        ).mean()
-
-    assert correlation(started) > 0.9 > 0.85 > correlation(plain)
-
-
 def test_a_start_has_whole_digits_that_fill_the_code():
     layer = make(bits=96)
     layer.start(Captured(), 0)
@@ -179,28 +158,6 @@ def test_training_scores_are_the_deployed_scores():
     torch.testing.assert_close(layer.soft_queries(q) @ layer.soft_keys(k).mT, deployed, atol=1e-3, rtol=1e-5)
 
 
-def test_training_scores_estimate_the_inner_product():
-    layer, data = make(), Captured()
-    layer.start(data, 0)
-    q, k, _ = data.read(0, 0)
-    product = layer.by_group(q).sum(2) @ (k - k.mean(2, keepdim=True)).mT
-    found = layer.soft_queries(q) @ layer.soft_keys(k).mT
-    slope = (found * product).sum() / product.square().sum()
-    assert 0.8 < slope < 1.2
-
-
-def test_the_layout_follows_the_digits():
-    layer = make()
-    before = layer.layout()
-    changed = layer.digits.clone()
-    changed[0, 0], changed[0, 1] = changed[0, 0] + 1, changed[0, 1] - 1
-    layer.load_state_dict({**layer.state_dict(), "digits": changed})
-    after = layer.layout()
-    assert not torch.equal(after.coordinate, before.coordinate)
-    assert (after.coordinate[0] == 0).sum() == changed[0, 0]
-    assert after.power[0].tolist() == sorted(after.power[0].tolist(), reverse=True)
-
-
 def test_a_layout_goes_where_its_layer_goes_and_survives_inference_mode():
     layer = make()
     with torch.inference_mode():
@@ -225,21 +182,6 @@ def test_contexts_that_are_not_finite_are_left_out_of_a_start():
     broken.q[:] = torch.nan
     with pytest.raises(FloatingPointError, match="expected a context with finite queries and keys"):
         layer.start(broken, 0)
-
-
-def test_a_start_and_its_estimator_are_its_own():
-    for changes in ({"init": "random"}, {"estimator": "softsign"}):
-        with pytest.raises(ValueError, match="transform starts from data and is trained straight-through"):
-            make(**changes)
-
-
-def test_streamed_runs_keep_the_contexts_that_a_start_reads():
-    assert CONTEXTS <= MAX_CONTEXTS
-
-
-def test_bits_are_shared_evenly_without_data():
-    assert even(16, 40).tolist() == [3] * 8 + [2] * 8
-    assert make(bits=64).digits.unique().tolist() == [4]
 
 
 @pytest.mark.parametrize("value", [-1.0, 9.0, 3.5, 5.0])

@@ -3,21 +3,29 @@
 import multiprocessing
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain.data.captured import EVERYTHING
-from hashtrain.machine import allocator
-from hashtrain.machine.allocator import keep_freed_memory
+from hashtrain import ModelShape
+from hashtrain.cli import main
+from hashtrain.machine import allocator, distribute, workers
+from hashtrain.machine.distribute import device_for, here
 from hashtrain.machine.workers import default_workers, run_jobs
-from hashtrain.run import sources
+from hashtrain.run import prepare, waves
+from hashtrain.run.prepare import workers_of
+from hashtrain.run.waves import Reads
+from hashtrain.settings.train_command import TrainCommand
+from hashtrain_runs import command
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
-from worker_jobs import break_stubbornly, die, fail, private_bytes, square
+from worker_jobs import die, fail, its_number, square
+
+SHAPE = ModelShape(2, 4, 2, 32)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -32,19 +40,12 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
 
 @pytest.mark.slow
 @pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
-def test_workers_have_imported_what_they_need_before_they_are_forked():
-    """In a new process: in this one, other tests may have started the server with other imports."""
-    code = "from hashtrain.machine.workers import run_jobs; from worker_jobs import knows_its_work\n"
-    code += "if __name__ == '__main__':\n    print(run_jobs(knows_its_work, [1, 2], 2, print))"
-    assert said_by(code) == ["[True, True]"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
-def test_what_workers_are_forked_from_starts_early_and_leaves_ctrl_c_to_its_parent():
+def test_what_workers_are_forked_from_leaves_ctrl_c_to_its_parent():
     """Interrupted in its imports it would print a traceback."""
-    code = "import signal\nfrom hashtrain.machine import workers\nworkers.PRELOADED = ('says_interrupts',)\n"
-    code += "workers.start_server()\nprint('parent', signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    code = "import signal\nfrom hashtrain.machine import workers\nfrom worker_jobs import square\n"
+    code += "workers.PRELOADED = ('says_interrupts',)\n"
+    code += "if __name__ == '__main__':\n    workers.run_jobs(square, [1, 2], 2, lambda *_: None)\n"
+    code += "    print('parent', signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     assert sorted(said_by(code)) == ["parent True", "server ignores True"]
 
 
@@ -56,39 +57,38 @@ def said_by(code):
     return done.stdout.splitlines()
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
-def test_two_workers_add_less_than_half_a_model_of_private_memory(tiny_config):
-    """A model of 128 MB and a tiny one: what a worker holds besides the weights is the same."""
-    ids, held = [torch.arange(8)] * 2, []
-    for vocabulary in (97, 500_000):
-        model = LlamaForCausalLM(tiny_config(vocab_size=vocabulary, tie_word_embeddings=True)).eval().share_memory()
-        held.append(run_jobs(private_bytes, ids, 2, print, given=model))
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert size > 120e6
-    assert sum(held[1]) - sum(held[0]) < size / 2
-
-
 def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, monkeypatch):
-    ids, said, given = torch.arange(32), [], []
-
-    def noted(function, jobs, workers, report, given=None, own=sources.run_jobs):
-        shared.append(None if given is None else next(given.parameters()).is_shared())
-        return own(function, jobs, workers, report, given)
-
-    shared, model = [], str(folder / "model")
-    monkeypatch.setattr(sources, "run_jobs", noted)
+    reads, original, shared, made = Reads(SHAPE, 32, 2, 2, 1, 1, lambda layer: None), waves.run_jobs, [], []
+    monkeypatch.setattr(waves, "run_jobs", lambda *given, **how: shared.append(given[2]) or original(*given, **how))
     for number, room in enumerate((1e12, 0.0)):
-        monkeypatch.setattr(sources, "_shared_room", lambda room=room: room)
-        paths = [tmp_path / f"{number}-{i}.safetensors" for i in range(2)]
-        jobs = [sources._Job(model, "cpu", ids, path, "train", EVERYTHING, 5) for path in paths]
-        sources._capture(jobs, 2, lambda *message: said.append(message))
-        given.append([load_file(path) for path in paths])  # not the bytes: safetensors orders metadata at random
-    sources.loaded.cache_clear()
-    assert shared == [True, None]
-    for one, other in zip(*given, strict=True):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, room=room: SimpleNamespace(free=room))
+        source = waves.Source("train", tmp_path / str(number), [torch.arange(32)] * 2, reads, "weights", "cpu")
+        waves.make_all(str(folder / "model"), [(source, [0, 1])], 2, lambda *message: None)
+        assert source.lacking([0, 1]) == []
+        made.append([load_file(source.stored.file(n)) for n in range(2)])
+    waves.loaded.cache_clear()
+    assert shared == [2, 1]  # workers: each would need its own copy of the model
+    for one, other in zip(*made, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-    assert sum("has its own copy of the model" in text for text, _ in said) == 1
+
+
+def test_each_worker_has_a_device_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(distribute, "require_compiler", lambda: None)
+    for number, device in enumerate(("cuda:0", "cuda:1", "cuda:0")):
+        monkeypatch.setattr(workers, "number", number)
+        assert (str(here("cuda")), str(here("cuda:1")), str(here("cpu"))) == (device, "cuda:1", "cpu")
+    for wanted in ("cuda:2", f"cuda:{10**30}"):
+        with pytest.raises(ValueError, match=f"{wanted} does not exist: this machine has 2 CUDA devices, cuda:0"):
+            device_for(wanted, 0)
+    assert workers_of(TrainCommand(), "cuda") == 2
+    assert workers_of(TrainCommand(), "cuda:1") == 1
+
+
+@pytest.mark.slow
+def test_workers_know_their_numbers():
+    assert sorted(run_jobs(its_number, [1, 2], 2, print)) == [0, 1]
 
 
 def test_an_error_of_one_job_stops_the_others():
@@ -99,7 +99,7 @@ def test_an_error_of_one_job_stops_the_others():
 
 
 def test_a_killed_worker_is_one_sentence():
-    with pytest.raises(ChildProcessError, match=r"killed in job \d of 2, perhaps for lack of memory; run again with"):
+    with pytest.raises(ChildProcessError, match=r"a worker was killed, perhaps for lack of memory; run again with"):
         run_jobs(die, [1, 2], 2, print)
 
 
@@ -131,11 +131,6 @@ def alive(pid):
         return file.read().split()[2] != "Z"
 
 
-def test_an_error_that_cannot_be_pickled_arrives_as_text():
-    with pytest.raises(RuntimeError, match="Stubborn: it broke"):
-        run_jobs(break_stubbornly, [1, 2], 2, print)
-
-
 def faults(keep):
     """Return the page faults of a new process that frees 64 MB repeatedly."""
     # By path: importing the package would dominate the time.
@@ -154,12 +149,17 @@ def test_freed_memory_is_kept():
     assert int(kept) < int(faults(keep=False)[0]) / 10
 
 
-def test_other_c_libraries_have_no_such_setting(monkeypatch):
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert not keep_freed_memory()
-
-
 def test_there_is_a_worker_a_core_up_to_six(monkeypatch):
     for cores, expected in ((1, 1), (2, 2), (64, 6)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         assert default_workers() == expected
+
+
+def test_a_missing_compiler_is_a_sentence_before_the_model_is_read(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(prepare, "loaded", lambda *_: pytest.fail("the model was read"))
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    assert main([*command(folder, tmp_path / "run"), "--device", "auto"]) == 2
+    assert "hashcore needs cuda-core to compile its CUDA kernels" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

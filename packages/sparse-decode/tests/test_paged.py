@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import Operators, fake_gpu, launches_of
-from hashcore import torch_library
+from hashcore import torch_ops
 from hashtrain import Hasher, HasherConfig
 from paged_cases import BITS, BUDGETS, DIM, HKV, HQ, LENGTHS, SHAPE, SIZES, Batch, layer_of, pool, selector
 from sparse_decode.budget import LayerBudget
@@ -42,7 +42,7 @@ def backend(request, monkeypatch):
 def simulated(monkeypatch, order=0):
     run = steps(order)
     monkeypatch.setattr("hashcore.cuda.launch.run", run)
-    search = torch_library._functional(torch_library.RESULTS["search"], torch_library.CUDA["search"])
+    search = torch_ops.on_cuda("search")
     monkeypatch.setattr(cuda_pages, "SEARCH", types.SimpleNamespace(search=search))
     ours = types.SimpleNamespace(gather=gather.gather, place_codes=cuda_pages.place_codes)
     monkeypatch.setattr(cuda_pages, "OPERATORS", ours)

@@ -28,7 +28,7 @@ from flash_doubles import (
     pool,
     split,
 )  # fmt: skip
-from hashcore import torch_library
+from hashcore import torch_ops
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hostsim import Simulator, compiler
@@ -99,7 +99,7 @@ def simulated(monkeypatch):
             simulator(one.source, one.macros).launch(one.kernel, one.grid, (one.threads,), one.arguments)
 
     monkeypatch.setattr("hashcore.cuda.launch.run", run)
-    search = torch_library._functional(torch_library.RESULTS["search"], torch_library.CUDA["search"])
+    search = torch_ops.on_cuda("search")
     monkeypatch.setattr(paged_cuda, "SEARCH", types.SimpleNamespace(search=search))
     ours = types.SimpleNamespace(gather=gather.gather, place_codes=paged_cuda.place_codes)
     monkeypatch.setattr(paged_cuda, "OPERATORS", ours)

@@ -4,11 +4,9 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
 from hashtrain import command_line
 from hashtrain.usage import UsageError, guarded, require_folder
 from rich.console import Console
@@ -46,24 +44,12 @@ class ListCommand:
     """List the tasks and the methods."""
 
 
-@dataclass(frozen=True)
-class ReportCommand:
-    """Render finished runs as Markdown and as one self-contained HTML page with tables and figures."""
-
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs."""
-    title: str = "Sparse attention, measured"
-    """Title of the page."""
-    out: Path = Path("runs/report")
-    """Folder for report.md and report.html."""
-
-    def __post_init__(self) -> None:
-        if not self.runs:
-            raise UsageError("report needs the folder of a run or more, got none")
-
-
 COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in TASKS.items()}}
-COMMANDS["report"] = ReportCommand
+REMOVED = {
+    "report": "a run's tables and figure are report.md and figure.png in its folder",
+    "--from": "evals longbench stores the answers of every method in the folder samples of its run",
+}
+"""Commands and flags that have left, and what to do instead."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,13 +65,15 @@ def _main(arguments: list[str] | None) -> int:
     # On a terminal, tables share stdout with the JSON line; otherwise they go to stderr.
     console = Console(stderr=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
     command = _parse(arguments)
-    last = {ListCommand: _list, ReportCommand: _report}.get(type(command), _run)(command, console)
+    last = _list(console) if isinstance(command, ListCommand) else _run(command, console)
     print(json.dumps(last), flush=True)
     return 0
 
 
 def _parse(arguments: list[str] | None) -> Any:
     words = sys.argv[1:] if arguments is None else arguments
+    if gone := [name for word in words if (name := word.partition("=")[0]) in REMOVED]:
+        raise UsageError(f"evals no longer has {gone[0]}: {REMOVED[gone[0]]}")
     command = command_line.parse("evals", list(words), COMMANDS)
     if hasattr(command, "out"):
         require_folder(command.out)
@@ -116,7 +104,7 @@ def headline(result: "Result") -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _list(command: ListCommand, console: Console) -> dict[str, Any]:
+def _list(console: Console) -> dict[str, Any]:
     tasks = {name: " ".join((kind.__doc__ or "").split()) for name, kind in COMMANDS.items() if name != "list"}
     methods = {method.name: method.summary for method in METHODS}
     for title, entries in (("tasks", tasks), ("methods", methods)):
@@ -126,26 +114,3 @@ def _list(command: ListCommand, console: Console) -> dict[str, Any]:
             table.add_row(name, summary)
         console.print(table, highlight=False)
     return {"tasks": list(tasks), "methods": list(methods)}
-
-
-def _report(command: ReportCommand, console: Console) -> dict[str, Any]:
-    from hashtrain.files.atomic import write_text
-    from hashtrain.files.untrusted import inside
-
-    from evals.results import as_written, read_result
-    from evals.tables import grids, to_html, to_markdown
-
-    results = {folder: read_result(folder) for folder in command.runs}
-    parts, texts = [], [f"# {command.title}"]
-    for folder, result in results.items():
-        figure, task = folder / "figure.png", result.config["task"]
-        if figure.is_file():
-            inside(figure)  # the page will contain its bytes
-        name = task if folder.name == task else f"{task} ({folder.name})"
-        with as_written(str(folder)):
-            texts += [f"## {name}", *map(to_markdown, grids(result))]
-        parts.append((name, result, figure))
-    write_text(command.out / "report.html", to_html(command.title, parts))
-    write_text(command.out / "report.md", "\n\n".join(texts) + "\n")
-    console.print(f"written: {command.out / 'report.html'} and report.md", highlight=False)
-    return {"out": str(command.out), "sections": [name for name, _, _ in parts]}

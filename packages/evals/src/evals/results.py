@@ -1,14 +1,12 @@
 """Results in long form, one row per number, and the files of a run."""
 
-import contextlib
 import json
 import math
-from collections.abc import Generator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from hashtrain.files.untrusted import one_line, read_json_object
+from hashtrain.files.untrusted import read_json_object
 
 from evals.machine import own_versions
 
@@ -128,21 +126,6 @@ def checked(row: Row) -> Row:
         if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"{name} is {value!r}, expected {' or '.join(sorted(kind.__name__ for kind in kinds))}")
     return row
-
-
-@contextlib.contextmanager
-def as_written(what: str) -> Generator[None]:
-    """Turn any error inside the block into one sentence: the files of a run, each valid, do not belong together.
-
-    Args:
-        what: the folder of the run.
-    Raises: ValueError.
-    """
-    try:
-        yield
-    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        reason = ("" if isinstance(error, ValueError) else f"{type(error).__name__}: ") + one_line(error)
-        raise ValueError(f"{what} does not hold the output of a run ({reason}); rerun the command") from error
 
 
 def read_result(folder: Path) -> Result:

@@ -49,9 +49,9 @@ class RunFolder:
     def _environment(self) -> Path:
         return self.folder / "environment.json"
 
-    def renew(self, environment: dict[str, str] | None = None) -> None:
-        """Store an environment as the run's: the present one, or that of the run whose samples it is made from."""
-        write_json(self._environment, self._here if environment is None else environment)
+    def renew(self) -> None:
+        """Store the present environment as the run's."""
+        write_json(self._environment, self._here)
 
     def _note(self) -> None:
         """Before a sample is made, check that the software matches the stored samples', and add this hardware.

@@ -1,11 +1,8 @@
-"""One pivot of a result's rows: tables as data, and their forms for a terminal, as Markdown and as a page of HTML."""
+"""One pivot of a result's rows: tables as data, and their forms for a terminal and as Markdown."""
 
-import base64
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 from typing import Any
 
 from hashtrain.config import RECENT, SINK
@@ -184,42 +181,3 @@ def to_markdown(grid: Grid) -> str:
     lines = [grid.header, ["---" if is_text else "---:" for is_text in grid.text_columns], *grid.lines]
     below = ["", grid.note] if grid.note else []
     return "\n".join([f"{grid.title}", "", *("| " + " | ".join(line) + " |" for line in lines), *below])
-
-
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem; padding: 0 1.2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0 1.4rem; }
-caption { text-align: left; padding: .3rem 0; } th, td { padding: .2rem .7rem; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #888; }
-.wide { overflow-x: auto; } img { max-width: 100%; } .details { color: #555; font-size: .85rem; }
-"""
-
-
-def to_html(title: str, parts: Sequence[tuple[str, Result, Path]]) -> str:
-    """Return a page with the tables and figures of runs: no scripts, no other files.
-
-    Args: parts: the title of each run, its result, and its figure, left out where there is no such file.
-    """
-    page = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>',
-        f"<h1>{escape(title)}</h1>",
-    ]
-    for name, result, figure in parts:
-        page.append(f"<h2>{escape(name)}</h2>")
-        page += [f'<div class="wide">{_table(grid)}</div>' for grid in grids(result)]
-        if figure.is_file():
-            data = base64.b64encode(figure.read_bytes()).decode()
-            page.append(f'<p><img alt="{escape(name)}" src="data:image/png;base64,{data}"></p>')
-        settings = {k: v for k, v in result.config.items() if k not in ("versions", "method_identities")}
-        said = "; ".join(f"{k}: {v}" for k, v in (settings | result.environment).items())
-        page.append(f'<p class="details">{escape(said)}</p>')
-    return "\n".join([*page, "</body></html>\n"])
-
-
-def _table(grid: Grid) -> str:
-    def line(cells: list[str], kind: str) -> str:
-        return "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
-
-    bodies = "".join(f"<tbody>{''.join(line(x, 'td') for x in body)}</tbody>" for body in grid.sections)
-    return f"<table><caption>{escape(grid.title)}</caption><thead>{line(grid.header, 'th')}</thead>{bodies}</table>"

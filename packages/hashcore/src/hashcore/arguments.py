@@ -9,12 +9,14 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable
 from ctypes import c_void_p
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Restore = Callable[[NDArray[Any]], Any]
+PLAIN = {np.ndarray, type(None), int, bool, float, str}  # types of arguments that contain no tensor
+HEAD = object.__basicsize__  # bytes of a Python object's header, after which numpy stores the data pointer
 
 
 def host_arrays(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[list[Any], Restore]:
@@ -29,26 +31,24 @@ def host_arrays(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tup
     if all(isinstance(x, np.ndarray) for x in passed.values()):
         views, restore = passed, lambda result: result
     elif torch is not None and all(isinstance(x, torch.Tensor) for x in passed.values()):
-        views, restore = {name: _tensor_view(torch, x) for name, x in passed.items()}, torch.from_numpy
+        views, restore = {name: tensor_view(x) for name, x in passed.items()}, torch.from_numpy
     else:
         raise mixed_kinds(passed)
     return [views.get(name, x) for name, x in (arrays | (optional or {})).items()], restore
 
 
+def tensor_view(x: Any) -> NDArray[Any]:
+    """View a tensor in the host's memory as an array; bfloat16, which numpy lacks, is converted to float32."""
+    torch = sys.modules["torch"]
+    if x.layout != torch.strided:
+        raise not_strided(x)
+    x = x.detach()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
+
 def is_array(x: Any) -> bool:
     """Whether x is an array or a tensor of any rank, and not a number or a list."""
     return hasattr(x, "shape") and not isinstance(x, np.generic)
-
-
-def bfloat16_bits(x: Any) -> Any | None:
-    """Return a bfloat16 tensor, which numpy does not support, as an int16 view; None for other arguments."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16 or x.layout != torch.strided:
-        return None
-    return x.detach().view(torch.int16)
-
-
-PLAIN = {np.ndarray, type(None), int, bool, float, str}  # types of arguments that contain no tensor
 
 
 def for_torch(arguments: Iterable[Any]) -> bool:
@@ -60,10 +60,7 @@ def for_torch(arguments: Iterable[Any]) -> bool:
         kind = type(x)
         if kind in PLAIN:
             continue
-        if kind is tuple or kind is list:
-            if for_torch(x):
-                return True
-        elif isinstance(x, torch.Tensor) and (
+        if isinstance(x, torch.Tensor) and (
             torch.compiler.is_compiling() or not x.is_cpu or kind not in (torch.Tensor, torch.nn.Parameter)
         ):
             return True
@@ -79,14 +76,6 @@ def mixed_kinds(passed: dict[str, Any]) -> TypeError:
 def not_strided(x: Any) -> ValueError:
     """Return the error for a tensor that is sparse or otherwise without strides."""
     return ValueError(f"expected a strided tensor, got layout {x.layout}; convert it with .to_dense()")
-
-
-def _tensor_view(torch: Any, x: Any) -> NDArray[Any]:
-    if x.layout != torch.strided:
-        raise not_strided(x)
-    if x.requires_grad:
-        x = x.detach()
-    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
 
 class Layout(NamedTuple):
@@ -108,7 +97,6 @@ class Layout(NamedTuple):
 
 Described = Layout | NDArray[Any]
 """What has the properties that most checks need."""
-HEAD = object.__basicsize__  # bytes of a Python object's header, after which numpy stores the data pointer
 
 
 def address(x: NDArray[Any]) -> int:
@@ -138,6 +126,11 @@ def dense(x: NDArray[Any]) -> NDArray[Any]:
     return np.array(x, x.dtype.newbyteorder("="), order="C")
 
 
+def are_plain(x: NDArray[Any]) -> bool:
+    """Whether each row of x [..., N] is plain: native byte order, aligned, contiguous."""
+    return bool((x.strides[-1] == x.itemsize or x.shape[-1] == 1) and x.flags.aligned and x.dtype.isnative)
+
+
 def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, ...]) -> NDArray[np.int64]:
     """Return the byte offset of each entry of leading dimensions broadcast to lead, flat."""
     first = np.zeros([1] * len(shape), np.int64)
@@ -146,23 +139,6 @@ def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, .
             steps = np.arange(0, size * stride, stride, dtype=np.int64)
             first = first + steps.reshape([size if a == axis else 1 for a in range(len(shape))])
     return np.broadcast_to(first, lead).flatten()
-
-
-def row_addresses(x: NDArray[Any]) -> NDArray[np.int64] | None:
-    """Return the address of each row of x [..., N], not empty, or None if the rows are not plain."""
-    if not are_plain(x):
-        return None
-    return offsets(x.shape[:-1], x.strides[:-1], x.shape[:-1]) + address(x)
-
-
-def are_plain(x: NDArray[Any]) -> bool:
-    """Whether each row of x [..., N] is plain: native byte order, aligned, contiguous."""
-    return bool((x.strides[-1] == x.itemsize or x.shape[-1] == 1) and x.flags.aligned and x.dtype.isnative)
-
-
-def layout_of(x: NDArray[Any]) -> Layout:
-    """Return the properties of an array that a plan depends on."""
-    return Layout(x.dtype, x.shape, x.strides)
 
 
 def order(name: Any) -> bool:
@@ -183,50 +159,24 @@ def pair(out: Any) -> tuple[Any, Any]:
     return out[0], out[1]
 
 
-def position(name: str, value: Any, n: int) -> int:
-    """Return k, a start or a length as an int in 0..N."""
-    checked = integer(name, value)
-    if not 0 <= checked <= n:
-        raise ValueError(f"{name} must be in 0..{n}, the number of scores in a row, got {checked}; clamp it")
-    return checked
-
-
-def natural(name: str, value: Any, most: int) -> int:
-    """Return a count of 0 or more, clamped to `most`."""
-    count = integer(name, value)
-    if count < 0:
-        raise ValueError(f"{name} must be 0 or more positions, got {count}; 0 excludes none")
-    return min(count, most)
+def integer(name: str, value: Any) -> int:
+    """Return an integer of any type as an int."""
+    if type(value) is int:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {shown(value)}; convert it with int()") from None
 
 
 def integers(name: str, values: Any) -> tuple[int, ...] | None:
     """Return several integers as ints, or None for None."""
-    return None if values is None else tuple(x if type(x) is int else integer(name, x) for x in values)
+    return None if values is None else tuple(integer(name, x) for x in values)
 
 
 def are_plain_weights(weights: Any) -> bool:
     """Whether weights are None or a tuple of exact ints, so that an equal key in a cache means valid weights."""
     return weights is None or (type(weights) is tuple and all(type(weight) is int for weight in weights))
-
-
-RowIntegers = tuple[int, int | None, int | None, int, int]
-
-
-def row_integers(k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> RowIntegers:
-    """Return the arguments of a selection that are the same for all rows as ints; lengths and starts may be None."""
-    named = (("k", k), ("lengths", lengths), ("starts", starts), ("sink", sink), ("recent", recent))
-    checked = tuple(
-        x if type(x) is int or (x is None and name in ("lengths", "starts")) else integer(name, x) for name, x in named
-    )
-    return cast(RowIntegers, checked)
-
-
-def integer(name: str, value: Any) -> int:
-    """Return an integer of any type as an int."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {shown(value)}; convert it with int()") from None
 
 
 def shown(value: Any) -> str:

@@ -7,34 +7,17 @@ go to `hashcore.torch_ops`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import arguments, bits, quantiser, validation
+from hashcore import arguments, quantiser, validation
 
 if TYPE_CHECKING:
     import torch
 
 Array = TypeVar("Array", NDArray[Any], "torch.Tensor")
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Dispatch calls with tensors that numpy cannot view to torch_ops."""
-
-    @functools.wraps(function)
-    def call(*given: Arguments.args, **options: Arguments.kwargs) -> Result:
-        if not arguments.for_torch((*given, *options.values())):
-            return function(*given, **options)
-
-        from hashcore import torch_ops  # imported late, because it defines torch operators
-
-        return getattr(torch_ops, function.__name__)(*given, **options)
-
-    return call
 
 
 @functools.cache
@@ -48,7 +31,56 @@ def backend() -> Any:
     return cpu
 
 
-@_any_device
+HOST: dict[str, Callable[..., Any]] = {
+    "pack": quantiser.pack,
+    "unpack": quantiser.unpack,
+    "quantise": quantiser.quantise,
+    "planes": quantiser.planes,
+    "group_planes": quantiser.group_planes,
+    "score": lambda *given: backend().score(*given),
+    "topk": lambda *given: backend().topk(*given),
+    "search": lambda *given: backend().search(*given),
+}
+"""The operations on arrays. The last three check their arguments, and take outputs as their last argument."""
+
+
+class Host(NamedTuple):
+    """Runs operations on arrays, or on tensors that numpy can view; `hashcore.torch_ops` does on other tensors."""
+
+    restore: arguments.Restore
+
+    def layout(self, name: str, x: Any) -> Any:
+        """Return what the checks look at: the array."""
+        return x
+
+    def check_output(self, out: Any, shape: tuple[int, ...], inputs: Sequence[Any]) -> None:
+        """Raise an error unless out can be the int32 result."""
+        validation.output("out", out, shape, [np.int32], inputs)
+
+    def run(self, name: str, *inputs: Any, out: Any = None) -> Any:
+        """Return the result of an operation, or several; or write it to out."""
+        if name in ("score", "topk", "search"):
+            found = HOST[name](*inputs, out)
+        else:
+            found = HOST[name](*inputs)
+            if out is not None:
+                out[...] = found
+        return tuple(map(self.restore, found)) if name in ("quantise", "topk", "search") else self.restore(found)
+
+
+def _given(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[list[Any], Any]:
+    """Return all arguments as what runs the operation takes, and what runs it; optional ones may be no arrays."""
+    named = arrays | (optional or {})
+    if not arguments.for_torch(named.values()):
+        found, restore = arguments.host_arrays(optional, **arrays)
+        return found, Host(restore)
+
+    from hashcore import torch_ops  # imported late, because it defines torch operators
+
+    torch_ops.check_devices(named)
+    return list(named.values()), torch_ops
+
+
 def pack(x: Array, *, out: Array | None = None) -> Array:
     """Pack the signs of vectors into 32-bit words.
 
@@ -59,18 +91,16 @@ def pack(x: Array, *, out: Array | None = None) -> Array:
     Raises: ValueError if D is not a positive multiple of 32, or out does not fit.
     Source: docs/algorithm.md, eq. 1.
     """
-    infinity = None if (integers := arguments.bfloat16_bits(x)) is None else bits.BFLOAT16_INFINITY
-    (array, target), restore = arguments.host_arrays({"out": out}, x=x if integers is None else integers)
-    validation.real("x", array, "[..., D]")
-    validation.bits("x", array)
-    if out is None:
-        return restore(bits.pack(array, infinity))
-    validation.output("out", target, (*array.shape[:-1], array.shape[-1] // 32), [np.int32], [array])
-    target[...] = bits.pack(array, infinity)
-    return out
+    (x, target), how = _given({"out": out}, x=x)
+    seen = how.layout("x", x)
+    validation.real("x", seen, "[..., D]")
+    validation.bits("x", seen)
+    if target is not None:
+        how.check_output(target, (*x.shape[:-1], x.shape[-1] // 32), [x])
+    found = how.run("pack", x, out=target)
+    return found if out is None else out
 
 
-@_any_device
 def unpack(codes: Array) -> Array:
     """Unpack words into booleans, the inverse of pack.
 
@@ -79,12 +109,11 @@ def unpack(codes: Array) -> Array:
     Returns: bool [..., 32 W].
     Source: docs/algorithm.md, eq. 1.
     """
-    (array,), restore = arguments.host_arrays(codes=codes)
-    validation.codes("codes", array, "[..., W]")
-    return restore(bits.unpack(array))
+    (codes,), how = _given(codes=codes)
+    validation.codes("codes", how.layout("codes", codes), "[..., W]")
+    return how.run("unpack", codes)
 
 
-@_any_device
 def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, Array]:
     """Quantise rows of real query weights to odd integer levels.
 
@@ -97,14 +126,13 @@ def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, A
     Raises: ValueError if w is checked and not finite, D is 0, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (array,), restore = arguments.host_arrays(w=w)
-    validation.real("w", array, "[..., D]")
-    validation.not_empty("w", array.shape)
-    levels, scale = quantiser.quantise(array, validation.plane_count(planes), check)
-    return restore(levels), restore(scale)
+    (w,), how = _given(w=w)
+    validation.real("w", how.layout("w", w), "[..., D]")
+    if w.shape[-1] == 0:
+        raise ValueError("the last dimension of w must not be empty, got 0; pass at least one weight per row")
+    return how.run("quantise", w, validation.plane_count(planes), check)
 
 
-@_any_device
 def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tuple[int, ...]]:
     """Quantise rows of real query weights to weighted bit planes.
 
@@ -118,15 +146,14 @@ def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tup
     Raises: ValueError if w is checked and not finite, its last dimension does not fill words, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (array,), restore = arguments.host_arrays(w=w)
-    validation.real("w", array, "[..., D]")
-    validation.bits("w", array)
+    (w,), how = _given(w=w)
+    seen = how.layout("w", w)
+    validation.real("w", seen, "[..., D]")
+    validation.bits("w", seen)
     count = validation.plane_count(planes)
-    levels, _ = quantiser.quantise(array, count, check)
-    return restore(quantiser.level_planes(levels, count)), tuple(1 << p for p in range(count))
+    return how.run("planes", w, count, check), tuple(1 << p for p in range(count))
 
 
-@_any_device
 def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
     """Merge the one-bit queries of a group into weighted bit planes that score as their sum.
 
@@ -136,14 +163,13 @@ def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
     Raises: ValueError if the group is empty.
     Source: docs/algorithm.md, eq. 3.
     """
-    (array,), restore = arguments.host_arrays(codes=codes)
-    validation.codes("codes", array, "[..., G, W]")
-    validation.group(array.shape)
-    merged, weights = quantiser.group_planes(array)
-    return restore(merged), weights
+    (codes,), how = _given(codes=codes)
+    validation.codes("codes", how.layout("codes", codes), "[..., G, W]")
+    if codes.shape[-2] == 0:
+        raise ValueError(f"a group must have at least one code, got shape {list(codes.shape)}")
+    return how.run("group_planes", codes), quantiser.group_weights(codes.shape[-2])
 
 
-@_any_device
 def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, out: Array | None = None) -> Array:
     """Count matching bits between query codes, or weighted query planes, and every key code.
 
@@ -160,12 +186,11 @@ def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, ou
     Raises: ValueError if words, weights or leading dimensions do not fit each other, or out does not fit the result.
     Source: docs/algorithm.md, eq. 2; with weights eq. 4.
     """
-    (q, c, target), restore = arguments.host_arrays({"out": out}, query=query, keys=keys)
-    found = backend().score(q, c, arguments.integers("weights", weights), target)
-    return restore(found) if out is None else out
+    (query, keys, target), how = _given({"out": out}, query=query, keys=keys)
+    found = how.run("score", query, keys, arguments.integers("weights", weights), out=target)
+    return found if out is None else out
 
 
-@_any_device
 def topk(
     scores: Array,
     k: int | Array,
@@ -193,10 +218,14 @@ def topk(
     """
     values, indices = arguments.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
-    (array, *rows, values, indices), restore = arguments.host_arrays(optional, scores=scores)
-    validation.integer_scores(array)
-    found = backend().topk(array, (*rows, sink, recent), None if out is None else (values, indices))
-    return (restore(found[0]), restore(found[1])) if out is None else out
+    (scores, *rows, values, indices), how = _given(optional, scores=scores)
+    seen = how.layout("scores", scores)
+    if seen.dtype.kind not in "iu":
+        raise TypeError(f"scores must be integers, got {seen.dtype}; hashcore.score returns int32")
+    if seen.ndim == 0:
+        raise ValueError("scores must have shape [..., N], got a scalar; add a dimension")
+    found = how.run("topk", scores, (*rows, sink, recent), out=None if out is None else (values, indices))
+    return found if out is None else out
 
 
 def search(
@@ -242,20 +271,11 @@ def search(
         validation.refuse_removed("search", removed)
     plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
     if plain and lengths is starts is out is blocks is None and arguments.are_plain_weights(weights):
-        rows = k, None, None, sink, recent
-        found = backend().plain_search(query, keys, weights, rows, arguments.order(order))
-        if found is not None:
-            return found
-    if arguments.for_torch((query, keys, k, lengths, starts, blocks, out)):
-        from hashcore import torch_ops
-
-        there: Any = torch_ops.search
-        how = {"lengths": lengths, "starts": starts, "sink": sink, "recent": recent, "order": order, "out": out}
-        return there(query, keys, k, weights, **how, blocks=blocks)
+        return backend().search(query, keys, weights, (k, None, None, sink, recent), arguments.order(order))
     values, indices = arguments.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks, "out[0]": values, "out[1]": indices}
-    (q, c, *rows, table, values, indices), restore = arguments.host_arrays(optional, query=query, keys=keys)
+    (query, keys, *rows, blocks, values, indices), how = _given(optional, query=query, keys=keys)
     best, weights = arguments.order(order), arguments.integers("weights", weights)
-    pair = None if out is None else (values, indices)
-    found = backend().search(q, c, weights, (*rows, sink, recent), best, table, pair)
-    return (restore(found[0]), restore(found[1])) if out is None else out
+    targets = None if out is None else (values, indices)
+    found = how.run("search", query, keys, weights, (*rows, sink, recent), best, blocks, out=targets)
+    return found if out is None else out

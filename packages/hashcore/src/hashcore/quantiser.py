@@ -1,14 +1,33 @@
-"""Converts real query weights, or a group's one-bit queries, to weighted bit planes (eq. 5 and 3), in numpy."""
+"""Signs as words (eq. 1), and real or grouped queries as weighted bit planes (eq. 5 and 3), in numpy.
+
+Packing uses numpy's packbits, which needs no compilation.
+"""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import bits, validation
-
 TINY = np.finfo(np.float32).tiny  # scale of a row of zeros: positive and not subnormal
+FLOAT16_INFINITY = 0x7C00  # its bits
 HUGE = np.finfo(np.float32).max  # value that replaces infinities
+
+
+def pack(x: NDArray[Any]) -> NDArray[np.int32]:
+    """Pack the signs of [..., 32 W] numbers into [..., W] words (eq. 1)."""
+    if x.dtype == np.float16:  # numpy compares float16 one by one; positive floats order like their bits
+        x = x.view(np.int16)
+        positive = (x > 0) & (x <= FLOAT16_INFINITY)
+    else:
+        positive = x > 0
+    words = np.packbits(positive, axis=-1, bitorder="little")
+    return np.ascontiguousarray(words).view("<i4").astype(np.int32, copy=False)
+
+
+def unpack(codes: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Unpack [..., W] words into [..., 32 W] bits."""
+    octets = np.ascontiguousarray(codes, dtype="<i4").view(np.uint8)
+    return np.unpackbits(octets, axis=-1, bitorder="little").view(np.bool_)
 
 
 def clip(planes: int) -> np.float32:
@@ -33,7 +52,9 @@ def quantise(w: NDArray[Any], planes: int, check: bool = True) -> tuple[NDArray[
         w = np.where(nan, np.float32(0), np.clip(w, -HUGE, HUGE))
     top = np.float32(2**planes - 1)
     peak = np.abs(w).max(axis=-1, keepdims=True)
-    validation.finite(peak)
+    if not np.isfinite(peak).all():
+        bad = peak[~np.isfinite(peak)][0]
+        raise ValueError(f"w must be finite in float32, got {bad} in a row; look for an overflow upstream")
     scale = np.maximum(clip(planes) * peak / top, TINY)
     levels = w / scale
     levels *= np.float32(0.5)  # not w / (2 s): 2 s overflows for P = 1 and weights near the float32 limit
@@ -46,10 +67,11 @@ def quantise(w: NDArray[Any], planes: int, check: bool = True) -> tuple[NDArray[
     return levels.astype(np.int8 if planes < 8 else np.int16), scale
 
 
-def level_planes(levels: NDArray[Any], planes: int) -> NDArray[np.int32]:
-    """Split odd levels [..., 32 W] into the binary digits of (level + m) / 2, packed as [..., P, W]."""
-    digits = ((levels.astype(np.int16) + (2**planes - 1)) >> 1).astype(np.uint8)
-    return np.stack([bits.pack(digits & np.uint8(1 << p)) for p in range(planes)], axis=-2)
+def planes(w: NDArray[Any], count: int, check: bool = True) -> NDArray[np.int32]:
+    """Pack the binary digits of (level + m) / 2 of [..., 32 W] weights as [..., P, W] (eq. 5)."""
+    levels, _ = quantise(w, count, check)
+    digits = ((levels.astype(np.int16) + (2**count - 1)) >> 1).astype(np.uint8)
+    return np.stack([pack(digits & np.uint8(1 << p)) for p in range(count)], axis=-2)
 
 
 def group_weights(group: int) -> tuple[int, ...]:
@@ -58,14 +80,14 @@ def group_weights(group: int) -> tuple[int, ...]:
     return (*(1 << p for p in range(small.bit_length())), group - small)
 
 
-def group_planes(codes: NDArray[np.int32]) -> tuple[NDArray[np.int32], tuple[int, ...]]:
+def group_planes(codes: NDArray[np.int32]) -> NDArray[np.int32]:
     """Convert codes [..., G, W] to the P = ceil(log2(G + 1)) planes of their per-bit counts (eq. 3)."""
     weights = group_weights(codes.shape[-2])
     small, last = sum(weights[:-1]), weights[-1]
-    counts = bits.unpack(codes).sum(axis=-2, dtype=np.int32)
+    counts = unpack(codes).sum(axis=-2, dtype=np.int32)
     # The last weight is irregular, so a count may have two representations. Its bit is set only if the other planes
     # cannot represent the count. The rest is in 0..small, because last <= small + 1 and group - last = small.
     carry = counts > small
     counts -= last * carry
     digits = [(counts >> p) & 1 for p in range(small.bit_length())]
-    return np.stack([bits.pack(digit) for digit in [*digits, carry]], axis=-2), weights
+    return np.stack([pack(digit) for digit in [*digits, carry]], axis=-2)

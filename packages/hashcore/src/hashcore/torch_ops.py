@@ -1,8 +1,10 @@
-"""The public functions for tensors that numpy cannot view: in CUDA memory, or while a program is traced.
+"""hashcore's operations as torch operators, for tensors that numpy cannot view: in CUDA memory, or traced.
 
-The layouts of tensors go through the checks for arrays; then one operator of torch_library is called. Values of integer
-tensors on a device are not checked, because the host would have to wait: the kernels clamp lengths and starts to
-[0, N], and k to [0, K].
+`hashcore.ops` calls `run` after the checks that all kinds of arrays share. Each operation has a schema, a function that
+allocates its results, which is also its fake implementation, and an implementation for each device; the `_out` form of
+an operator writes to given tensors. The CPU's is that of arrays; CUDA's launches kernels on the current stream. Values
+in device memory are not checked, because the host would have to wait: the kernels clamp lengths and starts to [0, N],
+and k to [0, K]. The host waits only where `planes` and `quantise` check weights, and for the largest k of a tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,212 +13,307 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hashcore import arguments, quantiser, torch_library, validation
+from hashcore import arguments, validation
+from hashcore.cuda import operands, tensor_search, tensors
+from hashcore.ops import HOST
 
-OPERATORS = torch.ops.hashcore
+OPERATORS: Any = torch.ops.hashcore
 DEVICES = ("cpu", "cuda", "meta")
+ROWS = ("k", "lengths", "starts")
 Tensor = torch.Tensor
-Bound = int | Tensor | None
+Outputs = tuple[Tensor, ...]
 
 
-def pack(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Pack signs (ops.pack)."""
-    _check_devices(x=x, out=out)
-    seen = _layout("x", x)
-    validation.real("x", seen, "[..., D]")
-    validation.bits("x", seen)
-    if out is None:
-        return OPERATORS.pack(x)
-    _check_output("out", out, (*x.shape[:-1], x.shape[-1] // 32), [np.int32], [x])
-    _write(lambda codes: OPERATORS.pack_out(x, codes), out)
-    return out
+# ---- Results, and implementations on CUDA --------------------------------------------------------------------------
 
 
-def unpack(codes: Tensor) -> Tensor:
-    """Unpack words (ops.unpack)."""
-    _check_devices(codes=codes)
-    validation.codes("codes", _layout("codes", codes), "[..., W]")
-    bits = codes.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=codes.device)
-    return (bits & 1).to(torch.bool).flatten(-2)
+def _int32(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)
 
 
-def quantise(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, Tensor]:
-    """Quantise rows to levels (ops.quantise); with check, the host waits for the device."""
-    _check_devices(w=w)
-    validation.real("w", _layout("w", w), "[..., D]")
-    validation.not_empty("w", w.shape)
-    return OPERATORS.quantise(w.detach(), validation.plane_count(planes), check)
+def _selected(like: Tensor, dtype: torch.dtype, *shape: int) -> Outputs:
+    return like.new_empty(shape, dtype=dtype), like.new_empty(shape, dtype=torch.int64)
 
 
-def planes(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, tuple[int, ...]]:
-    """Quantise rows to planes (ops.planes); with check, the host waits for the device."""
-    _check_devices(w=w)
-    seen = _layout("w", w)
-    validation.real("w", seen, "[..., D]")
-    validation.bits("w", seen)
-    count = validation.plane_count(planes)
-    return OPERATORS.planes(w.detach(), count, check), tuple(1 << p for p in range(count))
+def _levels(w: Tensor, planes: int, check: bool) -> Outputs:
+    levels = w.new_empty(w.shape, dtype=torch.int8 if planes < 8 else torch.int16)
+    return levels, w.new_empty((*w.shape[:-1], 1), dtype=torch.float32)
 
 
-def group_planes(codes: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Merge a group's codes (ops.group_planes)."""
-    _check_devices(codes=codes)
-    validation.codes("codes", _layout("codes", codes), "[..., G, W]")
-    validation.group(codes.shape)
-    return OPERATORS.group_planes(codes), quantiser.group_weights(codes.shape[-2])
+def _group(codes: Tensor) -> Outputs:
+    *lead, group, words = codes.shape
+    return (_int32(codes, *lead, int(group).bit_length(), words),)
 
 
-def score(query: Tensor, keys: Tensor, weights: Sequence[int] | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Score every key (ops.score)."""
-    _check_devices(query=query, keys=keys, out=out)
-    checked, rows = _comparison(query, keys, weights)
-    if out is None:
-        return OPERATORS.score(query, keys, checked)
-    _check_output("out", out, (*rows, keys.shape[-2]), [np.int32], [query, keys])
-    _write(lambda scores: OPERATORS.score_out(query, keys, checked, scores), out)
-    return out
+def _rows(query: Tensor, keys: Tensor, weights: Any, blocks: Tensor | None = None) -> tuple[int, ...]:
+    """Return the shape of the rows of scores; with blocks, keys are pages [..., M, S, W]."""
+    lead = torch.broadcast_shapes(query.shape[:-2], keys.shape[: -2 if blocks is None else -3])
+    return (*lead, query.shape[-2]) if weights is None else (*lead,)
 
 
-def topk(
-    scores: Tensor,
-    k: int | Tensor,
-    *,
-    lengths: Bound = None,
-    starts: Bound = None,
-    sink: int = 0,
-    recent: int = 0,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Select the highest scores (ops.topk), integers of at most 32 bits.
+def _quantise_on_cuda(w: Tensor, planes: int, check: bool, levels: Tensor, scales: Tensor) -> None:
+    if check:
+        _refuse_infinite(w)
+    wide = levels if levels.dtype == torch.int16 else torch.empty_like(levels, dtype=torch.int16)
+    tensors.quantise(w, wide, scales, planes)
+    if wide is not levels:
+        levels.copy_(wide)
 
-    If k is a tensor and `out` is None, the host waits for the largest k.
+
+def _planes_on_cuda(w: Tensor, planes: int, check: bool, codes: Tensor) -> None:
+    if check:
+        _refuse_infinite(w)
+    tensors.planes(w, codes)
+
+
+def _refuse_infinite(w: Tensor) -> None:
+    """Raise ValueError if w is not finite in float32. The host waits for the device only here."""
+    if w.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("w cannot be checked while a CUDA graph is captured; use planes(..., check=False)")
+    peak = w.float().abs().amax() if w.numel() else None
+    if peak is not None and not torch.isfinite(peak):
+        raise ValueError(f"w must be finite in float32, got {peak.item()} in a row; look for an overflow upstream")
+
+
+def _bounds(lengths: Any, starts: Any, length: int, start: int, sink: int, recent: int) -> operands.Bounds:
+    return operands.Bounds(length if lengths is None else lengths, start if starts is None else starts, sink, recent)
+
+
+def _topk_on_cuda(x: Tensor, count: int, k: Tensor | None, *more: Any) -> None:
+    *limits, scores, indices = more
+    tensors.topk(x, count if k is None else k, _bounds(*limits), scores, indices)
+
+
+def _search_on_cuda(query: Tensor, keys: Tensor, count: int, k: Any, weights: Any, *more: Any) -> None:
+    *limits, best, blocks, scores, indices = more
+    bounds = _bounds(*limits)
+    tensor_search.search(query, keys, count if k is None else k, weights, bounds, scores, indices, blocks=blocks)
+    if best:  # stable: ties stay in index order, and empty slots, with the lowest score, at the end
+        values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+        indices.copy_(indices.gather(-1, order))
+        scores.copy_(values)
+
+
+# ---- The table of operators ----------------------------------------------------------------------------------------
+
+
+class Operation(NamedTuple):
+    """One operator.
+
+    Attributes:
+        inputs, outputs: of the schema; results: allocates the outputs for the inputs.
+        cuda: writes to the outputs, which come after the inputs.
     """
-    values, indices = arguments.pair(out)
-    _check_devices(scores=scores, k=k, lengths=lengths, starts=starts, **{"out[0]": values, "out[1]": indices})
-    seen = _layout("scores", scores)
-    validation.integer_scores(seen)
-    if seen.dtype not in (np.dtype(t) for t in ("int8", "uint8", "int16", "int32")) and scores.device.type != "cpu":
+
+    inputs: str
+    outputs: str
+    results: Callable[..., Outputs]
+    cuda: Callable[..., None]
+
+
+_RANGE = "Tensor? lengths, Tensor? starts, SymInt length, SymInt start, SymInt sink, SymInt recent"
+OPERATIONS = {
+    "pack": Operation("Tensor x", "codes", lambda x: (_int32(x, *x.shape[:-1], x.shape[-1] // 32),), tensors.pack),
+    "quantise": Operation("Tensor w, int planes, bool check", "levels scales", _levels, _quantise_on_cuda),
+    "planes": Operation(
+        "Tensor w, int planes, bool check",
+        "codes",
+        lambda w, planes, check: (_int32(w, *w.shape[:-1], planes, w.shape[-1] // 32),),
+        _planes_on_cuda,
+    ),
+    "group_planes": Operation("Tensor codes", "planes", _group, tensors.group_planes),
+    "score": Operation(
+        "Tensor query, Tensor keys, int[]? weights",
+        "scores",
+        lambda query, keys, weights: (_int32(query, *_rows(query, keys, weights), keys.shape[-2]),),
+        tensors.score,
+    ),
+    "topk": Operation(
+        f"Tensor x, SymInt count, Tensor? k, {_RANGE}",
+        "scores indices",
+        lambda x, count, *_: _selected(x, x.dtype, *x.shape[:-1], count),
+        _topk_on_cuda,
+    ),
+    "search": Operation(
+        f"Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, Tensor? blocks",
+        "scores indices",
+        lambda query, keys, count, k, weights, *more: _selected(
+            query, torch.int32, *_rows(query, keys, weights, more[7]), count
+        ),
+        _search_on_cuda,
+    ),
+}
+
+
+def on_cuda(name: str) -> Callable[..., Any]:
+    """Return an operator's implementation on CUDA, which allocates its results."""
+    return _functional(OPERATIONS[name].results, OPERATIONS[name].cuda)
+
+
+def _functional(results: Callable[..., Outputs], write: Callable[..., None]) -> Callable[..., Any]:
+    def operator(*inputs: Any) -> Any:
+        outputs = results(*inputs)
+        write(*inputs, *outputs)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    return operator
+
+
+def _on_cpu(name: str) -> Callable[..., None]:
+    """Return a function that writes to the tensors that come last; a selection's may have more slots than it needs."""
+    outputs = len(OPERATIONS[name].outputs.split())
+
+    def write(*given: Any) -> None:
+        inputs = [arguments.tensor_view(x) if isinstance(x, Tensor) else x for x in given[:-outputs]]
+        found = HOST[name](*_HOST_INPUTS.get(name, lambda *same: same)(*inputs))
+        for empty, result, target in zip((0, -1), found if outputs > 1 else [found], given[-outputs:], strict=False):
+            if target.shape != result.shape:
+                target.fill_(empty)
+            target[..., : result.shape[-1]] = torch.from_numpy(result)
+
+    return write
+
+
+def _host_rows(count: int, k: Any, lengths: Any, starts: Any, length: int, start: int, *ends: int) -> tuple[Any, ...]:
+    rows = (k, count), (lengths, length), (starts, start)
+    return *(default if x is None else x for x, default in rows), *ends
+
+
+def _host_weights(weights: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if weights is None else tuple(weights)
+
+
+_HOST_INPUTS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "score": lambda query, keys, weights: (query, keys, _host_weights(weights)),
+    "topk": lambda scores, *rows: (scores, _host_rows(*rows)),
+    "search": lambda query, keys, count, k, weights, *more: (
+        query, keys, _host_weights(weights), _host_rows(count, k, *more[:6]), *more[6:],
+    ),
+}  # fmt: skip
+"""The arguments of `HOST` for those of an operator, where they differ."""
+
+
+def _nothing(*_: Any) -> None:
+    """Write no results: they are fake."""
+
+
+def _register() -> torch.library.Library:
+    """Define all operators; they exist as long as the library object."""
+    library = torch.library.Library("hashcore", "DEF")
+    for name, operation in OPERATIONS.items():
+        outputs = operation.outputs.split()
+        made = "Tensor" if len(outputs) == 1 else "(Tensor, Tensor)"
+        targets = ", ".join(f"Tensor({letter}!) {output}" for letter, output in zip("ab", outputs, strict=False))
+        library.define(f"{name}({operation.inputs}) -> {made}")
+        library.define(f"{name}_out({operation.inputs}, {targets}) -> ()")
+        for device, write in (("CPU", _on_cpu(name)), ("CUDA", operation.cuda)):
+            library.impl(name, _functional(operation.results, write), device)
+            library.impl(f"{name}_out", write, device)
+        torch.library.register_fake(f"hashcore::{name}", _functional(operation.results, _nothing), lib=library)
+        torch.library.register_fake(f"hashcore::{name}_out", _nothing, lib=library)
+    return library
+
+
+LIBRARY = _register()
+
+
+# ---- Calls of the public functions ---------------------------------------------------------------------------------
+
+
+def run(name: str, *inputs: Any, out: Any = None) -> Any:
+    """Call an operator; see `hashcore.ops.Host.run`."""
+    if name == "unpack":
+        (codes,) = inputs
+        bits = codes.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=codes.device)
+        return (bits & 1).to(torch.bool).flatten(-2)
+    if name in ("quantise", "planes"):
+        inputs = inputs[0].detach(), *inputs[1:]
+    elif name == "score":
+        inputs = _scored(*inputs, out=out)
+    elif name == "topk":
+        inputs = _ranked(*inputs, out=out)
+    elif name == "search":
+        inputs = _searched(*inputs, out=out)
+    if out is None:
+        return getattr(OPERATORS, name)(*inputs)
+    _write(getattr(OPERATORS, f"{name}_out"), inputs, out if isinstance(out, tuple) else (out,))
+    return out
+
+
+def _scored(query: Tensor, keys: Tensor, weights: Any, out: Tensor | None) -> tuple[Any, ...]:
+    compared = validation.comparison(layout("query", query), layout("keys", keys), weights)
+    if out is not None:
+        check_output(out, (*compared.lead, keys.shape[-2]), [query, keys])
+    return query, keys, None if weights is None else compared.weights
+
+
+def _ranked(scores: Tensor, rows: tuple[Any, ...], out: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
+    seen = layout("scores", scores)
+    if seen.dtype.name not in ("int8", "uint8", "int16", "int32") and scores.device.type != "cpu":
         raise TypeError(
             f"scores on {scores.device} must be int8, uint8, int16 or int32, got {seen.dtype}; convert them"
         )
-    wanted = _wanted((*scores.shape,), k, lengths, starts, sink, recent, indices)
-    if values is None or indices is None:
-        return OPERATORS.topk(scores, *wanted)
-    shape = *scores.shape[:-1], wanted.width
-    _check_outputs(values, indices, shape, seen.dtype, scores.shape[-1], scores, k, lengths, starts)
-    _write(lambda *pair: OPERATORS.topk_out(scores, *wanted, *pair), values, indices)
-    return values, indices
+    count, *wanted = _wanted((*scores.shape,), rows, out)
+    if out is not None:
+        _check_outputs(out, (*scores.shape[:-1], count), seen.dtype, scores.shape[-1], [scores, *rows])
+    return scores, count, *wanted
 
 
-def search(
-    query: Tensor,
-    keys: Tensor,
-    k: int | Tensor,
-    weights: Sequence[int] | None = None,
-    *,
-    lengths: Bound = None,
-    starts: Bound = None,
-    sink: int = 0,
-    recent: int = 0,
-    order: str = "best",
-    blocks: Tensor | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Find the keys that score highest (ops.search).
-
-    If k is a tensor and `out` is None, the host waits for the largest k. With `out` and order="index"
-    only our kernels are launched. On CUDA pages have a power of two of keys, and page
-    numbers out of range, which the host does not see, count as the last page.
-    """
-    values, indices = arguments.pair(out)
-    passed = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts}
-    _check_devices(**passed, blocks=blocks, **{"out[0]": values, "out[1]": indices})
-    best = arguments.order(order)
-    checked, rows = _comparison(query, keys if blocks is None else _first_page(keys, blocks), weights)
-    n = keys.shape[-2] * (1 if blocks is None else blocks.shape[-1])
-    if blocks is not None and not _broadcasts(blocks.shape[:-1], rows):
-        raise validation.not_a_table_per_row(rows, blocks.shape)
-    validation.score_bits(checked or (1,), query.shape[-1])
-    wanted = _wanted((*rows, n), k, lengths, starts, sink, recent, indices)
-    passed_on = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, blocks
-    if values is None or indices is None:
-        return OPERATORS.search(*passed_on)
-    shape = *rows, wanted.width
-    _check_outputs(values, indices, shape, np.int32, n, query, keys, k, lengths, starts, blocks)
-    _write(lambda *pair: OPERATORS.search_out(*passed_on, *pair), values, indices)
-    return values, indices
+def _searched(
+    query: Tensor, keys: Tensor, weights: Any, rows: tuple[Any, ...], best: bool, blocks: Any,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    against = layout("keys", keys)
+    if blocks is not None:
+        against = validation.paged(against, blocks)
+        pages, size, _ = keys.shape[-3:]
+        if keys.device.type != "cpu" and (size < 1 or size & (size - 1)):
+            raise ValueError(
+                f"pages on {keys.device} must have a power of two of keys, got {size}; use pages of 16 or 32"
+            )
+        if not pages:
+            raise ValueError("keys in pages must have at least one page, got none")
+    compared = validation.comparison(layout("query", query), against, weights)
+    lead, n = compared.lead, against.shape[-2]
+    if blocks is not None and not _broadcasts(blocks.shape[:-1], lead):
+        raise validation.not_a_table_per_row(lead, blocks.shape)
+    validation.score_bits(compared.weights, query.shape[-1])
+    count, k, *limits = _wanted((*lead, n), rows, out)
+    if out is not None:
+        _check_outputs(out, (*lead, count), np.int32, n, [query, keys, blocks, *rows])
+    return query, keys, count, k, None if weights is None else compared.weights, *limits, best, blocks
 
 
-# ---- Checks --------------------------------------------------------------------------------------------------------
-
-
-class Wanted(NamedTuple):
-    """The selection arguments of an operator."""
-
-    width: int
-    k: Tensor | None
-    lengths: Tensor | None
-    starts: Tensor | None
-    length: int
-    start: int
-    sink: int
-    recent: int
-
-
-def _wanted(
-    shape: tuple[int, ...], k: Any, lengths: Bound, starts: Bound, sink: int, recent: int, indices: Tensor | None
-) -> Wanted:
-    *rows, n = shape
-    own = {name: x for name, x in (("k", k), ("lengths", lengths), ("starts", starts)) if isinstance(x, Tensor)}
-    length = n if lengths is None or "lengths" in own else arguments.position("lengths", lengths, n)
-    start = 0 if starts is None or "starts" in own else arguments.position("starts", starts, n)
-    if start > length and "lengths" not in own:
-        raise ValueError(
-            f"starts must not exceed lengths, got start {start} and length {length}; a row sees [start, length)"
-        )
+def _wanted(shape: tuple[int, ...], rows: tuple[Any, ...], out: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
+    """Return an operator's arguments: count, k, lengths, starts, length, start, sink, recent; tensors or None first."""
+    *lead, n = shape
+    k, lengths, starts, sink, recent = rows
+    own = {name: x for name, x in zip(ROWS, rows, strict=False) if isinstance(x, Tensor)}
+    length = n if lengths is None or "lengths" in own else validation.position("lengths", lengths, n)
+    start = 0 if starts is None or "starts" in own else validation.position("starts", starts, n)
+    if "lengths" not in own:
+        validation.ordered(start, length, 0)
     for name, value in own.items():
-        _check_row_tensor(name, value, rows)
+        _check_row_tensor(name, value, lead)
     if not isinstance(k, Tensor):
         count = k
-    elif indices is not None:
-        count = indices.shape[-1] if indices.ndim else 0
+    elif out is not None:
+        count = out[1].shape[-1] if out[1].ndim else 0
     elif torch.compiler.is_compiling():
         raise ValueError("a tensor k needs out in a compiled program, got None; the last dimension of out bounds k")
     else:
-        count = int(k.to(torch.int64).max()) if k.numel() and 0 not in rows else 0
-    tensors = own.get("k"), own.get("lengths"), own.get("starts")
-    ends = arguments.natural("sink", sink, n), arguments.natural("recent", recent, n)
-    return Wanted(arguments.position("k", count, n), *tensors, length, start, *ends)
+        count = int(k.to(torch.int64).max()) if k.numel() and 0 not in lead else 0
+    ends = validation.natural("sink", sink, n), validation.natural("recent", recent, n)
+    return validation.position("k", count, n), *(own.get(name) for name in ROWS), length, start, *ends
 
 
-def _comparison(
-    query: Tensor, keys: Tensor, weights: Sequence[int] | None
-) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Return the checked weights and the shape of the rows."""
-    seen, against = _layout("query", query), _layout("keys", keys)
-    validation.codes("query", seen, "[..., Q, W]" if weights is None else "[..., P, W]")
-    validation.codes("keys", against, "[..., N, W]")
-    validation.same_words(seen, against)
-    try:
-        rows = torch_library.rows_of(query, keys, weights is not None)
-    except RuntimeError:
-        validation.broadcast(query.shape[:-2], keys.shape[:-2])  # raises the error
-        raise
-    if weights is None:
-        return None, rows
-    return validation.plane_weights(weights, query.shape[-2], query.shape[-1]), rows
-
-
-def _first_page(keys: Tensor, blocks: Any) -> Tensor:
-    """Check keys in pages [..., M, S, W]; return the first page [..., S, W]."""
-    validation.pages(blocks)
-    validation.codes("keys", _layout("keys", keys), "[..., M, S, W]")
-    pages, size, _ = keys.shape[-3:]
-    if keys.device.type != "cpu" and (size < 1 or size & (size - 1)):
-        raise ValueError(f"pages on {keys.device} must have a power of two of keys, got {size}; use pages of 16 or 32")
-    if not pages:
-        raise ValueError("keys in pages must have at least one page, got none")
-    return keys[..., 0, :, :]
+def _check_row_tensor(name: str, value: Tensor, lead: Sequence[int]) -> None:
+    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+        raise TypeError(f"{name} must be an integer or an array of integers, got {_dtype(value)}; convert it")
+    if value.dtype == torch.uint64 and value.device.type != "cpu":
+        raise TypeError(f"{name} on {value.device} must be integers that int64 holds, got uint64; convert it")
+    if not _broadcasts(value.shape, lead):
+        raise validation.not_per_row(name, lead, value.shape)
 
 
 def _broadcasts(shape: Sequence[int], rows: Sequence[int]) -> bool:
@@ -224,7 +321,8 @@ def _broadcasts(shape: Sequence[int], rows: Sequence[int]) -> bool:
     return len(shape) <= len(rows) and all(size in (1, row) for size, row in aligned)
 
 
-def _check_devices(**named: Any) -> None:
+def check_devices(named: dict[str, Any]) -> None:
+    """Raise an error unless all arrays are tensors on one device of those that have operators."""
     passed = {name: x for name, x in named.items() if arguments.is_array(x)}
     if not all(isinstance(x, Tensor) for x in passed.values()):
         raise arguments.mixed_kinds(passed)
@@ -237,16 +335,8 @@ def _check_devices(**named: Any) -> None:
             raise ValueError(f"hashcore runs on the CPU and on CUDA, got a tensor on {device}; move it with .cpu()")
 
 
-def _check_row_tensor(name: str, value: Tensor, rows: Sequence[int]) -> None:
-    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
-        raise TypeError(f"{name} must be an integer or an array of integers, got {_dtype(value)}; convert it")
-    if value.dtype == torch.uint64 and value.device.type != "cpu":
-        raise TypeError(f"{name} on {value.device} must be integers that int64 holds, got uint64; convert it")
-    if not _broadcasts(value.shape, rows):
-        raise validation.not_per_row(name, rows, value.shape)
-
-
-def _layout(name: str, x: Any) -> arguments.Layout:
+def layout(name: str, x: Any) -> arguments.Layout:
+    """Return the properties of a tensor that the checks look at."""
     if not isinstance(x, Tensor):
         raise arguments.mixed_kinds({name: x})
     if x.layout != torch.strided:
@@ -263,16 +353,17 @@ def _dtype(x: Tensor) -> np.dtype[Any]:
         raise TypeError(f"expected a dtype that numpy has, or bfloat16, got {x.dtype}; convert it first") from None
 
 
-def _check_output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
-    validation.output(name, _layout(name, out) if isinstance(out, Tensor) else out, shape, dtypes, [])
+def check_output(out: Any, shape: tuple[int, ...], inputs: Sequence[Any], name: str = "out", dtypes: Any = (np.int32,)):
+    """Raise an error unless out has the right shape and dtype, and shares no memory with inputs."""
+    validation.output(name, layout(name, out) if isinstance(out, Tensor) else out, shape, dtypes, [])
     if not torch.compiler.is_compiling() and any(_overlap(out, x) for x in inputs if isinstance(x, Tensor)):
         raise validation.shared_memory(name)
 
 
-def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, n: int, *inputs: Any) -> None:
-    _check_output("out[0]", values, shape, [dtype], inputs)
-    _check_output("out[1]", indices, shape, [np.int64, np.int32], [*inputs, values])
-    validation.index_fits("out[1]", _layout("out[1]", indices), n)
+def _check_outputs(out: tuple[Any, Any], shape: tuple[int, ...], dtype: Any, n: int, inputs: Sequence[Any]) -> None:
+    check_output(out[0], shape, inputs, "out[0]", [dtype])
+    check_output(out[1], shape, [*inputs, out[0]], "out[1]", [np.int64, np.int32])
+    validation.index_fits(layout("out[1]", out[1]), n)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -284,12 +375,12 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
 
 
-def _write(operator: Callable[..., None], *outputs: Tensor) -> None:
+def _write(operator: Callable[..., None], inputs: Sequence[Any], outputs: Outputs) -> None:
     """Call an operator that writes contiguous outputs, for outputs of any strides."""
     dense = [
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format) for out in outputs
     ]
-    operator(*dense)
+    operator(*inputs, *dense)
     for out, written in zip(outputs, dense, strict=True):
         if written is not out:
             out.copy_(written)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.arguments import Described, Layout, integer, is_array, natural, position
+from hashcore.arguments import Described, Layout, integer, is_array
 
 
 def real(name: str, x: Described, dims: str) -> None:
@@ -37,31 +37,12 @@ def codes(name: str, x: Described, dims: str) -> None:
         raise ValueError(f"{name} must have at least one word per code, got shape {list(x.shape)}")
 
 
-def not_empty(name: str, shape: Sequence[int]) -> None:
-    """Raise ValueError for rows without numbers."""
-    if shape[-1] == 0:
-        raise ValueError(f"the last dimension of {name} must not be empty, got 0; pass at least one weight per row")
-
-
-def group(shape: Sequence[int]) -> None:
-    """Raise ValueError for a group without codes."""
-    if shape[-2] == 0:
-        raise ValueError(f"a group must have at least one code, got shape {list(shape)}")
-
-
 def plane_count(planes: Any) -> int:
     """Return planes as an int in 1..8."""
     count = integer("planes", planes)
     if not 1 <= count <= 8:
         raise ValueError(f"planes must be in 1..8, got {count}; 3 is almost as good as real-valued queries")
     return count
-
-
-def finite(peak: NDArray[np.float32]) -> None:
-    """Raise ValueError unless query weights are finite, given the largest magnitude of each row."""
-    if not np.isfinite(peak).all():
-        bad = peak[~np.isfinite(peak)][0]
-        raise ValueError(f"w must be finite in float32, got {bad} in a row; look for an overflow upstream")
 
 
 def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int, ...]:
@@ -82,32 +63,20 @@ def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int,
     return checked
 
 
-def same_words(query: Described, keys: Described) -> None:
-    """Raise ValueError unless query and keys have the same number of words."""
-    if query.shape[-1] != keys.shape[-1]:
-        raise ValueError(
-            f"query and keys must have the same number of words, got {query.shape[-1]} and {keys.shape[-1]}; "
-            "hash both to the same number of bits"
-        )
+def position(name: str, value: Any, n: int) -> int:
+    """Return k, a start or a length as an int in 0..N."""
+    checked = integer(name, value)
+    if not 0 <= checked <= n:
+        raise ValueError(f"{name} must be in 0..{n}, the number of scores in a row, got {checked}; clamp it")
+    return checked
 
 
-def broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the broadcast shape of two leading shapes."""
-    try:
-        return np.broadcast_shapes(query, keys)
-    except ValueError:
-        raise ValueError(
-            f"the leading dimensions of query and keys must broadcast, got {list(query)} and {list(keys)}; "
-            "insert dimensions of size 1"
-        ) from None
-
-
-def integer_scores(scores: Described) -> None:
-    """Raise an error unless scores are integers with at least one dimension."""
-    if scores.dtype.kind not in "iu":
-        raise TypeError(f"scores must be integers, got {scores.dtype}; hashcore.score returns int32")
-    if scores.ndim == 0:
-        raise ValueError("scores must have shape [..., N], got a scalar; add a dimension")
+def natural(name: str, value: Any, most: int) -> int:
+    """Return a count of 0 or more, clamped to `most`."""
+    count = integer(name, value)
+    if count < 0:
+        raise ValueError(f"{name} must be 0 or more positions, got {count}; 0 excludes none")
+    return min(count, most)
 
 
 class Comparison(NamedTuple):
@@ -128,12 +97,28 @@ def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> 
     """Check queries [..., Q, W], or with weights planes [..., P, W], and keys [..., N, W]."""
     codes("query", query, "[..., Q, W]" if weights is None else "[..., P, W]")
     codes("keys", keys, "[..., N, W]")
-    same_words(query, keys)
-    lead = broadcast(query.shape[:-2], keys.shape[:-2])
+    if query.shape[-1] != keys.shape[-1]:
+        raise ValueError(
+            f"query and keys must have the same number of words, got {query.shape[-1]} and {keys.shape[-1]}; "
+            "hash both to the same number of bits"
+        )
+    lead = _broadcast(query.shape[:-2], keys.shape[:-2])
     if weights is None:  # each of the Q queries is one plane of weight 1
         lead = (*lead, query.shape[-2])
         query, keys, weights = query.with_axis(-1), keys.with_axis(-2), (1,)
     return Comparison(query, keys, plane_weights(weights, query.shape[-2], query.shape[-1]), lead)
+
+
+def _broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the broadcast shape of two leading shapes, whose sizes may be symbols of a traced program."""
+    short, long = sorted((query, keys), key=len)
+    short = (*(1,) * (len(long) - len(short)), *short)
+    if any(a != b and a != 1 and b != 1 for a, b in zip(short, long, strict=True)):
+        raise ValueError(
+            f"the leading dimensions of query and keys must broadcast, got {list(query)} and {list(keys)}; "
+            "insert dimensions of size 1"
+        )
+    return tuple(b if a == 1 else a for a, b in zip(short, long, strict=True))
 
 
 class RowBounds(NamedTuple):
@@ -157,21 +142,13 @@ def row_bounds(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: 
     start, end = np.broadcast_arrays(start, end)
     if start.size:
         at = int(np.argmax(start > end))
-        _ordered(start.flat[at], end.flat[at], at)
+        ordered(start.flat[at], end.flat[at], at)
     low = np.minimum(start + sink, n)
     return RowBounds(sizes, low, np.maximum(end - recent, low), width)  # empty if they cross
 
 
-def bounds(n: int, k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> tuple[int, int, int]:
-    """Return k, and start and end of the eligible positions out of n, for arguments that are the same for all rows."""
-    size = position("k", k, n)
-    start = position("starts", 0 if starts is None else starts, n)
-    end = position("lengths", n if lengths is None else lengths, n)
-    return size, *_eligible(start, end, natural("sink", sink, n), natural("recent", recent, n), n)
-
-
 def _eligible(start: int, end: int, sink: int, recent: int, n: int) -> tuple[int, int]:
-    _ordered(start, end, 0)
+    ordered(start, end, 0)
     low = min(start + sink, n)
     return low, max(end - recent, low)
 
@@ -183,8 +160,13 @@ def refuse_removed(name: str, given: Mapping[str, object]) -> None:
     raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(given))!r}")
 
 
-def pages(blocks: Any) -> None:
-    """Raise an error unless blocks are an array of page tables."""
+def paged(pool: Layout, blocks: Any) -> Layout:
+    """Return the layout [..., N, W] of a row's keys in a pool [..., M, S, W] of pages, N = T S for blocks [..., T].
+
+    Position j of a row is key j % S of page blocks[j // S].
+
+    Raises: ValueError or TypeError unless blocks are page tables, and the pool holds codes.
+    """
     if not is_array(blocks):
         raise TypeError(f"blocks must be an array of page numbers, got {type(blocks).__name__}; convert them")
     kind = str(blocks.dtype).removeprefix("torch.")
@@ -192,6 +174,10 @@ def pages(blocks: Any) -> None:
         raise TypeError(f"blocks must be int32 or int64 page numbers, got {kind}; convert them")
     if blocks.ndim == 0:
         raise ValueError("blocks must have shape [..., T], got a scalar; add a dimension")
+    codes("keys", pool, "[..., M, S, W]")
+    *lead, _, size, words = pool.shape
+    *steps, _, step, word = pool.strides
+    return Layout(pool.dtype, (*lead, blocks.shape[-1] * size, words), (*steps, step, word))
 
 
 def not_a_table_per_row(rows: Sequence[int], got: Sequence[int]) -> ValueError:
@@ -215,13 +201,13 @@ def outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, n: in
     """Raise an error unless a pair of arrays can be the output of a selection from n positions."""
     output("out[0]", values, shape, [dtype], inputs)
     output("out[1]", indices, shape, [np.int64, np.int32], [*inputs, values])
-    index_fits("out[1]", indices, n)
+    index_fits(indices, n)
 
 
-def index_fits(name: str, indices: Described, n: int) -> None:
+def index_fits(indices: Described, n: int) -> None:
     """Raise TypeError unless the dtype of indices can represent every position below n."""
     if indices.dtype == np.int32 and n > 1 << 31:
-        raise TypeError(f"{name} must be int64 for positions beyond int32, got int32 for {n} positions; pass int64")
+        raise TypeError(f"out[1] must be int64 for positions beyond int32, got int32 for {n} positions; pass int64")
 
 
 def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -261,9 +247,6 @@ def _overlaps_itself(x: Any) -> bool:
     return False
 
 
-FEW = 64  # up to this many numbers, Python finds minimum and maximum faster than numpy
-
-
 def _per_row(name: str, value: Any, shape: tuple[int, ...]) -> tuple[int | NDArray[np.int64], int]:
     """Return an integer in 0..N, or one per row of [..., N], flat; and the largest of them, 0 without rows."""
     n, rows = shape[-1], shape[:-1]
@@ -279,12 +262,11 @@ def _per_row(name: str, value: Any, shape: tuple[int, ...]) -> tuple[int | NDArr
     if value.size == 0:
         return np.empty(0, np.int64), 0
     numbers = value.ravel()
-    low, high = (f(numbers.tolist()) for f in (min, max)) if value.size <= FEW else (value.min(), value.max())
-    position(name, int(low), n)
-    return numbers.astype(np.int64), position(name, int(high), n)
+    position(name, int(numbers.min()), n)
+    return numbers.astype(np.int64), position(name, int(numbers.max()), n)
 
 
-def _ordered(start: int, end: int, row: int) -> None:
+def ordered(start: int, end: int, row: int) -> None:
     if start > end:
         raise ValueError(
             f"starts must not exceed lengths, got start {start} and length {end} in row {row}; "

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeGuard, cast
 Heads = Literal["kv", "query"]
 """One target and selection per KV head, or one per query head."""
 ESTIMATORS = ("straight-through", "softsign")
-VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down-proj")
+VARIANTS = ("lsh", "linear", "paper", "planes", "transform")
 FORMAT_VERSION = 3
 SINK = 1
 """Number of first tokens that every row reads by default. Heads with nothing to look up attend to the first token: a
@@ -172,7 +172,7 @@ class HasherConfig:
     if not measured."""
     head_shares: tuple[tuple[float, ...], ...] = ()
     """For each layer the budgets that suit its KV heads, relative to their mean
-    (`hashtrain.evaluation.budgets.head_shares`); empty if not measured."""
+    (`hashtrain.evaluation.cost.head_shares`); empty if not measured."""
     base_model: str = ""
     base_revision: str | None = None
     format_version: int = FORMAT_VERSION
@@ -205,6 +205,8 @@ class HasherConfig:
     def _size_problems(self) -> Iterator[str]:
         if self.format_version != FORMAT_VERSION:
             yield f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or retrain"
+        if self.variant in ("group-xnor", "down-proj"):
+            yield f"variant {self.variant} left in hashtrain 2.0; train another, such as planes"
         if self.variant not in VARIANTS:
             yield f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}"
         if type(self.bits) is not int or not 32 <= self.bits <= 4096 or self.bits % 32:

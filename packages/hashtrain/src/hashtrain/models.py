@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hashtrain.files.untrusted import one_line, read_json_object
-from hashtrain.usage import file_kind, require_package
+from hashtrain.usage import file_kind
 
 _ATTENTIONS = (None, "eager", "sdpa")
 """Allowed attention implementations. Any other name is a package or a kernel on the Hub, and so code."""
@@ -48,7 +48,7 @@ _REMEDY = "fetch the model again"
 
 
 def load_model(
-    name: str, dtype: torch.dtype | None = None, device: str | None = None, memory: float | None = None
+    name: str, dtype: torch.dtype | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, ready for inference, and check it with a short forward pass.
 
@@ -56,27 +56,22 @@ def load_model(
         name: a local folder or a hub id.
         dtype: of its weights; None keeps their own.
         device: where it runs; None is the CPU.
-        memory: keep at most this many GB of weights on the device. accelerate keeps the other layers in host memory, or
-            in their files if the device is the CPU, and loads each when it runs.
-    Raises: ValueError if there is no loadable model of that name, it does not fit, or accelerate is missing.
+    Raises: ValueError if there is no loadable model of that name, or it does not fit.
     """
-    placed = {} if memory is None else _placement(device or "cpu", memory)
     load_config(name)  # rejects configs that must not be built
     with _readable(name):
         tokenizer = cast(PreTrainedTokenizerBase, pretrained(AutoTokenizer, name))
-        more = {"dtype": dtype or "auto", "output_loading_info": True, **placed}
-        model, report = pretrained(AutoModelForCausalLM, name, **more)
+        model, report = pretrained(AutoModelForCausalLM, name, dtype=dtype or "auto", output_loading_info=True)
         if missing := sorted(report["missing_keys"]):
             raise ValueError(f"its weights lack {missing[0]}, one of {len(missing)} that would be random")
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
-    if device is not None and memory is None:
+    if device is not None:
         try:
             model = cast(Any, model).to(device)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"{name} does not fit on {device}: {error}; use --device cpu") from error
-    if memory is None:  # otherwise the forward pass would load every layer
-        with _readable(name):
-            _take_a_step(model, tokenizer)
+    with _readable(name):
+        _take_a_step(model, tokenizer)
     return model, tokenizer
 
 
@@ -99,13 +94,6 @@ def load_config(name: str) -> PretrainedConfig:
         config = cast(PretrainedConfig, pretrained(AutoConfig, name))
         _require_plain_attention(config)
     return config
-
-
-def count_parameters(config: PretrainedConfig) -> int:
-    """Count the parameters of a model with this config, without allocating them."""
-    with torch.device("meta"):
-        model = from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def from_config(config: PretrainedConfig, **more: Any) -> PreTrainedModel:
@@ -141,12 +129,6 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a model that decodes text; in some models `decoder` is the output projection."""
     found = cast(object, model.get_decoder())
     return cast(PreTrainedModel, found if hasattr(found, "config") else model.base_model)
-
-
-def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device a model runs on; under accelerate its weights may be elsewhere."""
-    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
-    return model.device if device is None else torch.device(device)
 
 
 @contextlib.contextmanager
@@ -200,18 +182,9 @@ def _take_a_step(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     """Run one line of text through the model, so that a broken config fails before anything is made from it."""
     ids = cast(Tensor, tokenizer(_PROBE, return_tensors="pt", verbose=False)["input_ids"])
     require_vocabulary(model, ids)
-    logits = cast(Tensor, model(ids.to(device_of(model)), use_cache=False).logits)
+    logits = cast(Tensor, model(ids.to(model.device), use_cache=False).logits)
     if logits.isnan().any():
         raise ValueError("it predicts NaN for a line of text; check that its weights and config are complete")
-
-
-def _placement(device: str, memory: float) -> dict[str, Any]:
-    require_package("accelerate", "a limit on the model's memory", "offload")
-    most = f"{int(memory * 1000)}MB"
-    if device == "cpu":
-        return {"device_map": "auto", "max_memory": {"cpu": most}}
-    number = torch.device(device).index or 0
-    return {"device_map": "auto", "max_memory": {number: most, "cpu": "100000GB"}}
 
 
 def _is_hub_id(name: str) -> bool:

@@ -17,11 +17,10 @@ written. Each task reads |S| (D + Dv) elements, in random rows of 2 D or 4 D byt
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_decode.cpu.step import CpuStep, Given
+from sparse_decode.cpu.step import Block, CpuStep, Given
 from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.inputs import Inputs, check
 from sparse_decode.modes import readable
@@ -47,10 +46,7 @@ def attend(
     x = Inputs(q.detach(), k.detach(), v.detach(), scaling, softcap, sinks)
     check(x, indices)
     if readable(q):
-        rows, n = len(q) * q.shape[2], k.shape[2]
-        found = CpuStep(0, None).run(
-            x, np.array([[0, n, n]] * rows, np.int64).reshape(-1, 3), None, given=Given(indices)
-        )
+        found = CpuStep(0, None).run(x, Block.whole(len(q) * q.shape[2], k.shape[2]), given=Given(indices))
         assert found is not None
         out = found[0]
     else:

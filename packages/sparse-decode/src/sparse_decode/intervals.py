@@ -141,7 +141,7 @@ class Seen(NamedTuple):
 
 
 def seen_on_device(interval: Tensor, budget: LayerBudget, all_below: int) -> tuple[Seen, Tensor]:
-    """Return what rows with intervals [B, Q, 2] see and read; and the tokens read and seen, summed over rows, int64 [2].
+    """Return what rows with intervals [B, Q, 2] see and read; and tokens read and seen, summed over rows, int64 [2].
 
     Args: all_below: rows with this many visible tokens or fewer are not sparse: they read all of them.
     """

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.budget import LayerBudget
-from sparse_decode.cpu.step import CpuStep, Given
+from sparse_decode.cpu.step import Block, CpuStep, Given
 from sparse_decode.inputs import Inputs, require
 from sparse_decode.select import HashSelector
 
@@ -151,7 +151,8 @@ class PagedLayer:
         given = Given(torch.from_numpy(self._choose(x.q, pages.codes, step)), table=step.blocks)
         always = step.budget.sink, step.budget.recent
         own = self._steps.setdefault(always, CpuStep(self.layer, None, *always))
-        out, used = cast("tuple[Tensor, NDArray[np.int64]]", own.run(x, step.spans, None, given=given))
+        block = Block.whole(0, int(step.spans[:, 2].max(initial=0)))._replace(spans=step.spans)
+        out, used = cast("tuple[Tensor, NDArray[np.int64]]", own.run(x, block, given=given))
         self.selected += int(used.sum()) * (q.shape[1] // heads)
         self.visible += int(step.spans[:, 2].sum()) * q.shape[1]
         return out[:, 0]

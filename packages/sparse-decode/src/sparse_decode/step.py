@@ -26,7 +26,7 @@ from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode.caches.cache import Compiled
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.compiled import register
-from sparse_decode.cpu.step import CpuStep, Given
+from sparse_decode.cpu.step import Block, CpuStep, Given
 from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.cuda.sums import add_token
 from sparse_decode.inputs import Inputs
@@ -55,8 +55,10 @@ class RowRule:
 
     @property
     def all_below(self) -> int:
-        """A row with this many visible tokens or fewer is not sparse; only visible ones count, so that a padded sequence
-        turns sparse at the same position as without padding."""
+        """A row with this many visible tokens or fewer is not sparse.
+
+        Only visible ones count, so that a padded sequence turns sparse at the same position as without padding.
+        """
         return self.start or 0
 
 
@@ -129,7 +131,7 @@ class SparseLayer:
     def step(self, x: Inputs, interval: Tensor | None, held: Any) -> Tensor:
         """Attend in all rows of a call; rows that the rule does not make sparse read all visible tokens.
 
-        Args: interval: int64 [B, Q, 2] as `intervals_of` returns it; held: the cache layer of k and v, or an `Uncached`.
+        Args: interval: int64 [B, Q, 2] as `intervals_of` returns it; held: the cache layer of k, v, or an `Uncached`.
         """
         rows, n = x.q.shape[2], x.k.shape[2]
         if rows == 1:
@@ -149,81 +151,87 @@ class SparseLayer:
     def _on_cpu(self, x: Inputs, interval: Tensor | None, held: Any, whole: Tensor | None) -> Tensor:
         """Attend in a block of rows; whole: tokens that the last row of a sequence sees, for budgets of its length."""
         q, n = x.q, x.k.shape[2]
-        spans, reads, starts = self._spans(q, interval, n, whole)
+        if interval is None:
+            block, starts = self._alike(len(q), n), None
+        else:
+            block = self._block(q, interval, whole)
+            starts = interval.expand(len(q), -1, -1)[:, -1, 0] if block.spans[:, 0].any() else None
         if self.own is not None:
-            return self._by_itself(x, causal(len(q), 1, n, q.device) if interval is None else interval, reads, held)
+            return self._by_itself(x, causal(len(q), 1, n, q.device) if interval is None else interval, block, held)
         left_out = sums = None
         if self.remainder is not None:
-            left_out, sums = self.remainder.on(q.device, x.scaling), self._sums_of(x, spans, starts, held)
-        found = self._cpu.run(x, spans, reads, held, left_out)
+            left_out = self.remainder.placed.get((q.device, x.scaling)) or self.remainder.on(q.device, x.scaling)
+            sums = self._sums_of(x, block, starts, held)
+        found = self._cpu.run(x, block, held, left_out)
         if found is None:
-            indices = self.selector.select(self._rows(x, interval, spans, reads, held))
+            indices = self.selector.select(self._rows(x, interval, block, held))
             means = None
             if left_out is not None and q.shape[2] > 1:
-                first = int(spans[0, 2]) - 1
+                first = int(block.spans[0, 2]) - 1
                 before = cast(Sums, sums).advance(x.k, x.v, starts, first, q.device)
                 means = means_of_rows(before, q, left_out[1], x.k, x.v, starts, first, first + q.shape[2])
-            found = self._cpu.run(x, spans, None, held, left_out, Given(indices, means))
+            found = self._cpu.run(x, block, held, left_out, Given(indices, means))
         out, used = cast("tuple[Tensor, NDArray[np.int64]]", found)
-        if sums is not None and (end := int(spans[-1, 2])) >= sums.length + FOLD:
-            sums.advance(x.k, x.v, starts, end, q.device)
-        self._count(spans, used.reshape(len(spans), -1), q.shape[1])
+        if sums is not None and block.end >= sums.length + FOLD:
+            sums.advance(x.k, x.v, starts, block.end, q.device)
+        if interval is not None or self.rule.start is not None or not isinstance(self.selector, HashSelector):
+            self._count(block, used.reshape(len(block.spans), -1), q.shape[1])
+        else:
+            self.tally.add(len(q) * q.shape[1] * block.mean, len(q) * q.shape[1] * n)
         if held.on_host:
             held.cross(int(used.sum()))
         return out
 
-    def _spans(
-        self, q: Tensor, interval: Tensor | None, n: int, whole: Tensor | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Tensor | None]:
-        """Return what rows see and read: `CpuStep.run`'s spans and reads; and the sequences' starts, None if all 0."""
-        batch, recent = len(q), self._recent
-        if interval is None:
-            reads = self.budget.count_heads(n) if n > self.rule.all_below else [n]
-            tail = 0 if min(reads) >= n else max(0, n - recent)
-            return np.array([[0, tail, n]] * batch, np.int64), np.array([reads], np.int64), None
+    def _alike(self, batch: int, n: int) -> Block:
+        """Return the block of one row a sequence that sees all n tokens."""
+        reads = self.budget.count_heads(n) if n > self.rule.all_below else [n]
+        tail = 0 if min(reads) >= n else max(0, n - self._recent)
+        spans = np.array(((0, tail, n),) * batch, np.int64)
+        return Block(spans, np.array((reads,), np.int64), n, max(reads), sum(reads) // len(reads))
+
+    def _block(self, q: Tensor, interval: Tensor, whole: Tensor | None) -> Block:
+        """Return the block of rows q [B, Hq, Q, D] with intervals [B or 1, Q, 2]."""
+        batch, rows = len(q), q.shape[2]
         seen = interval.expand(batch, -1, -1).reshape(-1, 2).tolist()
-        lengths = [None] * len(seen) if whole is None else whole.expand(batch, q.shape[2]).flatten().tolist()
+        lengths = [None] * len(seen) if whole is None else whole.expand(batch, rows).flatten().tolist()
         spans, counts = [], []
         for (start, end), length in zip(seen, lengths, strict=True):
             size = end - start
             reads = self.budget.count_heads(size, length) if size > self.rule.all_below else [size]
-            spans.append((start, start if min(reads) >= size else max(start, end - recent), end))
+            spans.append((start, start if min(reads) >= size else max(start, end - self._recent), end))
             counts.append(reads)
         sets = max(map(len, counts), default=1)
-        counts = [reads if len(reads) == sets else reads * sets for reads in counts]
-        starts = None if not any(start for start, _ in seen) else interval.expand(batch, -1, -1)[:, -1, 0]
-        return np.array(spans, np.int64).reshape(-1, 3), np.array(counts, np.int64).reshape(-1, sets), starts
+        made = np.array([reads if len(reads) == sets else reads * sets for reads in counts], np.int64).reshape(-1, sets)
+        end = max((end for _, end in seen), default=0)
+        return Block(np.array(spans, np.int64).reshape(-1, 3), made, end, int(made.max(initial=0)), int(made.mean()))
 
-    def _sums_of(self, x: Inputs, spans: NDArray[np.int64], starts: Tensor | None, held: Any) -> Sums:
+    def _sums_of(self, x: Inputs, block: Block, starts: Tensor | None, held: Any) -> Sums:
         """Return sums that cover all tokens before the rows of a block but the last few."""
-        sums, rows = cast(Sums, held.sums), x.q.shape[2]
-        begins, ends = (spans[:, i].reshape(len(x.q), rows) for i in (0, 2))
-        others = (begins != begins[:, -1:]) & (begins < ends)  # rows of padding see nothing
-        if others.any() or (ends != ends[0, 0] + np.arange(rows)).any():
-            raise ValueError(
-                "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
-                "attach with remainder=False"
-            )
-        n = int(ends[0, 0])
+        sums, rows, spans = cast(Sums, held.sums), x.q.shape[2], block.spans
+        if rows == 1 and len(spans) == 1:
+            n = block.end
+        else:
+            begins, ends = (spans[:, i].reshape(len(x.q), rows) for i in (0, 2))
+            n, others = int(ends[0, 0]), (begins != begins[:, -1:]) & (begins < ends)  # rows of padding see nothing
+            if others.any() or (ends != n + np.arange(rows)).any():
+                raise ValueError(
+                    "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
+                    "attach with remainder=False"
+                )
         if rows == 1 and not sums.covers(n, len(x.q), starts, x.q.device):
             sums.advance(x.k, x.v, starts, n - 1, x.q.device)
         return sums
 
-    def _rows(
-        self, x: Inputs, interval: Tensor | None, spans: NDArray[np.int64], reads: NDArray[np.int64], held: Any
-    ) -> Rows:
-        """Return the input of the selector for a block of rows."""
-        (batch, _, rows, _), end = x.q.shape, int(spans[:, 2].max(initial=0))
-        always = self._sink + self._recent
-        counts = torch.from_numpy(np.maximum(reads - always, 0)).expand(len(spans), -1)
-        counts = counts.unflatten(0, (batch, rows)).transpose(1, 2)  # [B, H or 1, Q]
-        counts = counts[:, 0] if counts.shape[1] == 1 else counts
-        dense = torch.from_numpy(spans[:, 1] <= spans[:, 0]).view(batch, -1)  # these rows read all they see
-        counts = counts.masked_fill(dense if counts.ndim == 2 else dense[:, None], 0)
+    def _rows(self, x: Inputs, interval: Tensor | None, block: Block, held: Any) -> Rows:
+        """Return the input of the selector for a block of rows; those that read all they see select nothing."""
+        (batch, _, rows, _), spans = x.q.shape, block.spans
+        reads = np.where((spans[:, 1] <= spans[:, 0])[:, None], 0, block.reads - self._sink - self._recent)
+        counts = torch.from_numpy(np.maximum(reads, 0)).unflatten(0, (batch, rows)).transpose(1, 2)  # [B, H or 1, Q]
         codes = self._codes(x.k, held)
-        codes = None if codes is None else codes[:, :, :end]
+        codes = None if codes is None else codes[:, :, : block.end]
         how = {"softcap": x.softcap, "sinks": x.sinks, "sink": self._sink, "recent": self._recent}
-        return Rows(self.layer, x.q, x.k[:, :, :end], codes, interval, counts, x.scaling, **how)
+        own = counts[:, 0] if counts.shape[1] == 1 else counts
+        return Rows(self.layer, x.q, x.k[:, :, : block.end], codes, interval, own, x.scaling, **how)
 
     def _codes(self, k: Tensor, held: Any) -> Tensor | None:
         """Return the codes of the cached keys k [B, Hkv, N, D]: from the cache, or hashed now if there is none."""
@@ -237,28 +245,23 @@ class SparseLayer:
             )
         return codes
 
-    def _by_itself(self, x: Inputs, interval: Tensor, reads: NDArray[np.int64], held: Any) -> Tensor:
+    def _by_itself(self, x: Inputs, interval: Tensor, block: Block, held: Any) -> Tensor:
         """Attend by a selector that does so itself."""
         (batch, hq, rows, _), own = x.q.shape, cast(AttendingSelector, self.own)
-        counts = torch.from_numpy(reads).expand(batch * rows, -1)[:, 0].view(batch, rows).to(x.q.device)
-        end = int(interval[..., 1].max())
-        codes = self._codes(x.k, held)
-        given = Rows(
-            self.layer, x.q, x.k[:, :, :end], None if codes is None else codes[:, :, :end], interval, counts,
-            x.scaling, x.softcap, x.sinks,
-        )  # fmt: skip
+        counts = torch.from_numpy(block.reads).expand(batch * rows, -1)[:, 0].view(batch, rows).to(x.q.device)
+        codes, end = self._codes(x.k, held), block.end
+        codes = None if codes is None else codes[:, :, :end]
+        given = Rows(self.layer, x.q, x.k[:, :, :end], codes, interval, counts, x.scaling, x.softcap, x.sinks)
         indices = own.select(given)
-        found = (indices >= 0).sum((1, 3)) * (hq // indices.shape[1])
-        visible = interval[..., 1] - interval[..., 0]
-        sparse = visible > self.rule.all_below
-        self.tally.add(int((found * sparse).sum()), int((visible * sparse).sum()) * hq)
+        found = (indices >= 0).sum((1, 3)).reshape(-1, 1).cpu().numpy()
+        self._count(block, found, hq, indices.shape[1])
         return own.attend(given, x.v[:, :, :end], indices)
 
-    def _count(self, spans: NDArray[np.int64], used: NDArray[np.int64], heads: int) -> None:
-        """Add to the tally: used: tokens that each row and set has read, [R, sets]."""
-        visible = spans[:, 2] - spans[:, 0]
+    def _count(self, block: Block, used: NDArray[np.int64], heads: int, sets: int | None = None) -> None:
+        """Add to the tally: used: tokens that each row and set has read, [R, sets], or their sum over `sets`."""
+        visible = block.spans[:, 2] - block.spans[:, 0]
         sparse = visible > self.rule.all_below
-        read = int(used[sparse].sum()) * (heads // max(1, used.shape[1]))
+        read = int(used[sparse].sum()) * (heads // (sets or max(1, used.shape[1])))
         self.tally.add(read, int(visible[sparse].sum()) * heads)
 
     # ---- On a device -------------------------------------------------------------------------------------------------
@@ -269,8 +272,7 @@ class SparseLayer:
         (batch, hq, rows, _), n = q.shape, k.shape[2]
         if self.own is not None:
             interval = causal(batch, rows, n, q.device) if interval is None else interval.expand(batch, -1, -1)
-            reads = self.budget.count(interval[..., 1] - interval[..., 0], interval[:, -1:, 1])
-            return self._by_itself(x, interval, reads.reshape(-1, 1).cpu().numpy(), held)
+            return self._by_itself(x, interval, self._block(q, interval.cpu(), None), held)
         seen = None if interval is None and rows == 1 else self._seen(interval, x)
         indices, rest = self._select(x, seen, held), cast("tuple[Tensor | None, ...]", (None,) * 4)
         if self.remainder is not None:

@@ -7,7 +7,7 @@ to 8 bits, and the keys and values of the last tokens, which they do not cover y
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -140,8 +140,7 @@ class Sums:
     @property
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a step reads: sums of keys and values, levels and scales."""
-        assert self.keys is not None and self.values is not None and self.levels is not None and self.scales is not None
-        return self.keys, self.values, self.levels, self.scales
+        return cast("tuple[Tensor, Tensor, Tensor, Tensor]", (self.keys, self.values, self.levels, self.scales))
 
     @classmethod
     def from_tensors(cls, tensors: list[Tensor]) -> "Sums":

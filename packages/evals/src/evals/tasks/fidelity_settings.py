@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-import tyro
 from hashtrain.usage import UsageError, require_counts
 
 from evals.settings import TaskCommand
@@ -12,22 +11,16 @@ from evals.settings import TaskCommand
 
 @dataclass(frozen=True)
 class FidelityCommand(TaskCommand):
-    """Compare greedy continuations with those of dense attention: Rouge-L, edit similarity, common prefix. With --from,
-    the stored answers of a run of longbench, by task."""
+    """Compare greedy continuations with those of dense attention: Rouge-L, edit similarity, common prefix."""
 
     documents: int = 10
     context: int = 2048
     """Tokens of prompt and continuation together."""
     new_tokens: int = 64
     """Tokens per continuation."""
-    from_run: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Folder of a finished run of longbench, whose answers are compared; the model is not run, and of the other options
-    only --out and --seed are used."""
     out: Path = Path("runs/fidelity")
 
     always_prompted: ClassVar[bool] = True
-    # A run of stored answers has the settings of the other run.
-    unstored: ClassVar[tuple[str, ...]] = (*TaskCommand.unstored, "from_run")
 
     def __post_init__(self) -> None:
         super().__post_init__()

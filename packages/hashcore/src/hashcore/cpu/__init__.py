@@ -79,33 +79,25 @@ def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> 
 @kept
 def plan_score(query: Layout, keys: Layout, weights: tuple[int, ...] | None, most: int) -> Plan:
     """Check and plan ops.score on `most` threads."""
-    return launch_plan.score(*comparison(query, keys, weights), most)
+    return launch_plan.score(comparison(query, keys, weights), most)
 
 
 @kept
 def plan_search(
-    query: tuple[Any, ...],
-    keys: tuple[Any, ...],
-    weights: tuple[int, ...] | None,
-    rows: tuple[int, int | None, int | None, int, int],
-    best: bool,
-    most: int,
+    query: Any, keys: Any, weights: tuple[int, ...] | None, rows: Rows | int, best: bool, most: int
 ) -> Plan:
-    """Check and plan ops.search for rows that all have the same k, lengths, starts, sink and recent.
+    """Check and plan ops.search.
 
-    query and keys are Layouts, or equal plain tuples, which are faster to create.
+    Args:
+        query, keys: Layouts, or equal plain tuples, which are faster to create.
+        rows: integers for all rows; or the largest k, for rows that differ, which `launch_plan.filled` adds.
     """
-    query, keys = Layout(*query), Layout(*keys)
-    compared = comparison(query, keys, weights)
-    validation.score_bits(compared.weights, compared.query.shape[-1])
-    bounds = validation.bounds(keys.shape[-2], *rows)
-    return launch_plan.search(*compared, bounds[0], best, bounds, most)
-
-
-@kept
-def plan_ragged_search(compared: Comparison, width: int, best: bool, most: int) -> Plan:
-    """Plan ops.search for checked arguments whose rows differ; `launch_plan.filled` sets the bounds of the rows."""
-    return launch_plan.search(*compared, width, best, None, most)
+    compared = comparison(Layout(*query), Layout(*keys), weights)
+    validation.score_bits(compared.weights, query[1][-1])
+    if isinstance(rows, int):
+        return launch_plan.search(compared, rows, best, most)
+    wanted = validation.row_bounds((*compared.lead, keys[1][-2]), *rows)
+    return launch_plan.filled(launch_plan.search(compared, wanted.width, best, most), wanted)
 
 
 def score(
@@ -116,27 +108,19 @@ def score(
 ) -> NDArray[np.int32]:
     """Score arrays in any layout: ops.score."""
     query, keys = arguments.aligned(query), arguments.readable(keys)
-    made = plan_score(arguments.layout_of(query), arguments.layout_of(keys), weights, threads.most())
+    layouts = [Layout(x.dtype, x.shape, x.strides) for x in (query, keys)]
+    made = plan_score(layouts[0], layouts[1], weights, threads.most())
     if out is not None:
         validation.output("out", out, made.shape, [np.int32], [query, keys])
-    return run_score(made, arguments.address(query), arguments.address(keys), out)
-
-
-def run_score(made: Plan, query: int, keys: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-    """Run a plan on the addresses of its arrays; out has the plan's shape and any strides."""
-    rows = made.rows
-    if out is None:
-        out = np.empty(made.shape, np.int32)
-    if not all(made.shape):
-        return out
-    if not out.flags.c_contiguous:
-        if not arguments.are_plain(out):
-            out[...] = run_score(made, query, keys)
-            return out
-        rows = rows.copy()
-        rows[:, launch_plan.OUT] = arguments.offsets(out.shape[:-1], out.strides[:-1], out.shape[:-1])
-    passed = made.header, rows, query, keys, arguments.address(out)
-    threads.run(score_kernels.score_tasks, made.tasks, made.workers, passed)
+    found = out if out is not None and out.flags.c_contiguous and arguments.are_plain(out) else None
+    if found is None:
+        found = np.empty(made.shape, np.int32)
+    if all(made.shape):
+        passed = made.header, made.rows, *map(arguments.address, (query, keys, found))
+        threads.run(score_kernels.score_tasks, made.tasks, made.workers, passed)
+    if out is None or found is out:
+        return found
+    out[...] = found
     return out
 
 
@@ -152,32 +136,18 @@ def topk(scores: NDArray[Any], rows: Rows, out: Pair | None = None) -> Pair:
 
 
 def _topk(scores: NDArray[Any], wanted: RowBounds) -> Pair:
-    native = scores.dtype.newbyteorder("=")
-    values = np.zeros((*scores.shape[:-1], wanted.width), native)
+    values = np.zeros((*scores.shape[:-1], wanted.width), scores.dtype.newbyteorder("="))
     indices = np.full(values.shape, -1, np.int64)
     if scores.size == 0:
         return values, indices
-    addresses = arguments.row_addresses(scores)
-    if addresses is None:
-        return _topk(arguments.dense(scores), wanted)
+    if not arguments.are_plain(scores):
+        scores = arguments.dense(scores)
+    addresses = arguments.offsets(scores.shape[:-1], scores.strides[:-1], scores.shape[:-1]) + arguments.address(scores)
     count = len(addresses)
     bounds = (x if isinstance(x, np.ndarray) else np.full(count, x) for x in wanted[:3])
     passed = addresses, *bounds, *(x.reshape(count, wanted.width) for x in (values, indices))
     threads.run(select_kernels.topk_tasks, count, threads.count(4 * scores.size), passed)
     return values, indices
-
-
-def plain_search(query: Any, keys: Any, weights: Any, rows: Rows, best: bool) -> Pair | None:
-    """Search arrays whose layout the kernels support, with integers for all rows; None for other layouts.
-
-    With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So this function
-    does as little as possible.
-    """
-    layouts = (query.dtype, query.shape, query.strides), (keys.dtype, keys.shape, keys.strides)
-    plan = plan_search(*layouts, weights, rows, best, threads.most())
-    if not (plan.readable and query.flags.aligned and keys.flags.aligned):
-        return None
-    return run_search(plan, arguments.address(query), arguments.address(keys))
 
 
 def search(
@@ -189,79 +159,65 @@ def search(
     blocks: Any = None,
     out: Pair | None = None,
 ) -> Pair:
-    """Search arrays in any layout, rows that differ, and pages: ops.search."""
+    """Search arrays in any layout, rows that differ, and pages: ops.search.
+
+    With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So little is
+    done for integers that are the same for all rows.
+    """
     query = arguments.aligned(query)
     if blocks is None:
         keys = arguments.readable(keys)
-        against = arguments.layout_of(keys)
+        against = keys.dtype, keys.shape, keys.strides
     else:
-        validation.pages(blocks)
         against = _laid(keys, blocks)
-    layouts = arguments.layout_of(query), against
-    if any(arguments.is_array(x) for x in rows[:3]):
-        compared = comparison(*layouts, weights)
-        validation.score_bits(compared.weights, query.shape[-1])
-        wanted = validation.row_bounds((*compared.lead, against.shape[-2]), *rows)
-        made = launch_plan.filled(plan_ragged_search(compared, wanted.width, best, threads.most()), wanted)
+    layouts = (query.dtype, query.shape, query.strides), against
+    if any(arguments.is_array(x) for x in rows[:3] if type(x) is not int and x is not None):
+        compared = comparison(*(Layout(*x) for x in layouts), weights)
+        wanted = validation.row_bounds((*compared.lead, against[1][-2]), *rows)
+        made = launch_plan.filled(plan_search(*layouts, weights, wanted.width, best, threads.most()), wanted)
     else:
-        made = plan_search(*layouts, weights, arguments.row_integers(*rows), best, threads.most())
+        named = zip(("k", "lengths", "starts", "sink", "recent"), rows, strict=True)
+        alike: Any = tuple(x if x is None else arguments.integer(name, x) for name, x in named)
+        made = plan_search(*layouts, weights, alike, best, threads.most())
     if blocks is not None:
         made = _paged(made, keys, blocks)
     if out is not None:
-        validation.outputs(*out, made.shape, np.int32, against.shape[-2], [query, keys, blocks, *rows[:3]])
-    return run_search(made, arguments.address(query), arguments.address(keys), out)
-
-
-def run_search(made: Plan, query: int, keys: int, out: Pair | None = None) -> Pair:
-    """Run a plan on the addresses of its arrays; out is a pair of arrays of the plan's shape."""
-    if out is None or not (out[1].dtype == np.int64 and all(x.flags.carray for x in out)):
-        found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
-    else:
+        validation.outputs(*out, made.shape, np.int32, against[1][-2], [query, keys, blocks, *rows[:3]])
+    if out is not None and out[1].dtype == np.int64 and all(x.flags.carray for x in out):
         found = out
+    else:
+        found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
     if all(made.shape):
-        if made.parts == 1:
-            _search_whole(made, query, keys, *found)
-        else:
-            scores, indices = found
-            rows = -1, made.shape[-1]
-            _search_parts(made, query, keys, scores.reshape(rows), indices.reshape(rows))
+        _run(made, arguments.address(query), arguments.address(keys), *found)
     if out is not None and found is not out:
         out[0][...], out[1][...] = found
     return found
 
 
-def _search_whole(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
-    """Run the search kernel into contiguous [rows, K], or [parts, rows, K] if the plan has several parts."""
-    passed = made.header, made.rows, made.table, query, keys, arguments.address(scores), arguments.address(indices)
+def _run(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
+    """Run a search into contiguous results; if the keys have several parts, search these and merge what they select."""
+    parts = scores, indices
+    shape = made.parts, scores.size // scores.shape[-1], scores.shape[-1]
+    if made.parts > 1:
+        parts = np.empty(shape, np.int32), np.empty(shape, np.int64)
+    passed = made.header, made.rows, made.table, query, keys, *map(arguments.address, parts)
     threads.run(search_kernels.search_tasks, made.tasks, made.workers, passed)
-
-
-def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
-    """Search the parts of the keys, and merge their selections into contiguous [rows, K]."""
-    shape = made.parts, *scores.shape
-    found = np.empty(shape, np.int32), np.empty(shape, np.int64)
-    _search_whole(made, query, keys, *found)
-    top, best = made.header[[launch_plan.TOP, launch_plan.BEST]].tolist()
-    k = np.ascontiguousarray(made.rows[:, launch_plan.K])
-    threads.run(search_kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))
+    if made.parts > 1:
+        top, best = made.header[[launch_plan.TOP, launch_plan.BEST]].tolist()
+        k = np.ascontiguousarray(made.rows[:, launch_plan.K])
+        whole = (x.reshape(shape[1:]) for x in (scores, indices))
+        threads.run(search_kernels.merge_tasks, shape[1], 1, (*parts, k, top, best, *whole))
 
 
 def _laid(pool: NDArray[Any], blocks: Any) -> Layout:
-    """Check a pool [..., M, S, W] of M pages of S keys, and return the layout [..., N, W] of a row's keys.
-
-    Position j of a row is key j % S of page blocks[j // S]; N = T S for T blocks. The kernel adds each block's offset.
-    """
-    keys = arguments.layout_of(pool)
-    validation.codes("keys", keys, "[..., M, S, W]")
-    if not (pool.flags.aligned and (keys.strides[-1] == 4 or keys.shape[-1] == 1)):
+    """Check keys in pages, and return the layout of a row's keys, to which the kernel adds each block's offset."""
+    laid = validation.paged(Layout(pool.dtype, pool.shape, pool.strides), blocks)
+    if not (pool.flags.aligned and (pool.strides[-1] == 4 or pool.shape[-1] == 1)):
         raise ValueError(
-            f"the words of a key in pages must be contiguous and aligned, got strides {list(keys.strides)}; "
+            f"the words of a key in pages must be contiguous and aligned, got strides {list(pool.strides)}; "
             "copy the pages to such a layout"
         )
-    n = blocks.shape[-1] * keys.shape[-2]
-    return Layout(
-        keys.dtype, (*keys.shape[:-3], n, keys.shape[-1]), (*keys.strides[:-3], keys.strides[-2], keys.strides[-1])
-    )
+    return laid
 
 
 def _paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any]) -> Plan:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.arguments import Layout, offsets
+from hashcore.arguments import offsets
 from hashcore.cpu import threads
-from hashcore.validation import RowBounds
+from hashcore.validation import Comparison, RowBounds
 
 CHUNK = 1024  # keys per task: 16 KiB of 128-bit keys, which stay in L1 while all rows of a block are scored
 BLOCK = 32  # maximal number of rows of a block
@@ -34,7 +34,6 @@ class Plan(NamedTuple):
         rows: int64 [R, COLUMNS].
         shape: of the result.
         tasks, workers: arguments of threads.run.
-        readable: whether the words of each key are contiguous, as the kernels require.
         parts: number of parts of the keys; a search selects from each part separately.
         table: for keys in pages, the byte offset of each block of each row, int64, flat.
     """
@@ -44,57 +43,31 @@ class Plan(NamedTuple):
     shape: tuple[int, ...]
     tasks: int
     workers: int
-    readable: bool
     parts: int = 1
     table: NDArray[np.int64] = NO_TABLE
 
 
-def score(
-    query: Layout,
-    keys: Layout,
-    weights: tuple[int, ...],
-    lead: tuple[int, ...],
-    most: int,
-) -> Plan:
-    """Plan the scores [*lead, N] of planes [..., P, W] against keys [..., N, W], on at most `most` threads.
-
-    lead: their broadcast leading shape.
-    """
-    header, rows = _common(query, keys, weights, lead)
-    count, n = len(rows), keys.shape[-2]
+def score(compared: Comparison, most: int) -> Plan:
+    """Plan the scores [*lead, N] of planes [..., P, W] against keys [..., N, W], on at most `most` threads."""
+    header, rows = _common(compared)
+    count, n = len(rows), compared.keys.shape[-2]
     rows[:, OUT] = np.arange(count) * (4 * n)
     tasks = -(-count // BLOCK) * -(-n // CHUNK)
-    workers = threads.count(count * n * math.prod(query.shape[-2:]), most)
-    return Plan(header, rows, (*lead, n), tasks, workers, _readable(keys))
+    return Plan(header, rows, (*compared.lead, n), tasks, _workers(compared, count, most))
 
 
-def search(
-    query: Layout,
-    keys: Layout,
-    weights: tuple[int, ...],
-    lead: tuple[int, ...],
-    width: int,
-    best: bool,
-    bounds: tuple[int, int, int] | None,
-    most: int,
-) -> Plan:
-    """Plan a search for up to `width` keys per row, on at most `most` threads; lead: the shape of the rows.
-
-    Args:
-        bounds: k, low and high if they are the same for all rows (validation.RowBounds); None: see `filled`.
-    """
-    header, rows = _common(query, keys, weights, lead)
-    if bounds is not None:
-        rows[:, [K, LOW, HIGH]] = bounds
-    count, n = len(rows), keys.shape[-2]
-    workers = threads.count(count * n * math.prod(query.shape[-2:]), most)
+def search(compared: Comparison, width: int, best: bool, most: int) -> Plan:
+    """Plan a search for up to `width` keys per row, on at most `most` threads; `filled` sets what rows want and see."""
+    header, rows = _common(compared)
+    count, n = len(rows), compared.keys.shape[-2]
+    workers = _workers(compared, count, most)
     room = min(2 * width, n) + CHUNK + MORE  # entries that a row keeps
     block = max(1, min(BLOCK, -(-count // workers), ROOM // room))
     blocks = -(-count // block)
     # Each part selects its own best k, so parts shorter than 8 k would do mostly redundant work.
     parts = max(1, min(workers // max(blocks, 1), n // max(8 * width, 1)))
     header[[WIDTH, BEST, ROOMY, ROWS, PARTS]] = width, best, room, block, parts
-    return Plan(header, rows, (*lead, width), blocks * parts, workers, _readable(keys), parts)
+    return Plan(header, rows, (*compared.lead, width), blocks * parts, workers, parts)
 
 
 def filled(plan: Plan, wanted: RowBounds) -> Plan:
@@ -104,13 +77,12 @@ def filled(plan: Plan, wanted: RowBounds) -> Plan:
     return plan._replace(rows=rows)
 
 
-def _readable(keys: Layout) -> bool:
-    return keys.strides[-1] == 4 or keys.shape[-1] == 1
+def _workers(compared: Comparison, rows: int, most: int) -> int:
+    return threads.count(rows * compared.keys.shape[-2] * math.prod(compared.query.shape[-2:]), most)
 
 
-def _common(
-    query: Layout, keys: Layout, weights: tuple[int, ...], lead: tuple[int, ...]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _common(compared: Comparison) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    query, keys, weights, lead = compared
     n, words = keys.shape[-2:]
     header = np.zeros(FIRST_WEIGHT + len(weights), np.int64)
     header[[N, WORDS, PLANES]] = n, words, len(weights)

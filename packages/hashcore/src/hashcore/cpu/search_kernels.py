@@ -7,31 +7,209 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu.collect_kernels import AT, FLOOR, FROM, KEPT, PAGES, TO, WANTED, _collect
-from hashcore.cpu.intrinsics import memory, prefetch, stay_a_function
-from hashcore.cpu.launch_plan import (
-    BEST,
-    CHUNK,
-    HIGH,
-    LOW,
-    PAGE,
-    PARTS,
-    QUERY,
-    ROOMY,
-    ROWS,
-    TABLE,
-    TOP,
-    WIDTH,
-    K,
-    N,
-)
-from hashcore.cpu.launch_plan import KEYS as KEYS_AT
-from hashcore.cpu.paged_kernels import _collect_paged, _lay_out, _paged_address, _pages
-from hashcore.cpu.parts import inner
-from hashcore.cpu.score_kernels import _address, _copy_planes, _operands, _score
-from hashcore.cpu.select_kernels import LEVEL, _entry, _write
+from hashcore.cpu import launch_plan
+from hashcore.cpu.intrinsics import LANES, memory, prefetch, prefetch_far, stay_a_function
+from hashcore.cpu.launch_plan import CHUNK, MORE, PAGE
+from hashcore.cpu.parts import copy, hot, inner
+from hashcore.cpu.score_kernels import QUARTER, _address, _copy_planes, _operands, _score, _score_beside
+from hashcore.cpu.score_vectors import score_pairs
+from hashcore.cpu.select_kernels import LEVEL, _append, _entry, _shrink, _take, _write
 
 RUN = 64  # consecutive keys of a sample
+SOON, LATER = 128, 512  # prefetch distances in keys, to L1 and L2: hardware prefetchers do not predict pages
+TOUCHED = 2048
+"""How many keys ahead pages are touched, those of a chunk in a row.
+
+A prefetch waits for the address translation of its page. Processors look a few hundred instructions ahead, so one by
+one among the scores these waits add up; in a row they overlap.
+"""
+# The columns of a row's search state: address of its keys, range that it sees, ..., offset of its page table.
+AT, FROM, TO, WANTED, FLOOR, KEPT, PAGES = range(7)
+
+
+# ---- Keys that lie side by side --------------------------------------------------------------------------------------
+
+
+@inner
+def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, kept, histogram, top):
+    """Score keys [a, b) for rows [r0, r1) of the block and append entries that reach their floors."""
+    stay_a_function()
+    step, _, pairs = codes
+    for low in range(a, b, CHUNK):
+        size, r = min(CHUNK, b - low), r0
+        while r < r1:
+            same, seen = _same(state, r, r1, low, low + size)
+            if seen and not pairs:
+                _score(state[r, AT] + low * step, codes, size, tile, weights, planes, r, same, places, buffer)
+            for q in range(r, r + same):
+                at, end = max(low, state[q, FROM]), min(low + size, state[q, TO])
+                if state[q, WANTED] == 0 or at >= end:
+                    continue
+                count = _make_room(q, size, state, kept[q], top, histogram)
+                if pairs:
+                    keys = state[q, AT] + at * step
+                    count = _append_pairs(keys, planes[q], weights, buffer[q], state[q, FLOOR], at, end, kept[q], count)
+                    at += (end - at) // LANES * LANES
+                    if at < end:
+                        keys = state[q, AT] + at * step
+                        _score(keys, codes, end - at, tile, weights, planes, q, np.int64(1), places, buffer)
+                        count = _append(buffer[q, : end - at], state[q, FLOOR], at, kept[q], count)
+                    state[q, KEPT] = count
+                else:
+                    state[q, KEPT] = _append(buffer[q, at - low : end - low], state[q, FLOOR], at, kept[q], count)
+            r += same
+
+
+@hot
+def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
+    """Score keys [low, high) except a remainder below LANES, and append those that reach the floor."""
+    stay_a_function()
+    threshold = np.uint16(floor)  # fits: a floor is at most one above the top score, bounded by validation.score_bits
+    p, w, out = _address(planes), _address(weights), _address(buffer)
+    for i in range(low, high - LANES + 1, LANES):
+        mask = _score_beside(keys, p, w, len(weights), threshold, out, buffer)
+        keys += 16 * LANES
+        if mask:
+            count = _take(mask, buffer, np.int64(0), i, kept, count)
+    return count
+
+
+@inner
+def _make_room(q, size, state, kept, top, histogram):
+    """Shrink the entries of row q if `size` more might not fit, and raise its floor; return how many are kept."""
+    count = state[q, KEPT]
+    if count + size + MORE > len(kept):
+        count = state[q, WANTED]
+        # One above the lowest: later keys lose ties.
+        state[q, FLOOR] = 1 + _shrink(kept, state[q, KEPT], count, state[q, FLOOR], top, histogram)
+    return count
+
+
+@inner
+def _same(state, r, end, low, high):
+    """Return how many rows from r on share its keys, and whether any of them sees a key in [low, high)."""
+    same, seen = np.int64(0), False
+    while r + same < end and state[r + same, AT] == state[r, AT]:
+        seen |= state[r + same, FROM] < high and state[r + same, TO] > low
+        same += 1
+    return same, seen
+
+
+# ---- Keys in pages ---------------------------------------------------------------------------------------------------
+
+
+@inner
+def _pages(header, table):
+    """Return the state of a search in pages: keys per page (0 without pages), page table, buffer, and its layout.
+
+    The buffer holds a chunk of keys contiguously.
+    """
+    words32 = header[launch_plan.WORDS]
+    room = np.empty(CHUNK * words32 if header[PAGE] else np.int64(0), np.uint32)
+    return header[PAGE], table, room, (4 * words32, 32 * words32, words32 == 4)
+
+
+@inner
+def _paged_address(r, i, state, step, pages):
+    """Return the address of key i of row r, `step` bytes after the key before it in its page."""
+    page, table = pages[0], pages[1]
+    return state[r, AT] + table[state[r, PAGES] + i // page] + i % page * step
+
+
+@inner
+def _lay_out(r, low, size, state, codes, pages):
+    """Copy keys [low, low + size) of row r from their pages to the buffer; return its address and layout."""
+    stay_a_function()
+    page, _, room, laid = pages
+    words, at = laid[1] // 32, np.int64(0)
+    while at < size:
+        inside = (low + at) % page
+        key, count = _paged_address(r, low + at, state, codes[0], pages), min(size - at, page - inside)
+        if codes[0] == 4 * words:
+            copy(memory(key, words * count, room), room[words * at :])
+        else:
+            for i in range(at, at + count):
+                copy(memory(key, words, room), room[words * i :])
+                key += codes[0]
+        at += count
+    return _address(room), laid
+
+
+@inner
+def _collect_paged(r0, r1, a, b, state, codes, planes, weights, pages, work):
+    """Like `_collect`, for keys [a, b) in pages."""
+    stay_a_function()
+    _, _, buffer, kept, histogram, top = work
+    for low in range(a - a % LANES, b, CHUNK):
+        for q in range(r0, r1):
+            at, end = max(low, state[q, FROM]), min(low + CHUNK, b, state[q, TO])
+            if state[q, WANTED] == 0 or at >= end:
+                continue
+            count = _make_room(q, end - at, state, kept[q], top, histogram)
+            whole = whole_end = end
+            if codes[2]:  # whole groups of LANES keys are read in place
+                whole = min(end, (at + LANES - 1) // LANES * LANES)
+                whole_end = whole + (end - whole) // LANES * LANES
+            if at < whole:
+                count = _append_laid(q, at, whole, state, codes, planes, weights, pages, work, count)
+            if whole < whole_end:
+                floor = state[q, FLOOR]
+                where = state[q, AT], state[q, PAGES], whole, whole_end, min(b, state[q, TO])
+                count = _append_pages(where, planes[q], weights, buffer[q], floor, pages, kept[q], count)
+            if whole_end < end:
+                count = _append_laid(q, whole_end, end, state, codes, planes, weights, pages, work, count)
+            state[q, KEPT] = count
+
+
+@inner
+def _append_laid(q, low, high, state, codes, planes, weights, pages, work, count):
+    """Copy keys [low, high), at most CHUNK, from their pages, score them, and append those that reach the floor."""
+    stay_a_function()
+    tile, places, buffer, kept, _, _ = work
+    keys, laid = _lay_out(q, low, high - low, state, codes, pages)
+    _score(keys, laid, high - low, tile, weights, planes, q, np.int64(1), places, buffer)
+    return _append(buffer[q, : high - low], state[q, FLOOR], low, kept[q], count)
+
+
+@inner
+def _append_pages(where, planes, weights, buffer, floor, pages, kept, count):
+    """Score keys [low, high), multiples of LANES, in place in their pages and append those that reach the floor.
+
+    Prefetches what follows them, up to the last key of the row or part.
+    """
+    stay_a_function()
+    keys, at, low, high, end = where
+    page, table = pages[0], pages[1]
+    threshold, p, w, out = np.uint16(floor), _address(planes), _address(weights), _address(buffer)
+    last, shift, inside = end - 1, np.int64(0), page - 1
+    while np.int64(1) << shift < page:
+        shift += 1
+    blocks = memory(_address(table) + 8 * at, (last >> shift) + 1, table)
+    for i in range(low + TOUCHED, min(high + TOUCHED, end), page):
+        prefetch_far(_place(keys, blocks, i, shift, inside))
+    for i in range(low, high, LANES):
+        first, second = _place(keys, blocks, i, shift, inside), _place(keys, blocks, i + QUARTER, shift, inside)
+        third = _place(keys, blocks, i + 2 * QUARTER, shift, inside)
+        fourth = _place(keys, blocks, i + 3 * QUARTER, shift, inside)
+        for part in range(0, LANES, QUARTER):
+            near = _place(keys, blocks, min(i + SOON + part, last), shift, inside)
+            far = _place(keys, blocks, min(i + LATER + part, last), shift, inside)
+            for at in range(0, 16 * QUARTER, 64):
+                prefetch(near + at)
+                prefetch_far(far + at)
+        mask = score_pairs(first, second, third, fourth, p, w, len(weights), threshold, out, buffer)
+        if mask:
+            count = _take(mask, buffer, np.int64(0), i, kept, count)
+    return count
+
+
+@inner
+def _place(keys, blocks, i, shift, inside):
+    """Return the address of key i in pages of 2^shift keys of 16 bytes."""
+    return keys + blocks[np.uint64(i) >> np.uint64(shift)] + ((i & inside) << 4)
+
+
+# ---- The kernels -----------------------------------------------------------------------------------------------------
 
 
 @inner
@@ -99,9 +277,9 @@ def search_tasks(
     [parts, rows, WIDTH] at the addresses scores and indices, in ascending index order or, if best, highest score
     first.
     """
-    n, top, width = header[N], header[TOP], header[WIDTH]
-    room, block, parts = header[ROOMY], header[ROWS], header[PARTS]
-    best = header[BEST] and parts == 1  # several parts are merged before sorting
+    n, top, width = header[launch_plan.N], header[launch_plan.TOP], header[launch_plan.WIDTH]
+    room, block, parts = header[launch_plan.ROOMY], header[launch_plan.ROWS], header[launch_plan.PARTS]
+    best = header[launch_plan.BEST] and parts == 1  # several parts are merged before sorting
     weights, own, tile, codes = _operands(header, block)
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
@@ -115,10 +293,11 @@ def search_tasks(
         a, b, count = n * part // parts, n * (part + 1) // parts, min(block, len(rows) - row0)
         for r in range(count):
             row = rows[row0 + r]
-            at, end = max(a, row[LOW]), max(a, min(b, row[HIGH]))
-            _copy_planes(query + row[QUERY], header, own[r])
-            state[r, AT], state[r, FROM], state[r, TO] = keys + row[KEYS_AT], at, end
-            state[r, WANTED], state[r, KEPT], state[r, PAGES] = min(row[K], max(0, end - at)), 0, row[TABLE]
+            at, end = max(a, row[launch_plan.LOW]), max(a, min(b, row[launch_plan.HIGH]))
+            _copy_planes(query + row[launch_plan.QUERY], header, own[r])
+            state[r, AT], state[r, FROM], state[r, TO] = keys + row[launch_plan.KEYS], at, end
+            state[r, WANTED], state[r, KEPT] = min(row[launch_plan.K], max(0, end - at)), 0
+            state[r, PAGES] = row[launch_plan.TABLE]
             state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top, pages)
         ends = np.int64(0), count
         while ends[0] < ends[1]:

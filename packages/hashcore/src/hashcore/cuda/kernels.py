@@ -1,21 +1,17 @@
-"""Launches of hashcore's kernels: sources, macros, grids and arguments.
+"""Launches of kernels: sources, macros, grids and packed arguments.
 
-Everything here works on addresses, so the same launches run on a device (cuda.launch) and in the host simulator.
+They hold addresses, so the same launches run on a device (cuda.launch) and in the host simulator.
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import Groups, Pages, RowMap, SearchSpace, Selection, Space, Window, Workspace
 
 PACK_THREADS = 256
 PLANES_THREADS = 128
-GEMM_THREADS = 128
-GEMM_TILE = (16, 256)  # queries, keys
-MAX_GRID_Y = 65_535
 
 
 class Kept(list["Launch"]):
@@ -63,15 +59,11 @@ def make_launch(
     return Launch(source, tuple(macros), kernel, grid, threads, pointers, kept, programmatic)
 
 
-_address = ctypes.c_void_p
-_int = ctypes.c_int32
-_long = ctypes.c_int64
-
-
 def pack(kind: str, x: int, codes: int, words: int) -> Launch:
     """Pack 32 * words numbers at x into words."""
     grid = -(-words // PACK_THREADS)  # a warp computes 32 words
-    return make_launch("pack.cu", f"pack_{kind}", (grid, 1), PACK_THREADS, (_address(x), _address(codes), _long(words)))
+    arguments = ctypes.c_void_p(x), ctypes.c_void_p(codes), ctypes.c_int64(words)
+    return make_launch("pack.cu", f"pack_{kind}", (grid, 1), PACK_THREADS, arguments)
 
 
 def by_row(kernel: str, rows: int, arguments: Sequence[Any]) -> Launch:
@@ -90,118 +82,3 @@ def score_macros(words: int, weights: Sequence[int], tensor: bool = False) -> li
     elif layout.are_planes(weights):
         macros.append(("HASHCORE_WEIGHTS", ",".join(map(str, weights))))
     return macros
-
-
-def _weights(weights: Sequence[int]) -> layout.Weights:
-    return layout.Weights((ctypes.c_int32 * 8)(*weights))
-
-
-def score_all(
-    query: int, keys: int, scores: int, rows: int, n: int, words: int, weights: Sequence[int], map: RowMap, tensor: bool
-) -> Launch:
-    """Score every key of every row against the row's planes."""
-    grid = (rows, min(-(-n // layout.TILE), MAX_GRID_Y))
-    arguments = (_address(query), _address(keys), _address(scores), map, _weights(weights), _int(n))
-    return make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, score_macros(words, weights, tensor))
-
-
-def score_pairs(
-    query: int, keys: int, scores: int, batch: int, queries: int, n: int, words: int, map: RowMap
-) -> Launch:
-    """Score every key against every query of its batch entry."""
-    tiles = -(-queries // GEMM_TILE[0]) * -(-n // GEMM_TILE[1])
-    arguments = (_address(query), _address(keys), _address(scores), map, _int(batch), _int(queries), _int(n))
-    macros = [("HASHCORE_WORDS", str(words))]
-    return make_launch("gemm.cu", "score_pairs", (tiles, min(batch, MAX_GRID_Y)), GEMM_THREADS, arguments, macros)
-
-
-class Output(NamedTuple):
-    """Addresses of a selection's results: int32 scores, and indices of 32 or 64 bits; Selection.width slots per row."""
-
-    scores: int
-    indices: int
-    index_bits: int
-
-
-class Search(NamedTuple):
-    """The arguments that the launches of a search share; each call sets their values."""
-
-    query: ctypes.c_void_p
-    keys: ctypes.c_void_p
-    values: ctypes.c_void_p
-    indices: ctypes.c_void_p
-    window: Window
-    selection: Selection
-    space: Space
-    """The workspace, which all turns use one after the other."""
-    launches: Kept
-    pages: Pages
-
-
-def search(
-    map: RowMap,
-    words: int,
-    weights: Sequence[int],
-    rows: int,
-    group: int,
-    index_bits: int,
-    plan: SearchSpace,
-    tensor: bool,
-    pages: Pages | None = None,
-) -> Search:
-    """Prepare a search: two launches per turn; one turn unless the workspace is too large.
-
-    tensor: see `score_macros`; pages: for keys in pages.
-    """
-    top = layout.top_score(words, weights)
-    query, keys, values, indices = (_address() for _ in range(4))
-    window, selection = Window(), Selection()
-    space = Space(stride=plan.stride, shift=layout.sample_shift(top), top=top)
-    packed, paged = _weights(weights), [] if pages is None else [("HASHCORE_PAGES", "1")]
-    macros, table = [*score_macros(words, weights, tensor), *paged], () if pages is None else (pages,)
-    line = map.size[3] if group > 1 else rows
-    in_line = -(-line // group)
-    launches: list[Launch] = []
-    for first in range(0, rows // line * in_line, plan.slots // group):
-        groups = Groups(first, line, group)
-        count = min(plan.slots // group, rows // line * in_line - first)
-        name = "list_candidates_shared" if group > 1 else "list_candidates"
-        given = query, keys, map, window, selection, packed, space, groups, *table
-        launches.append(make_launch("score.cu", name, (count, plan.splits), layout.THREADS, given, macros, True))
-        codes = layout.Codes(packed, len(weights), words)
-        places = query, keys, values, indices, map, window, selection
-        given = *places, codes, space, groups, *table
-        name, grid = f"select_{index_bits}", (count * group, plan.splits)
-        launches.append(make_launch("choose.cu", name, grid, layout.THREADS, given, paged, True))
-    return Search(query, keys, values, indices, window, selection, space, Kept(launches), pages or Pages())
-
-
-def topk(
-    scores: int,
-    stride: int,
-    rows: int,
-    window: Window,
-    selection: Selection,
-    output: Output,
-    space: int,
-    workspace: Workspace,
-) -> Iterator[Launch]:
-    """Yield the four launches of a selection from int32 scores.
-
-    The address is aligned to 16 bytes; stride, the distance of rows, is a multiple of VECTOR. Three launches count
-    digits of the scores that share the threshold's higher digits; the last one selects.
-    """
-    levels, totals, table = layout.INT32_LEVELS, _address(space), _address(space + 4 * workspace.table)
-    for first in range(0, rows, workspace.rows):
-        grid = (min(workspace.rows, rows - first), workspace.splits)
-        at = _address(scores + 4 * stride * first)
-        shared = (window, selection, levels, _long(stride), _int(first))
-        for level in range(levels.count):
-            arguments = (at, totals, table, *shared, _int(level))
-            yield make_launch("select.cu", "count_32", grid, layout.THREADS, arguments)
-        arguments = (
-            *(at, totals, table, _address(space + 4 * workspace.tickets)),
-            *(_address(output.scores), _address(output.indices), *shared),
-        )
-        name = f"select_32_{output.index_bits}"
-        yield make_launch("select.cu", name, grid, layout.THREADS, arguments, programmatic=True)

@@ -1,6 +1,6 @@
-"""Host side of the kernels: argument structures, histogram levels, chunks and the workspace.
+"""Host side of the kernels: argument structures and the workspace of a search.
 
-The structures mirror those of kernels/common.cuh, lists.cuh, pages.cuh, select.cu and choose.cu field by field.
+The structures mirror those of kernels/common.cuh, lists.cuh, pages.cuh and choose.cu field by field.
 """
 
 import ctypes
@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 THREADS = 512  # SELECT_THREADS
-VECTOR = 8
 TILE = 2048  # keys that a block scores per iteration; a smaller chunk would leave threads idle
-BLOCKS_PER_SM = 2  # occupy half of an SM's registers and warps; more blocks would need more tables
 MAX_GROUP = 8  # maximal number of rows that share the keys loaded by a block
 MAX_SPLITS = 512  # blocks of a row in a search
 MAX_SLOTS = 1024  # rows per turn of a search
@@ -19,7 +17,6 @@ SAMPLE_BINS = 256
 MAX_LIST = (1 << 16) - 32  # keys of a warp: their offsets and their number have 16 bits
 BINS = 256  # high digits of a block's candidates
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
-MAX_SCORE = 0xFFFF
 MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns, but a group is never divided
 
 
@@ -38,6 +35,10 @@ class RowMap(ctypes.Structure):
 
 class Weights(ctypes.Structure):
     _fields_ = (("of", _int * 8),)
+
+    @classmethod
+    def holding(cls, weights: Sequence[int]) -> Self:
+        return cls((_int * 8)(*weights))
 
 
 class Codes(ctypes.Structure):
@@ -89,20 +90,6 @@ class Pages(ctypes.Structure):
     )
 
 
-class Levels(ctypes.Structure):
-    """Digits of a sort key, from the top: digit l is its bits from shift[l] up to shift[l - 1]."""
-
-    _fields_ = (("count", _int), ("shift", _int * 3), ("bins", _int * 3), ("width", _int))
-
-    @classmethod
-    def of(cls, shifts: Sequence[int], bins: Sequence[int]) -> Self:
-        padded = [-(-count // 4) * 4 for count in bins]
-        return cls(len(padded), (_int * 3)(*shifts), (_int * 3)(*padded), sum(padded))  # the others are 0
-
-
-INT32_LEVELS = Levels.of((21, 10, 0), (2048, 2048, 1024))
-
-
 def require_positions(n: int) -> None:
     """Raise ValueError for more positions than the kernels can add in 32 bits."""
     if n > MAX_POSITIONS:
@@ -113,19 +100,6 @@ def require_rows(rows: int) -> None:
     """Raise ValueError for more rows than the kernels can number in 32 bits."""
     if rows >= 1 << 31:
         raise ValueError(f"on CUDA a call may have fewer than {1 << 31} rows, got {rows}; split the queries")
-
-
-def top_score(words: int, weights: Sequence[int]) -> int:
-    """Return the highest score of a search.
-
-    Raises: ValueError if it needs more than 16 bits.
-    """
-    top = 32 * words * sum(weights)
-    if top > MAX_SCORE:
-        raise ValueError(
-            f"the scores of a search must fit 16 bits, got sum(weights) * 32 * W = {top}; use fewer planes or words"
-        )
-    return top
 
 
 def sample_shift(top: int) -> int:
@@ -153,37 +127,6 @@ def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int], key
     whole = [(1, 0, 0)] * (4 - len(merged)) + merged
     sizes, queries, rows = zip(*whole, strict=True)
     return RowMap((_int * 4)(*sizes), (_long * 4)(*queries), (_long * 4)(*rows), key)
-
-
-class Workspace(NamedTuple):
-    """Scratch memory of one turn of `topk`: offsets in 4-byte words from a 16-byte boundary.
-
-    The first `zeros` words, totals and tickets, must be zero before the first launch.
-    """
-
-    rows: int
-    splits: int
-    tickets: int
-    zeros: int
-    table: int
-    words: int
-
-    @classmethod
-    def plan(cls, rows: int, n: int, levels: Levels, sms: int) -> Self:
-        """Plan the workspace of a selection from `rows` rows of n scores, in several turns if they are too many.
-
-        Args:
-            sms: number of SMs of the device.
-        Raises: ValueError if there are more rows or positions than the kernels can count.
-        """
-        require_rows(rows)
-        require_positions(n)
-        rows = max(1, min(rows, MAX_WORKSPACE // (4 * (2 * levels.width + 1))))
-        blocks = BLOCKS_PER_SM * sms
-        splits = max(1, min(blocks // rows, -(-n // TILE)))
-        tickets = rows * levels.width
-        zeros = tickets + -(-rows // 4) * 4
-        return cls(rows, splits, tickets, zeros, zeros, zeros + rows * splits * levels.width)
 
 
 class SearchSpace(NamedTuple):

@@ -3,9 +3,10 @@
 torch_ops has checked the arguments, as for `hashcore.cuda.tensors`.
 """
 
+import ctypes
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -45,113 +46,103 @@ def search(
     """
     if not scores.numel():
         return
-    device = scores.device
+    device, lead = scores.device, scores.shape[:-1]
     weights = None if weights is None else tuple(weights)
     at, keys_at = query.data_ptr(), keys.data_ptr()  # alignment, and so copies, depend on the addresses
-    tables = None if blocks is None else page_tables(blocks, scores.shape[:-1])
+    tables = None if blocks is None else page_tables(blocks, lead)
+    n = keys.shape[-2] * (1 if tables is None else tables.blocks.shape[-1])
+    layout.require_positions(n)
     how = indices.dtype, device, at % 16, keys_at % 16, weights, counts_bits(device)
-    more = () if tables is None else (tables.blocks.shape[-1], *tables[1:])
-    form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how, *more
-    given = query, keys, weights, scores, indices, tables
-    prepared = _searches.found.get(form) or _renewed(form, *given)
-    held = prepared.bound(bounds, k)
-    prepared.place(kept.scratch(prepared.words, device).address)
-    if not prepared.direct:
-        found = _placed(query, keys, weights, scores.shape[:-1], tables is not None)
-        held = held, found
-        at, keys_at = found.at.query.data_ptr(), found.at.keys.data_ptr()
-    table = None if tables is None else tables.blocks.data_ptr()
-    prepared.point(at, keys_at, scores.data_ptr(), indices.data_ptr(), table)
-    (launch.run if run is None else run)(prepared.call.launches, device)
+    # Not the number of keys: a cache that grows by a token needs no new launches.
+    lengths = (keys.shape[:-2], keys.shape[-1]) if tables is None else (keys.shape, *tables[1:])
+    form = query.shape, query.stride(), *lengths, keys.stride(), n == 1, lead, how
+    found = _searches.found.get(form) or _searches.keep(form, _Search(query, keys, weights, lead, indices, tables))
+    launches = found.launches(n)
+    held = found.bound(bounds, k, lead, n, scores.shape[-1])
+    found.place(kept.scratch(found.plan.words, device).address)
+    if not found.direct:
+        placed = _placed(query, keys, weights, lead, tables is not None)
+        held = held, placed
+        at, keys_at = placed.at.query.data_ptr(), placed.at.keys.data_ptr()
+    found.query.value, found.keys.value, found.pages.table = at, keys_at, tables and tables.blocks.data_ptr()
+    found.values.value, found.indices.value = scores.data_ptr(), indices.data_ptr()
+    (launch.run if run is None else run)(launches, device)
     del held  # kept until the launches are in the stream; from here on the allocator may reuse them
 
 
-class _Prepared:
-    """The prepared launches of a search of given shapes; `direct`: operands of these strides are not copied."""
+class _Search:
+    """The arguments of searches of one form, which each call sets, and their launches."""
 
     def __init__(
-        self, call: kernels.Search, plan: Callable[[int], SearchSpace], lead: Sequence[int], n: int, width: int,
-        direct: bool,
+        self, query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int],
+        indices: torch.Tensor, tables: Tables | None,
     ):  # fmt: skip
-        self.call, self.plan, self.space, self.direct = call, plan, plan(n), direct
-        self.lead, self.n, self.width, self.words = lead, n, width, self.space.words
-        self.at = 0
-        self.rows: object = None
-        """The bounds and the count that are set, if they are integers."""
+        at, self.direct = _placed(query, keys, weights, lead, tables is not None)
+        self.map, self.rows, self.index_bits = at.map, math.prod(lead), 8 * indices.element_size()
+        self.slots, self.group = _slots(at.map, self.rows, self.rows if tables is None else tables.per)
+        self.sms, words, weights = sm_count(indices.device), keys.shape[-1], weights or (1,)
+        self.query, self.keys, self.values, self.indices = (ctypes.c_void_p() for _ in range(4))
+        self.window, self.selection, top = layout.Window(), layout.Selection(), 32 * words * sum(weights)
+        self.space = layout.Space(shift=layout.sample_shift(top), top=top)
+        self.codes = layout.Codes(layout.Weights.holding(weights), len(weights), words)
+        self.pages = layout.Pages() if tables is None else _pages(keys, tables)
+        self.paged = () if tables is None else (self.pages,)
+        self.macros = kernels.score_macros(words, weights, counts_bits(indices.device))
+        self.made: dict[tuple[int, int], kernels.Kept] = {}
+        self.n, self.at, self.plan = 0, 0, SearchSpace.plan(self.slots, self.group, 1, self.sms)
+        self.bounded: object = None
 
-    def resize(self, n: int, width: int) -> bool:
-        """Adapt the launches to a new number of keys and width; False if their grids would have to change."""
-        space = self.plan(n)
-        if space[:2] != self.space[:2] or min(n, self.n) < 2:  # slots, splits; a single row has no stride
-            return False
-        self.space, self.n, self.width, self.words = space, n, width, space.words
-        self.call.space.stride = space.stride
-        self.at, self.rows = 0, None
-        return True
+    def launches(self, n: int) -> kernels.Kept:
+        """Plan for n keys in a row, and return the launches, two per turn.
+
+        There is one turn unless the workspace would be too large; all use it one after the other.
+        """
+        if n != self.n:
+            self.n, self.at, self.plan = n, 0, SearchSpace.plan(self.slots, self.group, n, self.sms)
+        sizes = self.plan.slots, self.plan.splits
+        if sizes not in self.made:
+            line = self.map.size[3] if self.group > 1 else self.rows
+            groups, turn = self.rows // line * -(-line // self.group), self.plan.slots // self.group
+            self.made[sizes] = kernels.Kept(
+                one
+                for first in range(0, groups, turn)
+                for one in self._turn(layout.Groups(first, line, self.group), min(turn, groups - first))
+            )
+        return self.made[sizes]
+
+    def _turn(self, groups: layout.Groups, count: int) -> tuple[kernels.Launch, kernels.Launch]:
+        splits, paged = self.plan.splits, [("HASHCORE_PAGES", "1")] if self.paged else []
+        name = "list_candidates_shared" if self.group > 1 else "list_candidates"
+        read = self.query, self.keys, self.map, self.window, self.selection
+        given = *read, self.codes.weights, self.space, groups, *self.paged
+        macros = [*self.macros, *paged]
+        first = kernels.make_launch("score.cu", name, (count, splits), layout.THREADS, given, macros, True)
+        results = self.query, self.keys, self.values, self.indices, *read[2:]
+        given = *results, self.codes, self.space, groups, *self.paged
+        grid = count * self.group, splits
+        name = f"select_{self.index_bits}"
+        return first, kernels.make_launch("choose.cu", name, grid, layout.THREADS, given, paged, True)
 
     def place(self, address: int) -> None:
-        """Set the address of the workspace, if it has changed."""
-        if address != self.at:
-            self.space.place(self.call.space, address)
-            self.at = address
+        """Set the places in the workspace, if they have changed."""
+        if self.at != address:
+            self.plan.place(self.space, address)
+            self.space.stride, self.at = self.plan.stride, address
 
-    def point(self, query: int, keys: int, scores: int, indices: int, table: int | None) -> None:
-        """Set the addresses of the operands and results; table: of pages."""
-        call = self.call
-        call.query.value, call.keys.value, call.values.value, call.indices.value = query, keys, scores, indices
-        call.pages.table = table
-
-    def bound(self, bounds: Bounds, k: int | torch.Tensor) -> object:
+    def bound(self, bounds: Bounds, k: int | torch.Tensor, lead: Sequence[int], n: int, width: int) -> object:
         """Set the eligible positions and the counts; return the tensors whose addresses were set."""
         lengths, starts = bounds.lengths, bounds.starts
         # Check for integers, because isinstance(x, torch.Tensor) is slow.
         if isinstance(k, int) and isinstance(lengths, _NUMBERS) and isinstance(starts, _NUMBERS):
-            if self.rows == (rows := (bounds, k)):
+            if self.bounded == (rows := (bounds, k, n, width)):
                 return None
-            self.rows = rows
+            self.bounded = rows
         else:
-            self.rows = None
-        call = self.call
-        return bounds.window(call.window, self.lead, self.n), set_selection(call.selection, k, self.lead, self.width)
+            self.bounded = None
+        return bounds.window(self.window, lead, n), set_selection(self.selection, k, lead, width)
 
 
-_searches: kept.Table[_Prepared] = kept.Table()
-
-
-def _renewed(form: tuple[Any, ...], *given: Any) -> _Prepared:
-    """Return the search for a form: that with one key fewer, updated, or a new one; given: of `_prepare`."""
-    query, keys, _, scores, _, tables = given
-    if tables is not None:
-        return _searches.keep(form, _prepare(*given))
-    (*lead, n, words), (*rows, width) = keys.shape, scores.shape
-    kind = query.shape, query.stride(), *lead, words, keys.stride(), *rows, *form[5:]
-    return _searches.renew(form, kind, n, lambda found: found.resize(n, width), lambda: _prepare(*given))
-
-
-def _prepare(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    weights: Sequence[int] | None,
-    scores: torch.Tensor,
-    indices: torch.Tensor,
-    tables: Tables | None,
-) -> _Prepared:
-    """Prepare the launches of a search."""
-    (n, words), lead, width = keys.shape[-2:], scores.shape[:-1], scores.shape[-1]
-    pages = None if tables is None else _pages(keys, tables)
-    n = n if tables is None else tables.blocks.shape[-1] * n
-    layout.require_positions(n)
-    at, direct = _placed(query, keys, weights, lead, tables is not None)
-    rows = math.prod(lead)
-    slots, group = _slots(at.map, rows, rows if tables is None else tables.per)
-    sms, index_bits = sm_count(scores.device), 8 * indices.element_size()
-
-    def plan(n: int) -> SearchSpace:
-        return SearchSpace.plan(slots, group, n, sms)
-
-    tensor = counts_bits(scores.device)
-    call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, plan(n), tensor, pages)
-    return _Prepared(call, plan, lead, n, width, direct)
+_searches: kept.Table[_Search] = kept.Table()
 
 
 def _pages(keys: torch.Tensor, tables: Tables) -> layout.Pages:

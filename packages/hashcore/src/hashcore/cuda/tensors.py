@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from hashcore.cuda import kernels, launch, layout
-from hashcore.cuda.kernels import Launch, Output
-from hashcore.cuda.layout import Selection, Window, Workspace
-from hashcore.cuda.operands import Bounds, set_selection, supported
+from hashcore.cuda.kernels import Launch
+from hashcore.cuda.operands import Bound, Bounds, integers, supported
 
 Run = Callable[[Iterable[Launch], torch.device], None]
 
@@ -25,6 +24,8 @@ PACKED = QUANTISED | {
     **{torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"},
 }
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+MAX_GRID_Y = 65_535
+NO_ENTRY = -(1 << 63)  # below every entry of a selection
 SIMULATED_SMS = 3  # SMs of the simulated device; small, so that tests cover several chunks and turns
 SIMULATED_TENSOR = True  # a test sets it to False, for the counter that other devices use
 
@@ -73,46 +74,45 @@ def score(
         return
     n, words = keys.shape[-2:]
     layout.require_positions(n)
-    if weights is None:
-        lead = out.shape[:-2]
-        at = supported(query, keys, lead)
-        batch, queries = math.prod(lead), query.shape[-2]
-        addresses = at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr()
-        return _run(run, [kernels.score_pairs(*addresses, batch, queries, n, words, at.map)], out.device)
+    if weights is None:  # each of the Q queries is one plane of weight 1
+        query, keys, weights = query.unsqueeze(-2), keys.unsqueeze(-3), (1,)
     lead = out.shape[:-1]
     at = supported(query, keys, lead)
-    addresses = at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr()
-    tensor = counts_bits(out.device)
-    return _run(run, [kernels.score_all(*addresses, math.prod(lead), n, words, weights, at.map, tensor)], out.device)
+    addresses = (c_void_p(x.data_ptr()) for x in (at.query, at.keys, out))
+    arguments = *addresses, at.map, layout.Weights.holding(weights), c_int32(n)
+    grid = math.prod(lead), min(-(-n // layout.TILE), MAX_GRID_Y)
+    macros = kernels.score_macros(words, weights, counts_bits(out.device))
+    _run(run, [kernels.make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, macros)], out.device)
 
 
 def topk(
-    scores: torch.Tensor,
-    k: int | torch.Tensor,
-    bounds: Bounds,
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    run: Run | None = None,
+    scores: torch.Tensor, k: int | torch.Tensor, bounds: Bounds, values: torch.Tensor, indices: torch.Tensor
 ) -> None:
-    """Select from integer scores of at most 32 bits, [..., N], into int32 values and indices [..., K] (eq. 6)."""
-    n, lead = scores.shape[-1], scores.shape[:-1]
+    """Select from integer scores of at most 32 bits, [..., N], into values and indices [..., K] (eq. 6).
+
+    Score and index make one int64, so no two are equal, and torch's selection has one result.
+    """
+    n, width = scores.shape[-1], values.shape[-1]
     if not values.numel():
         return
-    rows, device = math.prod(lead), scores.device
-    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, sm_count(device))
-    stride = -(-n // layout.VECTOR) * layout.VECTOR
-    aligned = scores.to(torch.int32).reshape(rows, n)
-    if stride != n or aligned.data_ptr() % 16 or not aligned.is_contiguous():
-        aligned = torch.nn.functional.pad(aligned, (0, stride - n))
-        aligned = aligned.clone() if aligned.data_ptr() % 16 else aligned.contiguous()
-    scratch = torch.empty(plan.words, dtype=torch.int32, device=device)
-    scratch[: plan.zeros].zero_()
-    window, selection = Window(), Selection()
-    held = bounds.window(window, lead, n), set_selection(selection, k, lead, values.shape[-1])
-    output = Output(values.data_ptr(), indices.data_ptr(), 8 * indices.element_size())
-    launches = kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan)
-    _run(run, launches, device)
-    del held
+    position = torch.arange(n, device=scores.device)
+    low, high = (_each_row(x, default, n) for x, default in ((bounds.starts, 0), (bounds.lengths, n)))
+    seen = (position >= low + bounds.sink) & (position < high - bounds.recent)
+    entries = (scores.to(torch.int64) << 32 | (n - position)).masked_fill(~seen, NO_ENTRY)
+    best = entries.topk(width, dim=-1).values
+    slot = torch.arange(width, device=scores.device)
+    unused = (best == NO_ENTRY) | (slot >= _each_row(k, width, width))
+    found = (n - (best & 0xFFFFFFFF)).masked_fill(unused, n).sort(dim=-1).values
+    unused = found == n
+    values.copy_(scores.gather(-1, found.masked_fill(unused, 0)).masked_fill(unused, 0))
+    indices.copy_(found.masked_fill(unused, -1))
+
+
+def _each_row(value: Bound, default: int, most: int) -> int | torch.Tensor:
+    """Return an integer of all rows, or one of each row [..., 1] in 0..most."""
+    if isinstance(value, torch.Tensor):
+        return integers(value).clamp(0, most).unsqueeze(-1)
+    return default if value is None else value
 
 
 def _run(run: Run | None, launches: Iterable[Launch], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The public class BitIndex, which combines the modules rows, encoder, file and retrieve."""
+"""The public class BitIndex: its arguments are checked here, and `rows`, `encoder` and `file` do the work."""
 
 import os
 import threading
@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hashcore import arguments, ops, validation
-from hashcore.index import checks, file, rows
-from hashcore.index.encoder import Encoder, mean_of, rotation
-from hashcore.index.retrieve import live_best, rerank_best
+from hashcore.index import file, rows
+from hashcore.index.encoder import Encoder, best_vectors, mean_of, require_finite, rotation
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +51,23 @@ class BitIndex:
         mean: Any = None,
         keep: str | None = None,
     ) -> None:
-        dim = checks.integer("dim", dim, 1, checks.LARGEST_DIM, "give the number of dimensions of a vector")
-        checks.choice("encoder", encoder, checks.ENCODERS)
-        kept = checks.KEPT[checks.choice("keep", keep, checks.KEPT)]
-        bits = checks.bit_count(dim, bits, encoder)
-        seed = checks.integer("seed", seed, 0, 2**63 - 1, "choose another")
-        mean = None if mean is None else checks.mean(mean, dim)
-        rotated = encoder == "rotation"
+        dim = _integer("dim", dim, 1, file.LARGEST, "give the number of dimensions of a vector")
+        rotated = _choice("encoder", encoder, ("rotation", "sign")) == "rotation"
+        kept = file.KEPT[_choice("keep", keep, file.KEPT)]
+        bits = -(-dim // 32) * 32 if bits is None and rotated else dim if bits is None else bits
+        bits = _integer("bits", bits, 1, file.LARGEST, "choose another code length")
+        if bits % 32:
+            raise ValueError(
+                f"bits must be a multiple of 32 (bits per word), got {bits}; "
+                "choose another, or with encoder='sign' pad the vectors or use encoder='rotation'"
+            )
+        if not rotated and bits != dim:
+            raise ValueError(
+                f"encoder='sign' has one bit per dimension, got bits = {bits} for {dim} dimensions; "
+                "use encoder='rotation' for another number of bits"
+            )
+        seed = _integer("seed", seed, 0, 2**63 - 1, "choose another")
+        mean = None if mean is None else _mean(mean, dim)
         matrix = rotation(dim, bits, seed) if rotated else None
         self._restore(Encoder(dim, bits, mean, matrix, seed if rotated else None), rows.empty(bits // 32, dim, kept), 0)
 
@@ -80,8 +89,8 @@ class BitIndex:
             centre: subtract the mean of these vectors from all vectors and queries.
             bits, options: as of the class.
         """
-        (array,), _ = arguments.host_arrays(vectors=vectors)
-        if array.ndim != 2 or checks.is_codes(array):
+        array, coded, _ = _read(vectors=vectors)
+        if array.ndim != 2 or coded:
             raise ValueError(
                 f"vectors must be floats of shape [n, D], got {array.dtype} {list(array.shape)}; "
                 "reshape them, or use from_codes"
@@ -133,20 +142,21 @@ class BitIndex:
             ids: n distinct integers >= 0 that are not in the index; by default those after the largest id so far.
         Raises: ValueError or TypeError; the index is then unchanged.
         """
-        (array,), _ = arguments.host_arrays(items=items)
-        coded = checks.is_codes(array)
-        checks.last_dimension("codes" if coded else "vectors", array, self._width(coded), rows=True)
+        array, coded, _ = _read(items=items)
+        _require_shape("codes" if coded else "vectors", array, self.bits // 32 if coded else self.dim, rows=True)
         if coded and self.keep:
             raise ValueError(f"an index with keep={self.keep!r} takes vectors, got codes; add the vectors instead")
-        given = None if ids is None else checks.new_ids(ids, len(array))
+        given = None if ids is None else rows.new_ids(ids, len(array))
         if len(array) == 0:
             return  # so that a mapped index stays mapped
         with self._changing:
             before = self._rows
             if given is None:
-                given = self._after_the_largest(len(array))
-            else:
-                self._refuse_known(before, given)
+                if len(array) > rows.LARGEST_ID + 1 - self._next_id:
+                    raise ValueError(f"no ids are left after {self._next_id - 1} for {len(array)} rows; pass ids=")
+                given = np.arange(self._next_id, self._next_id + len(array), dtype=np.int64)
+            elif given.min() < self._next_id and (known := self._positions.find(before, given) >= 0).any():
+                raise ValueError(f"ids must be new, got {given[known][0]}, which is in the index; remove it first")
             after = before.with_room(len(array))
             self._fill(after, array, coded)
             after = after.appended(given)
@@ -159,22 +169,22 @@ class BitIndex:
 
         Raises: ValueError if one of them is not in the index; nothing is then removed.
         """
-        gone = checks.known_ids(ids)
+        gone = rows.known_ids(ids)
         with self._changing:
             before = self._rows
             positions = self._positions.find(before, gone)
             if (positions < 0).any():
-                checks.unknown(int(gone[positions < 0][0]))
+                rows.refuse_unknown(int(gone[positions < 0][0]))
             after = before.without(positions)
-            self._positions.removed(gone, moved=after.codes is not before.codes)
+            self._positions = rows.Positions()
             self._rows = after
 
     def encode(self, vectors: Array) -> Any:
         """Return the codes of vectors [..., D]: int32 [..., bits / 32]."""
-        (array,), restore = arguments.host_arrays(vectors=vectors)
-        if checks.is_codes(array):
+        array, coded, restore = _read(vectors=vectors)
+        if coded:
             raise TypeError("expected vectors of floats, got int32; these are codes already")
-        checks.last_dimension("vectors", array, self.dim, rows=False)
+        _require_shape("vectors", array, self.dim)
         out = np.empty((array.size // self.dim, self.bits // 32), np.int32)
         self._encoder.encode(array.reshape(-1, self.dim), out)
         return restore(out.reshape(*array.shape[:-1], -1))
@@ -212,39 +222,41 @@ class BitIndex:
         if removed:
             validation.refuse_removed("search", removed)
         content = self._rows
-        (array,), restore = arguments.host_arrays(queries=queries)
-        k = checks.integer("k", k, 0, len(content), "there are no more codes in the index; clamp it")
-        codes, weights = self._planes(array, planes, weights)
+        array, coded, restore = _read(queries=queries)
+        k = _integer("k", k, 0, content.count, "there are no more codes in the index; clamp it")
+        codes, weights = self._planes(array, coded, planes, weights)
         if rerank is None:
             if vectors is not None or metric != "dot":
                 raise ValueError("vectors= and metric= need rerank=, got none; try rerank=4")
-            scores, positions = live_best(codes, content, k, weights)
+            scores, positions = rows.best(codes, content, k, weights)
         else:
-            times = checks.integer("rerank", rerank, 1, 2**31, "rerank * k candidates are scored exactly")
-            checks.choice("metric", metric, checks.METRICS)
-            if checks.is_codes(array):
+            times = _integer("rerank", rerank, 1, 2**31, "rerank * k candidates are scored exactly")
+            cosine = _choice("metric", metric, ("dot", "cosine")) == "cosine"
+            if coded:
                 raise TypeError("rerank needs queries that are vectors, got codes; pass the original vectors")
             originals = self._originals(vectors, content)
-            _, candidates = live_best(codes, content, min(times * k, len(content)), weights)
-            at = candidates if vectors is None else checks.rows_of(content.ids[candidates], len(originals))
-            scores, positions = rerank_best(array, originals, at, candidates, k, metric == "cosine")
+            _, candidates = rows.best(codes, content, min(times * k, content.count), weights)
+            at = candidates if vectors is None else content.ids[candidates]
+            if at.size and at.max() >= len(originals):
+                raise ValueError(
+                    f"vectors= must have a row for every id, got {len(originals)} rows and id {at.max()}; pass them all"
+                )
+            scores, positions = best_vectors(array, originals, at, candidates, k, cosine)
         return restore(scores), restore(content.ids[positions])
 
     def _planes(
-        self, array: NDArray[Any], planes: int | None, weights: Sequence[int] | None
+        self, array: NDArray[Any], coded: bool, planes: int | None, weights: Sequence[int] | None
     ) -> tuple[NDArray[np.int32], Sequence[int] | None]:
         """Return queries as codes, or as planes with their weights."""
-        if not checks.is_codes(array):
+        if not coded:
             if weights is not None:
                 raise ValueError("weights are for planes of int32 words, got vectors; omit weights")
-            checks.last_dimension("queries", array, self.dim, rows=False)
-            projected = self._encoder.project("queries", array.reshape(-1, self.dim)).reshape(
-                *array.shape[:-1], self.bits
-            )
-            return ops.planes(projected, 3 if planes is None else planes)
+            _require_shape("queries", array, self.dim)
+            projected = self._encoder.project("queries", array.reshape(-1, self.dim))
+            return ops.planes(projected.reshape(*array.shape[:-1], self.bits), 3 if planes is None else planes)
         if planes is not None:
             raise ValueError("planes= is for queries that are vectors, got codes; omit it or pass vectors")
-        checks.last_dimension("queries", array, self.bits // 32, rows=False)
+        _require_shape("queries", array, self.bits // 32)
         if weights is not None and array.ndim < 2:
             raise ValueError(f"with weights queries must have shape [..., P, W], got {list(array.shape)}; add planes")
         return array, weights
@@ -255,22 +267,11 @@ class BitIndex:
             if content.vectors is None:
                 raise ValueError("rerank needs the original vectors, got none; pass vectors=, or build with keep=")
             return content.vectors
-        (array,), _ = arguments.host_arrays(vectors=vectors)
-        if checks.is_codes(array):
+        array, coded, _ = _read(vectors=vectors)
+        if coded:
             raise TypeError("vectors= must be floats, got int32; pass the vectors that were added")
-        checks.last_dimension("vectors=", array, self.dim, rows=True)
+        _require_shape("vectors=", array, self.dim, rows=True)
         return np.asarray(array)  # a plain array, so that results are not of class np.memmap
-
-    def _after_the_largest(self, count: int) -> NDArray[np.int64]:
-        if count > checks.LARGEST_ID + 1 - self._next_id:
-            raise ValueError(f"no ids are left after {self._next_id - 1} for {count} rows; pass ids=")
-        return np.arange(self._next_id, self._next_id + count, dtype=np.int64)
-
-    def _refuse_known(self, content: rows.Rows, ids: NDArray[np.int64]) -> None:
-        if len(ids) == 0 or int(ids.min()) >= self._next_id:
-            return
-        if (known := self._positions.find(content, ids) >= 0).any():
-            raise ValueError(f"ids must be new, got {ids[known][0]}, which is in the index; remove it first")
 
     def _fill(self, after: rows.Rows, array: NDArray[Any], coded: bool) -> None:
         """Write codes and vectors after the last row."""
@@ -282,10 +283,8 @@ class BitIndex:
         if after.vectors is not None:
             with np.errstate(over="ignore"):  # checked below
                 after.vectors[place] = array
-            checks.fits(after.vectors[place])
-
-    def _width(self, coded: bool) -> int:
-        return self.bits // 32 if coded else self.dim
+            if not np.isfinite(after.vectors[place]).all():
+                raise ValueError(f"vectors must fit {self.keep}, got larger numbers; scale them or use keep='float32'")
 
     @property
     def dim(self) -> int:
@@ -306,28 +305,28 @@ class BitIndex:
     def ids(self) -> NDArray[np.int64]:
         """A copy of the ids, in the order they were added."""
         content = self._rows
-        return content.ids[content.live()].copy()
+        return content.ids[: content.count].copy()
 
     @property
     def codes(self) -> NDArray[np.int32]:
         """A copy of the codes, int32 [n, W], in the order they were added."""
         content = self._rows
-        return content.codes[content.live()].copy()
+        return content.codes[: content.count].copy()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the codes, ids and stored vectors, in memory or mapped, without spare capacity."""
         content = self._rows
-        return sum(column[:1].nbytes for column in content.columns) * len(content)
+        return sum(column[:1].nbytes for column in content.columns) * content.count
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._rows.count
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.ids.tolist())
 
     def __contains__(self, number: object) -> bool:
-        if not isinstance(number, int | np.integer) or not 0 <= number <= checks.LARGEST_ID:
+        if not isinstance(number, int | np.integer) or not 0 <= number <= rows.LARGEST_ID:
             return False
         with self._changing:
             return bool(self._positions.find(self._rows, np.array([number], np.int64))[0] >= 0)
@@ -341,3 +340,49 @@ class BitIndex:
         return (
             f"BitIndex({len(self)} codes of {self.bits} bits, {how}{seed}{centred}{kept}, {self.nbytes / 1e6:.1f} MB)"
         )
+
+
+# ---- Arguments -----------------------------------------------------------------------------------------------------
+
+
+def _read(**given: Any) -> tuple[NDArray[Any], bool, arguments.Restore]:
+    """Return an array, whether it has codes (int32 words) and not vectors (floats), and what restores its kind."""
+    (x,), restore = arguments.host_arrays(**given)
+    if x.dtype != np.int32 and x.dtype.kind != "f":
+        raise TypeError(
+            f"expected vectors of floats or codes of int32 words, got {x.dtype}; "
+            "convert vectors with .astype('float32'), create codes with hashcore.pack"
+        )
+    return x, x.dtype == np.int32, restore
+
+
+def _integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
+    number = arguments.integer(name, value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be in {low}..{high}, got {number}; {remedy}")
+    return number
+
+
+def _choice(name: str, value: Any, allowed: Any) -> Any:
+    if not isinstance(value, str | None) or value not in allowed:
+        wanted = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name} must be one of {wanted}, got {arguments.shown(value)}; choose one of them")
+    return value
+
+
+def _require_shape(name: str, x: NDArray[Any], size: int, rows: bool = False) -> None:
+    """Raise ValueError unless the shape is [n, size] (rows) or [..., size]."""
+    if (x.ndim != 2 if rows else x.ndim < 1) or x.shape[-1] != size:
+        dims = f"[n, {size}]" if rows else f"[..., {size}]"
+        raise ValueError(f"{name} must have shape {dims} for this index, got {list(x.shape)}; reshape or rebuild it")
+
+
+def _mean(value: Any, dim: int) -> NDArray[np.float32]:
+    (array,), _ = arguments.host_arrays(mean=value)
+    validation.real("mean", array, "[D]")
+    if array.shape != (dim,):
+        raise ValueError(f"mean must have shape [{dim}], got {list(array.shape)}; average the vectors over their rows")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    require_finite("mean", array[None])
+    return array

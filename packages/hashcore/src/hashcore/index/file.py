@@ -28,9 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hashcore.atomic import replacing
-from hashcore.index import checks
 from hashcore.index.encoder import Encoder
-from hashcore.index.rows import Rows
+from hashcore.index.rows import LARGEST_ID, Rows
 
 MAGIC = b"hcBitIdx"
 VERSION = 1
@@ -38,27 +37,29 @@ FIELDS = struct.Struct("<8sII QQqq IIII")
 DIGEST = 32
 HEADER = 256
 ALIGN = 64
-BLOCK = 1 << 22  # bytes gathered, hashed and written per block
+BLOCK = 1 << 22  # bytes hashed and written per block
 SECTIONS = ("mean", "matrix", "ids", "codes", "vectors")
 SMALL = ("mean", "matrix")  # verified by every load: every query reads all of them
 MEAN, MATRIX, ASCENDING = 1, 2, 4
-KINDS = (None, "float16", "float32")
+KEPT: dict[str | None, np.dtype[Any] | None] = {None: None, "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
+KINDS = tuple(KEPT)
+LARGEST = 2**20  # dimensions, and bits
 
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: int) -> None:
-    """Write all rows that were not removed to path atomically; on any failure, path keeps its old content."""
+    """Write all rows to path atomically; on any failure, path keeps its old content."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"expected a file to write, got the folder {path}; name a file in it")
     flags = MEAN * (encoder.mean is not None) + MATRIX * (encoder.matrix is not None) + ASCENDING * rows.ascending
     kept = KINDS.index(None if rows.vectors is None else rows.vectors.dtype.name)
     words = rows.codes.shape[1]
-    shapes = _shapes(len(rows), words, encoder.dim, kept, flags)
+    shapes = _shapes(rows.count, words, encoder.dim, kept, flags)
     seed = -1 if encoder.seed is None else encoder.seed
     fields = FIELDS.pack(
-        *(MAGIC, VERSION, HEADER, _length(shapes), len(rows), next_id, seed, words, encoder.dim, kept, flags)
+        *(MAGIC, VERSION, HEADER, _length(shapes), rows.count, next_id, seed, words, encoder.dim, kept, flags)
     )
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(bytes(HEADER))
@@ -107,7 +108,7 @@ def _shapes(count: int, words: int, dim: int, kept: int, flags: int) -> Shapes:
         "matrix": ((dim if flags & MATRIX else 0, 32 * words), real),
         "ids": ((count,), np.dtype("<i8")),
         "codes": ((count, words), np.dtype("<i4")),
-        "vectors": ((count if kept else 0, dim), checks.KEPT[KINDS[kept]] or real),
+        "vectors": ((count if kept else 0, dim), KEPT[KINDS[kept]] or real),
     }
 
 
@@ -124,18 +125,14 @@ def _length(shapes: Shapes) -> int:
 
 
 def _pieces(name: str, encoder: Encoder, rows: Rows) -> Iterator[NDArray[Any]]:
-    """Yield a section in pieces, without the removed rows."""
+    """Yield a section in pieces, without spare capacity."""
     column = getattr(encoder if name in SMALL else rows, name)
     if column is None:
         return
-    if name in SMALL:
-        yield column
-        return
-    live = rows.live()
+    count = len(column) if name in SMALL else rows.count
     step = max(1, BLOCK // max(1, column[:1].nbytes))
-    for start in range(0, len(rows), step):
-        stop = min(start + step, len(rows))
-        yield column[start:stop] if isinstance(live, slice) else column[live[start:stop]]
+    for start in range(0, count, step):
+        yield column[start : min(start + step, count)]
 
 
 def _write_section(
@@ -167,10 +164,10 @@ def _header(path: Path, header: bytes, size: int) -> tuple[int, int, int, int, i
     if stated != size:
         _refuse(path, f"expected {stated} bytes, got {size}")
     sound = (
-        (1 <= words <= checks.LARGEST_BITS // 32 and 1 <= dim <= checks.LARGEST_DIM)
+        (1 <= words <= LARGEST // 32 and 1 <= dim <= LARGEST)
         and (kept < len(KINDS) and flags < 8)
         and (flags & MATRIX or dim == 32 * words)
-        and (0 <= next_id <= checks.LARGEST_ID + 1 and seed >= -1)
+        and (0 <= next_id <= LARGEST_ID + 1 and seed >= -1)
     )
     if not sound:
         _refuse(path, f"its header has invalid values: {words} words, {dim} dimensions, next id {next_id}")

@@ -13,9 +13,8 @@ using u64 = unsigned long long;
 static_assert(sizeof(i32) == 4 && sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(i64) == 8);
 
 constexpr u32 FULL_WARP = 0xffffffffu;
-constexpr int SELECT_THREADS = 512;           // block size of every kernel that counts or selects
-constexpr int MAX_BINS = 4 * SELECT_THREADS;  // four bins to a thread: one 16-byte access covers a histogram
-constexpr int VECTOR = 8;       // scores per thread of a selection
+constexpr int SELECT_THREADS = 512;  // block size of every kernel that counts or selects
+constexpr int VECTOR = 8;            // keys: lists begin at multiples of it
 
 // ---- Bits ----------------------------------------------------------------------------------------------------------
 
@@ -220,19 +219,6 @@ __device__ __forceinline__ u32 scan_block(u32 x, u32& total) {
   return before + inclusive - x;
 }
 
-// A histogram level. Digit l of a sort key is its bits from shift[l] up to shift[l - 1].
-struct Levels {
-  i32 count;
-  i32 shift[3];
-  i32 bins[3];  // padded to a multiple of 4, at most MAX_BINS
-  i32 width;    // sum of bins
-};
-
-__device__ __forceinline__ void clear_counts(u32* counts, int bins) {
-  for (int bin = threadIdx.x; bin < bins; bin += SELECT_THREADS) counts[bin] = 0;
-  __syncthreads();
-}
-
 // ---- The k-th best of a row ----------------------------------------------------------------------------------------
 
 struct Selection {
@@ -249,63 +235,11 @@ __device__ __forceinline__ int selected(const Selection& selection, const Range&
   return k < range.size() ? k : range.size();
 }
 
-struct Digit {
-  u32 value;
-  u32 above;  // keys of a higher digit
-};
-
-// Four totals of a thread, the highest digits to the first thread.
-__device__ __forceinline__ uint4 load_totals(const u32* totals, int bins) {
-  const int group = bins / 4 - 1 - int(threadIdx.x);
-  if (group < 0) return {0, 0, 0, 0};
-  return __ldcg(reinterpret_cast<const uint4*>(totals) + group);
-}
-
-// The digit of the `wanted`-th best key, 1 <= wanted <= the sum of the totals. Every thread must call it.
-__device__ __forceinline__ Digit find_digit(const uint4& totals, int bins, u32 wanted) {
-  __shared__ Digit found;
-  u32 ignored;
-  u32 above = scan_block(totals.x + totals.y + totals.z + totals.w, ignored);
-  const u32 count[4] = {totals.w, totals.z, totals.y, totals.x};
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    if (above < wanted && wanted <= above + count[j]) found = {u32(bins - 1 - 4 * int(threadIdx.x) - j), above};
-    above += count[j];
-  }
-  __syncthreads();
-  return found;  // written again only after the barriers of the next scan
-}
-
 // The numbers of earlier keys above the threshold, and equal to it.
 struct Place {
   u32 above;
   u32 equal;
 };
-
-// Which of a thread's VECTOR keys are above the threshold, and which are equal to it.
-struct Marks {
-  u32 above;
-  u32 equal;
-};
-
-// Calls take(j, slot) for each selected key, in order: those above the threshold, and those equal to it until the quota
-// is used up. Advances `place`. Every thread must call it.
-template <class Take>
-__device__ __forceinline__ void emit(const Marks& marks, u32 quota, Place& place, Take take) {
-  u32 both;  // two counts of at most VECTOR * SELECT_THREADS in one scan
-  const u32 before = scan_block(u32(__popc(marks.above)) << 16 | u32(__popc(marks.equal)), both);
-  u32 above = place.above + (before >> 16), equal = place.equal + (before & 0xffffu);
-#pragma unroll
-  for (int j = 0; j < VECTOR; j++) {  // unrolled, so that arrays indexed by j stay in registers
-    const bool better = marks.above >> j & 1, same = marks.equal >> j & 1;
-    if (better || (same && equal < quota)) take(j, above + (equal < quota ? equal : quota));
-    above += better;
-    equal += same;
-  }
-  place.above += both >> 16;
-  place.equal += both & 0xffffu;
-}
-static_assert(VECTOR * SELECT_THREADS < 1 << 16);
 
 // Empty slots of the row: score 0, index -1, written by all its blocks.
 template <class Index>

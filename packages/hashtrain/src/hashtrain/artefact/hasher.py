@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
-from huggingface_hub import (
-    ModelHubMixin,
-    snapshot_download,  # pyright: ignore[reportUnknownVariableType] of its tqdm_class
-)
+from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType] of its tqdm_class
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 
@@ -41,11 +38,8 @@ def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerH
         return BY_VARIANT[config.variant](config.at(layer), generator)
 
 
-class Hasher(nn.Module, ModelHubMixin):
+class Hasher(nn.Module):
     """Turns queries and keys of every layer into bit codes.
-
-    `push_to_hub(repo_id)` comes from huggingface_hub's mixin. We override `save_pretrained` and `from_pretrained`: they
-    keep an existing hasher intact until the new one is complete, and check a file before they read it.
 
     Args:
         config: variant, size and base model.
@@ -56,8 +50,6 @@ class Hasher(nn.Module, ModelHubMixin):
     def __init__(self, config: HasherConfig, seed: int | None = 0):
         super().__init__()
         self.config = config
-        self.card: str = ""
-        """Text of the README, as last read or written."""
         self.layers: nn.ModuleList = nn.ModuleList(
             make_layer(config, layer, seed) for layer in range(config.shape.num_layers)
         )
@@ -123,18 +115,12 @@ class Hasher(nn.Module, ModelHubMixin):
                     f"expected {text} {want}, got {got}; train one for this model with `hashtrain --model`"
                 )
 
-    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride] push_to_hub passes these
-        self, folder: str | Path, card: str = "", *, config: Any = None, model_card_kwargs: Any = None
-    ) -> None:
+    def save_pretrained(self, folder: str | Path, card: str = "") -> None:
         """Write the hasher as a folder; an existing one stays intact until the new one is complete.
 
-        Args:
-            folder: created if missing.
-            card: text of the README; default: `self.card`.
-            config, model_card_kwargs: passed by huggingface_hub's mixin and ignored.
+        Args: folder: created if missing; card: text of the README; "": an existing one stays.
         """
         folder = Path(folder)
-        self.card = card = card or self.card
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
         weights = _weights_name(tensors)
         save_tensors(tensors, folder / weights, metadata={"format": "pt"})
@@ -146,26 +132,14 @@ class Hasher(nn.Module, ModelHubMixin):
                 stale.unlink()
 
     @classmethod
-    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
-        cls,
-        folder: str | Path,
-        *,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
-        token: str | bool | None = None,
-    ) -> "Hasher":
+    def from_pretrained(cls, folder: str | Path, *, revision: str | None = None) -> "Hasher":
         """Read a hasher that `save_pretrained` wrote.
 
-        Args:
-            folder: a folder, or a hub id (`owner/name`) if no such folder exists.
-            revision, cache_dir, force_download, local_files_only, token: download options, as for every hub model.
+        Args: folder: a folder, or a hub id (`owner/name`) of this revision, if no such folder exists.
         Raises: ValueError with one sentence if the folder is missing, malformed, truncated or of another format.
         """
         if not Path(folder).is_dir() and _HUB_ID.fullmatch(str(folder)):
-            how = {"revision": revision, "cache_dir": cache_dir, "force_download": force_download, "token": token}
-            folder = _download(str(folder), local_files_only=local_files_only, **how)
+            folder = _download(str(folder), revision)
         folder = Path(folder)
         config, weights = _read_config(folder)
         path = folder / weights
@@ -184,24 +158,16 @@ class Hasher(nn.Module, ModelHubMixin):
             hasher.load_state_dict(tensors)
         except ValueError as error:
             raise ValueError(f"{path} holds invalid values: {error}; {_REMEDY}") from error
-        hasher.card = _read_card(folder / "README.md")
         return hasher.eval().requires_grad_(False)
 
 
-def _download(name: str, **settings: Any) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     """Download a hasher's files from the hub, and no other file of the repository."""
     try:
-        return Path(cast(str, snapshot_download(name, allow_patterns=_FILES, **settings)))
+        return Path(snapshot_download(name, allow_patterns=_FILES, revision=revision))
     except (OSError, ValueError) as error:  # includes HfHubHTTPError and its offline counterpart
         lost = "not reached, and not in its cache" if isinstance(error, LocalEntryNotFoundError) else first_line(error)
         raise ValueError(f"no hasher {name}: there is no such folder, and none on the Hub ({lost})") from error
-
-
-def _read_card(path: Path) -> str:
-    """Return the card's text, or "" if it is missing or too large; a card is only informative."""
-    if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
-        return ""
-    return inside(path).read_text(encoding="utf-8", errors="replace")
 
 
 def _check_header(path: Path, file: Any, config: HasherConfig) -> None:

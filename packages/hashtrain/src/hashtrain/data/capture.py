@@ -1,13 +1,10 @@
-"""Capture: run a causal LM over token contexts and store each layer's queries and keys, after RoPE, and values.
-
-Each context is one safetensors file, written atomically: a killed run leaves only complete files, which the next one
-keeps (`hashtrain.data.manifest`). Reading is lazy: training a layer maps only that layer's bytes.
-"""
+"""Capture: run a causal LM over token contexts and store each layer's queries and keys, after RoPE, and values."""
 
 # Configs of transformers, and some methods of torch, have no types.
 # pyright: reportUnknownMemberType=false
 
 import contextlib
+import hashlib
 import json
 import shutil
 import sys
@@ -17,19 +14,19 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 
 from hashtrain.config import ModelShape
-from hashtrain.data.captured import EVERYTHING, Kept
+from hashtrain.data.captured import EVERYTHING, KEY, Kept
 from hashtrain.data.captured import Capture as Capture
-from hashtrain.data.manifest import begin, checksum, finish, identity, missing
 from hashtrain.data.offsets import offset, positions
-from hashtrain.files.atomic import save_tensors, write_text
-from hashtrain.machine.transfer import finish as wait_for
-from hashtrain.machine.transfer import to_device, to_host
-from hashtrain.models import device_of, text_decoder
+from hashtrain.files.atomic import save_tensors
+from hashtrain.machine.distribute import finish as wait_for
+from hashtrain.machine.distribute import to_device, to_host
+from hashtrain.models import text_decoder
 
 T = TypeVar("T")
 Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
@@ -72,7 +69,7 @@ def observe(model: PreTrainedModel, ids: Tensor, sink: Sink, first: int = 0) -> 
     """
     moved = positions(model, len(ids), first)
     with torch.inference_mode(), capturing(model, sink):
-        model(ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1, **moved)
+        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1, **moved)
 
 
 def replacing(model: PreTrainedModel, attend: Attention) -> contextlib.AbstractContextManager[None]:
@@ -112,28 +109,26 @@ def capture(
     model: PreTrainedModel,
     contexts: Sequence[Tensor],
     folder: Path,
-    on_context: Callable[[], None] = lambda: None,
     dtype: torch.dtype = torch.bfloat16,
     reach: int | None = None,
 ) -> Capture:
     """Run the model over token contexts (int64 [T] each) and store q, k and v of every layer below `folder` as `dtype`.
 
-    Files of an interrupted capture of the same model and contexts are kept; other captures there are replaced.
+    Files that an interrupted capture of the same model and contexts has left there are kept.
 
     Args: reach: contexts are spread over positions 0 to reach - 1 (`hashtrain.data.offsets`); None: all begin at 0.
     Raises: OSError, before anything is written, if the disk is too small.
     """
-    stored = Capture(folder, len(contexts))
-    what = identity(model, contexts, dtype, reach=reach)
-    lacking, shape = missing(stored, what), ModelShape.of(model.config)
+    stored, weights, shape = Capture(folder, len(contexts)), weights_hash(model), ModelShape.of(model.config)
+    firsts = [offset(number, len(ids), reach) for number, ids in enumerate(contexts)]
+    keys = [
+        context_key(weights, ids, model.device.type, dtype, first=first)
+        for ids, first in zip(contexts, firsts, strict=True)
+    ]
+    lacking = [number for number, key in enumerate(keys) if not stored.holds(number, key)]
     require_disk(folder, sum(context_bytes(shape, len(contexts[number]), dtype) for number in lacking))
-    begin(stored, what)
-    for number in range(len(contexts)):
-        if number in lacking:
-            first = offset(number, len(contexts[number]), reach)
-            capture_one(model, contexts[number], stored.file(number), dtype, first=first)
-        on_context()
-    finish(stored)
+    for number in lacking:
+        capture_one(model, contexts[number], stored.file(number), keys[number], dtype, first=firsts[number])
     return stored
 
 
@@ -141,17 +136,48 @@ def capture_one(
     model: PreTrainedModel,
     ids: Tensor,
     path: Path,
+    key: str = "",
     dtype: torch.dtype = torch.bfloat16,
     kept: Kept = EVERYTHING,
     first: int = 0,
 ) -> None:
-    """Store q, k and v of one context, int64 [T], as far as `kept` says, and its size and checksum beside it.
+    """Store q, k and v of one context, int64 [T], as far as `kept` says.
 
-    Args: first: position of the first token.
+    Args: key: `context_key` of all this; first: position of the first token.
     """
     tensors, scalings = run_context(model, ids, dtype, kept, first=first)
-    save_tensors(tensors, path, metadata=scalings)
-    write_text(path.with_suffix(".json"), json.dumps(checksum(path)))
+    save_tensors(tensors, path, metadata={**scalings, KEY: key})
+
+
+def context_key(
+    weights: str,
+    ids: Tensor,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kept: Kept = EVERYTHING,
+    first: int = 0,
+) -> str:
+    """Return a digest of everything that decides the bits of one context's file.
+
+    The model is identified by its weights in memory, so no name or revision has to be trusted: `weights` is
+    `weights_hash(model)`. Devices and versions of torch round differently.
+    """
+    versions = [torch.__version__, transformers.__version__]
+    sha = hashlib.sha256(json.dumps([weights, device, str(dtype), first, kept.values, *versions]).encode())
+    for numbers in (ids, *(kept.rows or ())):
+        sha.update(len(numbers).to_bytes(8, "little"))
+        sha.update(numbers.contiguous().numpy().tobytes())
+    return sha.hexdigest()[:32]
+
+
+def weights_hash(model: PreTrainedModel) -> str:
+    """Identify a model by its config and every bit of its weights."""
+    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    sha = hashlib.sha256(repr(sorted(config.items(), key=lambda item: item[0])).encode())
+    for name, tensor in model.state_dict().items():
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return sha.hexdigest()
 
 
 def run_context(
@@ -159,23 +185,22 @@ def run_context(
     ids: Tensor,
     dtype: torch.dtype = torch.bfloat16,
     kept: Kept = EVERYTHING,
-    place: Callable[[Tensor], Tensor] = to_host,
     first: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Run one context; return its tensors and scalings by their names in the file.
 
     Args:
-        kept: what to keep; place: moves a tensor off the model's device. The host waits once, at the end.
+        kept: what to keep, in host memory. The host waits for the device once, at the end.
         first: position of the first token.
     """
-    device, tensors, scalings = device_of(model), dict[str, Tensor](), dict[str, str]()
+    device, tensors, scalings = model.device, dict[str, Tensor](), dict[str, str]()
     rows: tuple[Tensor, ...] | None = None
     if kept.rows is not None:  # one copy to the device for all layers
         rows = cast("tuple[Tensor, ...]", to_device(torch.cat(kept.rows), device).split([*map(len, kept.rows)]))
 
     def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
         found = {"q": q if rows is None else q[:, :, rows[layer]], "k": k, **({"v": v} if kept.values else {})}
-        tensors.update({f"{name}.{layer}": place(x.to(dtype).contiguous()) for name, x in found.items()})
+        tensors.update({f"{name}.{layer}": to_host(x.to(dtype).contiguous()) for name, x in found.items()})
         scalings[f"scaling.{layer}"] = repr(scaling)
 
     observe(model, ids, sink, first)
@@ -198,12 +223,17 @@ def context_bytes(
     return total
 
 
-def require_disk(folder: Path, needed: int, remedy: str = "") -> None:
-    """Raise OSError, which ends with `remedy`, if the folder's file system lacks 1.1 times `needed` free bytes."""
+def free_disk(folder: Path) -> int:
+    """Return the bytes that captures below a folder, which need not exist, may take: ten elevenths of what is free."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed * 1.1:
+    return int(shutil.disk_usage(existing).free / 1.1)
+
+
+def require_disk(folder: Path, needed: int, free: int | None = None) -> None:
+    """Raise OSError if `needed` bytes are more than `free`, or than may be taken of the folder's file system."""
+    free = free_disk(folder) if free is None else free
+    if free < needed:
         raise OSError(
-            f"not enough free disk at {folder}: expected {needed * 1.1 / 1e9:.2f} GB, got {free / 1e9:.2f} GB; "
-            f"free some space, or use fewer or shorter contexts{remedy}"
+            f"not enough free disk at {folder}: expected {needed / 1e9:.2f} GB, got {free / 1e9:.2f} GB; "
+            "free some space, or use fewer or shorter contexts"
         )

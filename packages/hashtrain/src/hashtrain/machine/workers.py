@@ -8,26 +8,30 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, forkserver, get_context
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver, get_context, parent_process
 from typing import Any
 
 import torch
 
 from hashtrain.machine.allocator import keep_freed_memory
 
+number = 0
+"""Number of this worker; 0 in the process that starts them."""
 Report = Callable[..., None]
 Function = Callable[..., Any]
-Pipe = Any  # its class differs among systems
-_PATIENCE = 10.0  # seconds
 _MOST = 6  # a worker takes 0.6 GB for the demo model
+_POLL = 0.05  # seconds
 # What jobs and their reports need: "hashtrain" imports lazily, so every worker would import it again.
 PRELOADED = (
-    *("torch", "transformers.models.llama", "hashtrain.run.job", "hashtrain.run.sources"),
+    *("torch", "transformers.models.llama", "hashtrain.run.job", "hashtrain.run.waves"),
     "hashtrain.training.pair_loss",  # numba
 )
+_given: list[Any] = []
+"""In a worker: what sends a report to the process that started it, and what all jobs need."""
 
 
 def default_workers() -> int:
@@ -49,87 +53,38 @@ def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Repo
     Raises: the exception of a job; ChildProcessError if a worker died. The other workers are stopped.
     """
     more = () if given is None else (given,)
-    if workers == 1 or len(jobs) == 1:
+    if workers == 1 or len(jobs) <= 1:
         with one_thread():
             return [function(job, report, *more) for job in jobs]
-    results: list[Any] = [None] * len(jobs)
-    left, busy, processes = iter(range(len(jobs))), dict[Pipe, int](), list[BaseProcess]()
-
-    def send(pipe: Pipe) -> None:
-        busy.pop(pipe, None)
-        if (number := next(left, None)) is None:
-            pipe.close()  # an idle worker exits when its pipe closes
-        else:
-            busy[pipe] = number
-            pipe.send(jobs[number])
-
-    try:
-        for _ in range(min(workers, len(jobs))):
-            send(_start(function, more, processes))
-        while busy:
-            for pipe in connection.wait(list(busy)):
-                kind, *said = _received(pipe, f"{busy[pipe] + 1} of {len(jobs)}")
-                if kind == "report":
-                    report(*said)
-                elif kind == "failed":
-                    raise said[0]
-                else:
-                    (results[busy[pipe]],) = said
-                    send(pipe)
-        for process in processes:  # their pipes are closed, so they exit and release their resources
-            process.join(_PATIENCE)
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join()
-    return results
-
-
-def _start(function: Function, more: tuple[Any, ...], processes: list[BaseProcess]) -> Pipe:
-    context = _context()
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(function, theirs), daemon=True)
-    process.start()
-    theirs.close()  # so that a worker's death closes the pipe
-    processes.append(process)
-    mine.send(more)
-    return mine
-
-
-def _received(pipe: Pipe, job: str) -> tuple[Any, ...]:
-    try:
-        return pipe.recv()
-    except (EOFError, ConnectionResetError):
-        why = "perhaps for lack of memory; run again with fewer --workers"
-        raise ChildProcessError(f"a worker was killed in job {job}, {why}") from None
-
-
-def _answer(pipe: Pipe, answer: tuple[str, Any]) -> None:
-    """Send a result or an error; an error that cannot be pickled is sent as its text."""
-    try:
-        pipe.send(answer)
-    except OSError:
-        raise
-    except Exception:
-        pipe.send(("failed", RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
-
-
-def _context() -> ForkServerContext:
-    """Return a start method: forking this process, which has threads, may hang; a server with torch loaded is fast."""
+    # Forking this process, which has threads, may hang; a server with torch loaded is fast.
     context = get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
-    return context
-
-
-def start_server() -> None:
-    """Start the process that workers are forked from, whose imports take seconds of one core, and do not wait for it.
-
-    Call it when workers will be needed soon; `run_jobs` starts it otherwise. It ends with this process.
-    """
-    _context()
     with _ignoring_interrupts():
         forkserver.ensure_running()
+    numbers, reports = context.SimpleQueue(), context.SimpleQueue()
+    for own in range(workers):
+        numbers.put(own)
+    pool = ProcessPoolExecutor(min(workers, len(jobs)), context, _begin, (numbers, reports, *more))
+    try:
+        running = [pool.submit(_work, function, job) for job in jobs]
+        left = set(running)
+        while left:
+            done = {future for future in left if future.done()}  # their reports were sent before
+            while not reports.empty():
+                report(*reports.get())
+            for future in done:
+                future.result()
+            left -= done
+            time.sleep(_POLL * (not done))
+        pool.shutdown()
+        return [future.result() for future in running]
+    except BrokenProcessPool:
+        why = "perhaps for lack of memory; run again with fewer --workers"
+        raise ChildProcessError(f"a worker was killed, {why}") from None
+    finally:
+        for process in list((pool._processes or {}).values()):  # jobs in progress are not waited for
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -145,20 +100,25 @@ def _ignoring_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _work(function: Function, pipe: Pipe) -> None:
-    """Run jobs until the parent closes the pipe or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the parent prints
+def _begin(numbers: Any, reports: Any, *given: Any) -> None:
+    """Prepare a worker, which ends when the process that started it does, however that ends."""
+    global number
+    number = numbers.get()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
     torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, OSError):
-        given = pipe.recv()
-        while True:
-            job = pipe.recv()
-            try:
-                answer = ("done", function(job, lambda *message: pipe.send(("report", *message)), *given))
-            except Exception as error:
-                answer = ("failed", error)
-            _answer(pipe, answer)
+    _given[:] = lambda *message: reports.put(message), *given
+
+
+def _end_with_parent() -> None:
+    if (parent := parent_process()) is not None:
+        parent.join()
+    os._exit(1)
+
+
+def _work(function: Function, job: Any) -> Any:
+    return function(job, *_given)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, periodic lines elsewhere; and scalars for TensorBoard, an optional dependency."""
+"""Progress: a bar on a terminal, periodic lines elsewhere."""
 
 import contextlib
 import json
@@ -9,8 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from hashtrain.usage import require_package
 
 Advance = Callable[[str, int], None]
 _INTERVAL = 30.0  # seconds between lines
@@ -38,43 +36,13 @@ def tracking(console: Console, total: int) -> Iterator[Advance]:
     yield advance
 
 
-def live(path: Path, advance: Advance, board: Callable[[dict[str, Any]], None] | None = None) -> Callable[..., None]:
-    """Return a report function for `hashtrain.run.job.make`: progress goes to `advance`, JSON lines to `path` and
-    `board`."""
+def live(path: Path, advance: Advance) -> Callable[..., None]:
+    """Return a report function for `hashtrain.run.job.make`: progress goes to `advance`, JSON lines to `path`."""
 
     def report(description: str, steps: int, line: dict[str, Any] | None = None) -> None:
         advance(description, steps)
         if line is not None:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            if board is not None:
-                board(line)
 
     return report
-
-
-def require_board() -> None:
-    """Raise ValueError if TensorBoard is not installed."""
-    require_package("tensorboard", "--tensorboard", "tensorboard", " or `uv sync --group tensorboard`")
-
-
-def open_board(folder: Path) -> Callable[[dict[str, Any]], None]:
-    """Return a function that writes a line of metrics.jsonl as scalars: one chart per hasher, one curve per layer.
-
-    A resumed run adds another event file.
-    """
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(folder))
-
-    def write(line: dict[str, Any]) -> None:
-        at, layer = line["hasher"], line["layer"]
-        if "loss" in line:
-            writer.add_scalar(f"{at}/loss/{layer}", line["loss"], line["step"])
-        for heads, iou in line.get("iou", {}).items():
-            writer.add_scalar(f"{at}/iou/{heads}", iou, layer)
-        if "stopped" in line:
-            writer.add_text(f"{at}/stopped", f"layer {layer} {line['stopped']}")
-        writer.flush()
-
-    return write

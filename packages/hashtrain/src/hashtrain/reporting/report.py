@@ -1,29 +1,26 @@
-"""A run's report: the table on the terminal, the figures, and each hasher's card."""
+"""A run's report: the table and the sentences on the terminal, and each hasher's card."""
 
-import math
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from hashtrain.config import HasherConfig
-from hashtrain.evaluation.evaluate import LEAST_LOW, MOST_LOST
-from hashtrain.files.atomic import replace
-from hashtrain.reporting.worst import FIGURES, Metrics, dense_of, failing_heads, figures, repaired_heads, share
 
-_COLUMNS = 6
-HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
+Metrics = dict[str, Any]
+_COLUMNS, _NAMED = 6, 8
+_FIGURES = "IoU / attention mass / in the worst head: its 5th percentile / rows that find less than half of it"
+_HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
 
 
 def quality_table(metrics: Metrics, heads: str) -> Table:
-    """Lay out `hashtrain.reporting.worst.figures` by layer and hasher, with those of all sparse layers."""
+    """Lay out how well each hasher selects, by layer, and over its sparse layers."""
     rows = [*range(metrics["layers"]), None]
     cells = {
-        name: [figures(found[heads], dense_of(metrics, name), layer) for layer in rows]
+        name: [figures(found[heads], found["dense_layers"], layer) for layer in rows]
         for name, found in metrics["hashers"].items()
     }
-    table = Table(title=f"{FIGURES}; held out, {HEADS[heads]}")
+    table = Table(title=f"{_FIGURES}; held out, {_HEADS[heads]}")
     if len(cells) > _COLUMNS:  # too many columns for a terminal: show only the means
         for title in ("hasher", "mean of the sparse layers"):
             table.add_column(title)
@@ -39,96 +36,61 @@ def quality_table(metrics: Metrics, heads: str) -> Table:
     return table
 
 
-def _style(number: int) -> dict[str, Any]:
-    """Distinguish up to forty curves: ten colours, solid, dashed, dotted, dash-dotted."""
-    return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
+def figures(found: Metrics, dense: Collection[int], layer: int | None = None) -> str:
+    """Return the IoU and mass of a layer, and of its worst head the 5th percentile of the mass and the lost rows.
+
+    Args:
+        found: a hasher's results for one kind of head.
+        dense: its dense layers, marked as such.
+        layer: None for the means over the layers that are not dense, with the worst head of all of them.
+    """
+    sparse = [number for number in range(len(found["layers"])) if number not in dense]
+    layers = [found["layers"][number] for number in (sparse if layer is None else [layer])]
+    shown = found["mean"] if layer is None else layers[0]
+    worst = min(at["low"] for at in layers), max(max(at["lost_by_head"]) for at in layers)
+    text = f"{shown['iou']:.3f} / {shown['mass']:.3f} / {worst[0]:.2f} / {percent(worst[1])}"
+    return text + " (dense)" * (layer in dense)
 
 
-def draw(metrics: Metrics, path: Path) -> None:
-    """Draw training curves (left) and per-layer IoU (right) to a PNG."""
-    figure = Figure(figsize=(12.5, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, (name, result) in enumerate(metrics["hashers"].items()):
-        layers, style = range(metrics["layers"]), _style(number)
-        right.plot(layers, [q["iou"] for q in result["kv_head"]["layers"]], marker="o", label=name, **style)
-        if curves := result["losses"]:
-            mean = [sum(column) / len(column) for column in zip(*curves, strict=True)]
-            left.plot(_smooth(mean, 20), **style)
-    left.set(xlabel="step", ylabel="loss, mean of layers", yscale="log", title="Training")
-    right.set(xlabel="layer", ylabel="IoU per KV head, held out", ylim=(0, 1), title=f"Top {metrics['fraction']:.1%}")
-    right.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(loc="outside right center")
-    _save(figure, path)
+def percent(part: float) -> str:
+    """Return a small share as a percentage with two digits."""
+    return f"{100 * part:.2g} %"
 
 
-def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
-    """Draw a heat map of `what`, a list by head, per layer and KV head for each hasher."""
-    names = list(metrics["hashers"])
-    across = min(len(names), 5)
-    down = math.ceil(len(names) / across)
-    size = (1.5 + 2.2 * across, down * (1.2 + 0.35 * metrics["layers"]) + 0.3)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(down, across, squeeze=False)
-    for axis in axes.flat[len(names) :]:
-        axis.set_axis_off()
-    for axis, name in zip(axes.flat, names, strict=False):
-        by_layer = [layer[what] for layer in metrics["hashers"][name]["kv_head"]["layers"]]
-        heads = max(map(len, by_layer))  # layers may differ in heads
-        filled = [row + [math.nan] * (heads - len(row)) for row in by_layer]
-        axis.imshow(filled, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        axis.set(title=name, xlabel="KV head", xticks=range(heads))
-        for row, found in enumerate(by_layer):
-            for head, iou in enumerate(found):
-                color = "black" if iou > 0.6 else "white"
-                axis.text(head, row, f"{iou:.2f}", ha="center", va="center", fontsize=8, color=color)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("layer")
-    figure.colorbar(axes[0, 0].images[0], ax=axes.ravel().tolist(), label=label)
-    _save(figure, path)
-
-
-def draw_bits(metrics: Metrics, path: Path) -> None:
-    """Draw how the codes use their bits: the share of ones of each bit, and the correlation of bits by layer."""
-    figure = Figure(figsize=(12.5, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, (name, result) in enumerate(metrics["hashers"].items()):
-        layers, style = result["bits"]["layers"], _style(number)
-        if not any(layers):
-            continue
-        dense = dense_of(metrics, name)
-        ones = sorted(part for n, layer in enumerate(layers) if n not in dense for part in layer["ones"])
-        left.plot([(i + 0.5) / len(ones) for i in range(len(ones))], ones, **style)
-        correlation = [layer["correlation"] for layer in layers]
-        right.plot(range(metrics["layers"]), correlation, marker="o", label=name, **style)
-    left.axhline(0.5, color="0.7", linewidth=1, zorder=0)
-    left.set(xlabel="bits of the sparse layers, in order", ylabel="share of ones", title="Balance (0.5 is best)")
-    left.set_ylim(0, 1)
-    right.set(xlabel="layer", ylabel="mean |correlation| of two bits", title="Redundancy (0 is best)")
-    right.set_ylim(bottom=0)
-    right.xaxis.get_major_locator().set_params(integer=True)
-    if right.lines:
-        figure.legend(loc="outside right center")
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
-
-
-def _smooth(values: list[float], width: int) -> list[float]:
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - width + 1) : i + 1])]
+def sentences(metrics: Metrics) -> list[str]:
+    """Say of each hasher which heads fail, which got other weights than the last, and which layers stay dense."""
+    lines: list[str] = []
+    for name, result in metrics["hashers"].items():
+        layers, said = result["kv_head"]["layers"], list[str]()
+        if failed := result["failing"]:
+            of = ", ".join(
+                f"layer {n} head {head} ({layers[n]['low_by_head'][head]:.2f}, "
+                f"{percent(layers[n]['lost_by_head'][head])})"
+                for n, head in failed[:_NAMED]
+            )
+            more = " ..." * (len(failed) > _NAMED)
+            said.append(f"Heads that fail, with the 5th percentile of the mass and the share of such rows: {of}{more}.")
+        if repaired := result["repaired"]:
+            of = ", ".join(f"layer {n} head {h} ({what})" for n, heads in repaired.items() for h, what in heads.items())
+            said.append(f"Repaired: {of}.")
+        if cost := result.get("cost"):
+            dense, bare = (", ".join(map(str, cost[kind])) or "none" for kind in ("dense", "bare"))
+            said.append(
+                f"If every layer is sparse, the next token's distribution moves by {cost['all']:.3f} nats (KL)."
+            )
+            said.append(f"Layers to keep dense: {dense}; without a remainder: {bare}.")
+        lines += [f"{name}: {' '.join(said)}"] if said else []
+    return lines
 
 
 def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
-    """Write a hasher's README: its purpose, its training, and how well it selects."""
+    """Write a hasher's README: what it was made from, and how well it selects."""
     result = metrics["hashers"][name]
-    rows = ""
-    parts = (result[part]["layers"] for part in ("kv_head", "query_head", "remainder"))
-    for layer, (kv, q, rest) in enumerate(zip(*parts, strict=True)):
-        low, lost = min(kv["low_by_head"]), max(kv["lost_by_head"])
-        worst = f"{low:.2f} ({kv['low_by_head'].index(low)}) | {share(lost)} ({kv['lost_by_head'].index(lost)})"
-        rows += f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {worst} | {q['iou']:.3f} | {q['mass']:.3f} "
-        rows += f"| {rest['share']:.3f} | {rest['error']:.3f} |\n"
+    rows = "".join(
+        f"| {layer} | {found['iou']:.3f} | {found['mass']:.3f} | {min(found['low_by_head']):.2f} "
+        f"| {percent(max(found['lost_by_head']))} |\n"
+        for layer, found in enumerate(result["kv_head"]["layers"])
+    )
     base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
     return f"""---
 library_name: hashtrain
@@ -137,36 +99,18 @@ license: apache-2.0
 ---
 # Hasher `{name}` for `{config.base_model}`
 
-{_made(config, result, metrics)}
+Variant `{config.variant}`, {config.bits} bits, made by hashtrain {metrics["version"]}.
+{metrics["steps"]} steps per layer, {metrics["contexts"]} contexts of {metrics["context"]} tokens ({metrics["corpus"]}).
+For contexts of {"any length" if config.reach is None else f"up to {config.reach} tokens"}.
+Layers that stay dense: {", ".join(map(str, config.dense_layers)) or "none"}.
+Evaluated on {metrics["held_out"]} held-out contexts at a budget of {metrics["fraction"]:.1%} of the visible tokens:
 
-| layer | IoU, KV head | mass, KV head | low | lost | IoU, query head | mass, query head | left out | its error |
-|---|---|---|---|---|---|---|---|---|
+| layer | IoU | attention mass | low | lost |
+|---|---|---|---|---|
 {rows}
-"Low" is the 5th percentile of the mass over rows, and "lost" the share of rows that find less than half of the mass of
-an exact selection, both of the layer's worst KV head, in parentheses. A head fails if its low is below {LEAST_LOW} or
-its lost above {share(MOST_LOST)}. "Left out" is the share of the softmax that the selection misses (per query
-head, mean over rows), which the remainder estimates; its error is the root mean square over rows.
+All per KV head. "Low" is the 5th percentile of the mass over rows, and "lost" the share of rows that find less than
+half of the mass of an exact selection, both of the layer's worst head.
 
     from hashtrain import Hasher
     hasher = Hasher.from_pretrained("this/folder")
 """
-
-
-def _made(config: HasherConfig, result: Metrics, metrics: Metrics) -> str:
-    """Return the card's sentences on how a hasher was trained and evaluated."""
-    shape = config.shape
-    planes = config.planes if config.variant in ("planes", "transform") else 1
-    budget = f"{metrics['fraction']:.1%} of the visible tokens"
-    return (
-        f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: {shape.num_layers} "
-        f"layers, {shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
-        f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps per layer, {metrics['contexts']} contexts "
-        f"of {metrics['context']} tokens ({metrics['corpus']}).\n"
-        f"For contexts of {'any length' if config.reach is None else f'up to {config.reach} tokens'}.\n"
-        f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
-        f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
-        f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}.\n"
-        f"Heads that fail on the held-out rows, with their low and lost: "
-        f"{failing_heads(result['kv_head']['layers'], result['failing'], len(result['failing'])) or 'none'}.\n"
-        f"Repaired heads, with what each got: {repaired_heads(result['repaired']) or 'none'}."
-    )

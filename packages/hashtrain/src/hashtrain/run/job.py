@@ -14,14 +14,15 @@ import hashtrain
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig
 from hashtrain.data.captured import Capture
-from hashtrain.evaluation.evaluate import evaluate_layer
+from hashtrain.evaluation.metrics import evaluate_layer
 from hashtrain.evaluation.remainder import calibrate
 from hashtrain.layers import LayerHasher
-from hashtrain.machine.distribute import ALONE, Ranks
-from hashtrain.run.repair import Repair, repair
+from hashtrain.layers.transform import Transform
+from hashtrain.machine.distribute import here
 from hashtrain.settings.recipes import Recipe
 from hashtrain.settings.train_command import TrainCommand
 from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored
+from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training
 
@@ -47,10 +48,8 @@ class LayerJob:
     folder: Path
     """Where checkpoints and finished layers go."""
     device: str = "cpu"
-    ranks: Ranks = ALONE
-    """Processes that share the rows of each step; all of them process all jobs in the same order."""
-    evaluator: int = 0
-    """The rank that evaluates the layer and stores it."""
+    until: int | None = None
+    """Stop before this step, for a later wave to go on; None: train to the end, evaluate and store."""
 
     @property
     def name(self) -> str:
@@ -84,7 +83,6 @@ class LayerJob:
             "digits": self.digits,
             "layer": self.layer,
             "device": torch.device(self.device).type,
-            "sharing": self.ranks.world,
             "source": self.source,
             "versions": [hashtrain.__version__, torch.__version__],
         }
@@ -94,6 +92,11 @@ class LayerJob:
     def finished(self) -> Path:
         """Path of the finished layer."""
         return self.folder / f"{self.recipe.name}-{self.layer}-{self.key}.safetensors"
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that need not be trained again: all of a finished layer's, else those of its checkpoint."""
+        return self.command.steps if self.finished.exists() else Checkpoint(self.unfinished).steps
 
     @property
     def unfinished(self) -> Path:
@@ -108,68 +111,60 @@ class LayerResult(NamedTuple):
     losses: list[float]
     stopped: str
     quality: dict[str, dict[str, Any]]
-    repair: Repair
+    taken: dict[int, str]
+    """For each KV head that did not keep its last weights, what it got (`hashtrain.training.choose`)."""
 
 
 def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
     """Return the training schedule of a recipe, with its learning rate."""
-    same: dict[str, Any] = {name: getattr(command, name) for name in ("fraction", "steps", "warmup", "rows", "seed")}
-    for name in ("loss", "beta", "alpha", "max_top", "max_rest", "keys_first"):
-        same[name] = getattr(recipe, name)
-    return TrainConfig(
-        **same,
-        of=recipe.target,
-        sink=recipe.ends[0],
-        recent=recipe.ends[1],
-        learning_rate=command.learning_rate or recipe.learning_rate,
-        precision="bf16" if device.startswith("cuda") else "fp32",
-        min_position=command.context // 16 if recipe.first_trained is None else recipe.first_trained,
-    )
-
-
-def started(job: LayerJob) -> LayerHasher:
-    """Create the layer's hash functions as before the first step, identical in all processes."""
-    hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
-    if job.ranks.first and not job.unfinished.exists():  # a checkpoint already contains the start
-        hasher.start(job.data, job.layer, job.digits)
-    if job.ranks.world > 1:  # machines may round differently, so all use rank 0's start
-        tensors = {name: tensor * job.ranks.first for name, tensor in hasher.state_dict().items()}
-        job.ranks.all_reduce(*tensors.values())
-        hasher.load_state_dict(tensors)
-    return hasher
+    names = ("fraction", "steps", "warmup", "rows", "seed")
+    settings: dict[str, Any] = {name: getattr(command, name) for name in names}
+    settings |= {"min_position": command.context // 16, "precision": "bf16" if device.startswith("cuda") else "fp32"}
+    settings |= {**recipe.training, "learning_rate": command.learning_rate or recipe.learning_rate}
+    return TrainConfig(**settings)
 
 
 def make(job: LayerJob, report: Report) -> None:
-    """Train, calibrate and evaluate one layer, and store it at `job.finished`; do nothing if that exists.
+    """Train one layer as far as `job` says; at the end choose its weights, calibrate, evaluate and store it.
 
     Raises: OSError if it cannot be written; FloatingPointError if its loss was never finite.
     """
-    command, layer = job.command, job.layer
-    if job.finished.exists():
-        report(f"kept {job.name}", 1 + command.steps * job.recipe.trained)
-        return
-    hasher = started(job)
+    command, layer, device = job.command, job.layer, here(job.device)
     checkpoint = Checkpoint(job.unfinished, command.checkpoint_seconds)
-    losses, stopped, keys = list[float](), "", dict[str, Tensor]()
+
+    def drawn(started: bool = True) -> LayerHasher:
+        """Create the layer's functions, as before the first step."""
+        made = make_layer(job.config, layer, command.seed).to(device)
+        if started:
+            made.start(job.data, layer, job.digits)
+        return made
+
+    hasher = drawn(not job.unfinished.exists())  # a checkpoint already contains the start
+    others, losses, stopped = dict[str, LayerHasher](), list[float](), ""
     if job.recipe.trained:
-        training = Training(hasher, layer, job.data, job.training, checkpoint, job.ranks)
-        training.run(following(job, training, report))
-        losses, stopped, keys = training.losses, training.stopped, training.keys_trained
+        training = Training(hasher, layer, job.data, job.training, checkpoint)
+        training.run(following(job, training, report), until=job.until)
+        if training.next_step is not None:
+            return training.save()
+        losses, stopped = training.losses, training.stopped
+        if isinstance(hasher, Transform):
+            if training.keys_trained:
+                others["keys alone trained"] = drawn(False)
+                others["keys alone trained"].load_state_dict(training.keys_trained)
+            others[f"start of {job.digits} digits"] = drawn()
     if stopped:
         report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
-    if job.ranks.rank != job.evaluator:
-        return
-    with torch.device(job.device):
-        mended = repair(hasher, layer, job.data, job.config, command.seed, job.digits, command.fraction, keys)
-        if mended.taken:
-            said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.taken.items()))
-            report(f"{job.name}: {said}", 0, {**job.line, "repaired": mended.taken})
+    with torch.device(device):
+        taken = choose(hasher, others, layer, job.data, command.fraction) if others else {}
+        if taken:
+            said = ", ".join(f"head {head}: {what}" for head, what in sorted(taken.items()))
+            report(f"{job.name}: {said}", 0, {**job.line, "repaired": taken})
         hasher.round_matrices()  # before anything is measured
         calibrate(hasher, layer, job.data, command.seed)
         quality = evaluate_layer(command, hasher, layer, job.validation)
     tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
     tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-    state = {"stopped": stopped, "quality": quality, "repaired": mended.taken, "failing": mended.failing}
+    state = {"stopped": stopped, "quality": quality, "repaired": taken}
     save_stored(job.finished, tensors, state)
     checkpoint.remove()
     found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
@@ -185,17 +180,14 @@ def result(job: LayerJob) -> LayerResult:
     try:
         losses = tensors.pop("losses").tolist()
         plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
-        repaired = Repair({int(head): what for head, what in state["repaired"].items()}, state["failing"])
-        return LayerResult(plain, losses, state["stopped"], state["quality"], repaired)
+        taken = {int(head): what for head, what in state["repaired"].items()}
+        return LayerResult(plain, losses, state["stopped"], state["quality"], taken)
     except KeyError as error:
         raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
 
 
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
-    """Report a resumed training; return a callback that reports every step and, after the first and at intervals, the
-    mean loss."""
-    if training.losses:
-        report(f"resumed {job.name}", len(training.losses))
+    """Return a callback that reports every step and, after the first and at intervals, the mean loss."""
     interval = training.snapshots.interval
 
     def on_step(step: int, loss: float) -> None:

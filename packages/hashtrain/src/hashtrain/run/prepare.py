@@ -1,34 +1,32 @@
-"""Check a run's inputs before anything is written: the model, the texts, the disk space."""
+"""Check a run's inputs before anything is written: the model, the texts, the disk space; and estimate what it takes."""
 
 import hashlib
-import itertools
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hashtrain.artefact.hasher import require_own
-from hashtrain.config import ModelShape
-from hashtrain.data.capture import require_disk
-from hashtrain.data.corpus import held_out_sources, python_sources, split, tokenise_with, whole
-from hashtrain.data.manifest import identity, known_weights, weights_hash, weights_record
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.data.capture import context_bytes, context_key, free_disk, require_disk, weights_hash
+from hashtrain.data.corpus import held_out_sources, numbered_contexts, python_sources, split
 from hashtrain.data.offsets import reach_of
 from hashtrain.data.shares import room_for
-from hashtrain.data.texts import list_texts, require_apart
-from hashtrain.data.token_contexts import TokenContexts, key_of, sweep
+from hashtrain.data.texts import read_texts, require_apart
 from hashtrain.demo import base_model
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
-from hashtrain.files.atomic import write_text
-from hashtrain.machine.distribute import ALONE, Ranks, device_for
-from hashtrain.machine.workers import default_workers, start_server
+from hashtrain.layers import BY_VARIANT, shapes
+from hashtrain.machine.distribute import here
+from hashtrain.machine.workers import default_workers
 from hashtrain.models import require_vocabulary
-from hashtrain.run.reads import Reads, training_reads, validation_reads
-from hashtrain.run.sources import Source, loaded
+from hashtrain.run.job import LayerJob
+from hashtrain.run.waves import Source, loaded, training_reads, validation_reads, waves
 from hashtrain.settings.train_command import TrainCommand
+from hashtrain.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -37,101 +35,70 @@ class Prepared:
 
     command: TrainCommand
     model_config: Any
+    model_bytes: int
     shape: ModelShape
     reach: int
     """The longest context that the hashers are made for (`hashtrain.data.offsets`)."""
     train: Source
     validation: Source
+    waves: list[range]
+    """The steps whose contexts are captured at once (`hashtrain.run.waves`)."""
     disk: int
-    """Bytes that the missing captures will take."""
+    """Bytes of all captures that are stored at once."""
     device: str
-    ranks: Ranks
-    contexts: Sequence[Tensor]
-    """Training contexts. `train` holds all of them, or, with --stream, only those that the remainder is fitted on; the
-    others are tokenised when they are used."""
-    identities: list[dict[str, Any]]
-    """Identities of all training and held-out contexts; they decide the result."""
-    reads: Reads
-    """What training reads of each context."""
-    texts: list[TokenContexts]
-    """The training and held-out contexts, to be kept for the next start."""
-    weights: dict[str, Any]
-    """Digest of the weights, and of what files: to be kept for the next start."""
-
-    def keep(self) -> None:
-        """Store in the working folder what the next start need not compute again."""
-        work = self.command.out / ".work"
-        files = [work / "ids" / f"{name}.ids" for name in ("train", "held")]
-        sweep(work / "ids", files)
-        for texts, file in zip(self.texts, files, strict=True):
-            texts.keep(file)
-        write_text(work / "weights.json", json.dumps(self.weights) + "\n")
+    """`cpu`, `cuda` for one device a process, or `cuda:N`."""
+    identity: str
+    """A digest of all training and held-out contexts, which decide the result."""
 
     @property
     def workers(self) -> int:
-        """Number of worker processes that this process starts."""
-        return workers_of(self.command, self.device, self.ranks)
-
-    @property
-    def sources(self) -> list[Source]:
-        """The training and the held-out source."""
-        return [self.train, self.validation]
+        """Number of worker processes."""
+        return workers_of(self.command, self.device)
 
 
-def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
+def prepare(command: TrainCommand) -> Prepared:
     """Load the model and the texts, and check what an earlier run has left; nothing is written.
 
     Raises: ValueError or OSError with one sentence if the command cannot be run.
     """
-    _check_spread(command, ranks)
-    device = str(device_for(command.device, ranks.local))
-    model, tokenizer = loaded(command.model_path, device, command.backbone_memory)
+    placed = here(command.device)
+    device = command.device if command.device.startswith("cuda") else placed.type
+    model, tokenizer = loaded(command.model_path, str(placed))
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)
     reach = reach_of(model.config, command.context, command.reach)
     for recipe in command.recipes:
         require_own(command.out / recipe.name, base_model(command.model), shape)
-    if device == "cpu" and workers_of(command, device, ranks) > 1 and not command.dry_run:
-        start_server()  # it imports on one core while this process tokenises on another
-    found = _texts(command, tokenizer, ranks.first)
-    texts = {"train": list(itertools.islice(found[0], MAX_CONTEXTS if command.stream else None)) or whole(found[0])}
-    texts["held"] = whole(found[1])
+    texts = dict(zip(("train", "held"), _texts(command, tokenizer), strict=True))
     require_vocabulary(model, *texts["train"], *texts["held"])
-    record = weights_record(command.model_path, model)
-    weights = known_weights(command.out / ".work" / "weights.json", record) or weights_hash(model)
-    own = {name: identity(model, ids, torch.bfloat16, command.seed, weights, reach) for name, ids in texts.items()}
-    identities = [{**one} for one in own.values()]
-    every, count = cast("Sequence[Tensor]", texts["train"]), len(texts["train"])
-    if command.stream:  # the other contexts are known by what they are made of
-        every, count = found[0], command.contexts
-        identities[0] |= {"corpus": found[0].key, "contexts": count}
-    shared = command.spread == "data" and ranks.world > 1
-    reads = training_reads(command, shape, count, MAX_CONTEXTS, shared)
-    both = {"train": reads, "held": validation_reads(command, shape, len(texts["held"]))}
+    reads = {
+        "train": training_reads(command, shape, len(texts["train"]), MAX_CONTEXTS),
+        "held": validation_reads(command, shape, len(texts["held"])),
+    }
+    weights, work = weights_hash(model), command.out / ".work"
     train, validation = (
-        Source(name, command.out / ".work" / name, ids, own[name] | both[name].identity(len(ids)), both[name], reach)
-        for name, ids in texts.items()
+        Source(name, work / name, ids, reads[name], weights, device, reach) for name, ids in texts.items()
     )
-    disk = sum(source.reads.bytes(source.lacking) for source in (train, validation))
-    require_disk(command.out, disk, "" if command.stream else ", or --stream")
-    ranks.barrier()  # rank 0 must not write while others still check
-    kept = {"record": record, "hash": weights}
-    settings = command, model.config, shape, reach, train, validation, disk, device, ranks
-    return Prepared(*settings, every, identities, reads, found, kept)
+    held = validation.reads.bytes(range(len(texts["held"])))
+    always = held + train.reads.bytes(range(min(MAX_CONTEXTS, len(texts["train"]))))
+    room = free_disk(command.out) + sum(path.stat().st_size for path in work.glob("[th]*/*.safetensors"))
+    require_disk(command.out, always, room)
+    parts = waves(train.reads, always, room if command.disk is None else min(room, int(1e9 * command.disk)))
+    disk = held + max(train.reads.bytes(train.reads.stored_in(wave)) for wave in parts)
+    identity = hashlib.sha256()
+    for source in (train, validation):
+        for number, ids in enumerate(source.contexts):
+            identity.update(context_key(weights, ids, device[:4], first=source.first(number)).encode())
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    inputs = command, model.config, size, shape, reach, train, validation
+    return Prepared(*inputs, parts, disk, device, identity.hexdigest())
 
 
-def workers_of(command: TrainCommand, device: str, ranks: Ranks) -> int:
-    """Return the number of worker processes that one of torchrun's processes starts on this machine."""
+def workers_of(command: TrainCommand, device: str) -> int:
+    """Return the number of worker processes: on CUDA, one a device."""
     if command.workers:
         return command.workers
-    return max(1, default_workers() // ranks.local_world) if device == "cpu" else 1
-
-
-def _check_spread(command: TrainCommand, ranks: Ranks) -> None:
-    if command.stream and command.spread == "data":
-        raise ValueError("--stream shares layers among processes, not data: use --spread layers")
-    if command.spread == "data" and command.rows % ranks.world:
-        raise ValueError(f"--rows must be a multiple of the {ranks.world} processes sharing them, got {command.rows}")
+    return default_workers() if device == "cpu" else torch.cuda.device_count() if device == "cuda" else 1
 
 
 def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
@@ -159,40 +126,93 @@ def require_plain_attention(config: Any) -> None:
         raise ValueError(f"expected a model with plain attention logits, got {config.model_type}, which caps them")
 
 
-def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase, first: bool) -> list[TokenContexts]:
-    """Return the training and the held-out contexts, of which only those needed so far are tokenised.
+def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the training and the held-out contexts.
 
-    Args:
-        first: whether this process, alone, may use the files of an earlier run, because it will add to them.
     Raises: ValueError if a text cannot be used, or a training document holds a held-out one.
     """
     most = 4 * (command.contexts + command.held_out)
     room = room_for(command.context * (command.contexts + command.held_out))
-    train = list_texts(list(command.text), most, room, command.seed) if command.text else python_sources()
+    train = read_texts(list(command.text), most, room, command.seed) if command.text else python_sources()
     if command.held_out_text:
         room = room_for(command.context * command.held_out)
-        validation = list_texts(list(command.held_out_text), most, room, command.seed)
+        validation = read_texts(list(command.held_out_text), most, room, command.seed)
     elif command.text:
         train, validation = split(train)
     else:
         validation = held_out_sources()
-    settings: dict[str, object] = {name: getattr(command, name) for name in ("context", "contexts", "held_out", "seed")}
-    # One key for both: that they are apart is checked only where neither is known.
-    key = hashlib.sha256("".join(key_of(texts, tokenizer, settings) for texts in (train, validation)).encode())
-    named = zip(("train", "held"), (train, validation), (command.contexts, command.held_out), strict=True)
-    found = [
-        TokenContexts(
-            texts,
-            tokenise_with(tokenizer, command.context * count),
-            command.context,
-            count,
-            command.seed,
-            command.out / ".work" / "ids" / f"{name}.ids" if first else None,
-            key.hexdigest()[:16],
-        )
-        for name, texts, count in named
-    ]
-    if not all(texts.stored for texts in found):
-        whole(found[1])
-        require_apart(train, [validation[number] for number in found[1].used])
-    return found
+    held = numbered_contexts(validation, tokenizer, command.context, command.held_out, command.seed)
+    require_apart(train, [validation[number] for number in sorted({number for number, _ in held})])
+    found = numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)
+    return [ids for _, ids in found], [ids for _, ids in held]
+
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that a whole run takes."""
+
+    disk: int
+    """Bytes of all captures that are stored at once, an upper bound: rows drawn twice are stored once."""
+    waves: int
+    """Number of parts in which the captures are made and used, to fit on the disk."""
+    step_memory: int
+    """Bytes on the device to train the largest layer."""
+    model_memory: int
+    """Bytes of the model's weights, which are on the device while it captures."""
+    traffic: int
+    """Bytes that all training steps read from the disk or its cache."""
+
+    def lines(self) -> list[str]:
+        """Format the estimate as lines of text."""
+        return [
+            f"disk while it runs   {self.disk / 1e9:.2f} GB, in {self.waves} wave{'s' * (self.waves > 1)}",
+            f"read to train        {self.traffic / 1e9:.2f} GB",
+            f"memory to capture    {self.model_memory / 1e9:.2f} GB a process for the weights alone",
+            f"memory to train      {self.step_memory / 1e9:.2f} GB a layer",
+        ]
+
+
+def estimate(prepared: Prepared, jobs: Sequence[LayerJob]) -> Estimate:
+    """Compute what a run takes; `jobs` are every layer of every hasher."""
+    command, trained = prepared.command, [job for job in jobs if job.recipe.trained]
+    read = context_bytes(prepared.shape, command.context, torch.bfloat16, command.rows, values=False)
+    steps = [step_bytes(job.config.at(job.layer), job.training, command.context) for job in trained]
+    hashers = sum(recipe.trained for recipe in command.recipes)
+    return Estimate(
+        prepared.disk, len(prepared.waves), max(steps, default=0), prepared.model_bytes, read * command.steps * hashers
+    )
+
+
+def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int:
+    """Return an upper estimate of the bytes that one step needs on its device, in float32 except the captured keys.
+
+    With Hq query heads, H target heads, T tokens per context, R rows per chunk, A and C tokens of its pairs:
+
+        attention   4 Hq R T          logits, probabilities, their sum over the group, the masked ones
+        keys        Hkv T D x 2       bfloat16, including the next step's, and float32; a copy for each query head if
+                                      the target is per query head
+        pairs       6 H R A C         differences, losses, and what their gradients need
+        hashing     H R A (3 D + 3 hidden + 4 bits), the same for the C shared tokens and the R queries
+        weights     5 x               parameters, gradients, two moments, a copy while they are updated
+
+    Nothing grows with T squared or with `rows`, because chunks of rows are processed one after another. For Llama-3-8B
+    (32 query heads, 8 KV heads of 128) at 8,192 tokens, with chunks of 64 rows and 8 x 512 pairs per row: attention
+    0.27 GB, keys 0.07 GB, pairs 0.05 GB (per KV head) or 0.20 GB (per query head), hashing 0.1 GB and weights 0.1 GB.
+    The sum is below 1 GB, where the paper needs 16 GB. The model is not in memory then: its queries and keys are on
+    disk.
+    """
+    shape = config.shape
+    per_query_head = BY_VARIANT[config.variant].target_heads == "query"
+    heads = shape.num_query_heads if per_query_head else shape.num_kv_heads
+    rows = min(training.rows, training.chunk)
+    attention = 4 * shape.num_query_heads * rows * context * _FLOAT
+    keys = shape.num_kv_heads * context * shape.head_dim * 8 + (2 * heads * context * shape.head_dim)
+    pairs = 6 * heads * rows * training.max_top * training.max_rest * _FLOAT
+    hashed = heads * (rows * training.max_top + training.max_rest) + shape.num_query_heads * rows
+    hashing = hashed * (3 * shape.head_dim + 3 * config.hidden + 4 * config.bits) * _FLOAT
+    weights = 5 * _FLOAT * sum(math.prod(size) for size in shapes(config.at(0)).values())
+    all_rows = 2 * shape.num_query_heads * training.rows * shape.head_dim + heads * training.rows * training.max_rest
+    return keys + weights + all_rows + max(attention, pairs + hashing)

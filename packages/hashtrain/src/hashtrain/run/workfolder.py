@@ -2,7 +2,7 @@
 
     .lock                         held by the running process
     .work/run.toml                the settings, for human readers
-    .work/train, .work/held       captures (`hashtrain.data.manifest`)
+    .work/train, .work/held       captures (`hashtrain.run.waves`)
     .work/layers/NAME-LAYER-KEY   checkpoints and finished layers; the key identifies everything that decides their bits
 
 The folder is removed once the run has stored its hashers.
@@ -56,7 +56,6 @@ def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
     before = work / "run.toml"
     if not before.exists() or before.read_text(encoding="utf-8") != settings:  # nothing to resume
         (out / "metrics.jsonl").unlink(missing_ok=True)
-        shutil.rmtree(out / "tensorboard", ignore_errors=True)
     write_text(work / "run.toml", settings)
     return work
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import hashtrain
 from hashtrain.files.untrusted import read_text
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.settings.train_command import GONE, TrainCommand
 from hashtrain.usage import UsageError, sentence
 
 _NOT_STORED = {"config", "dry_run"}
 _MAX_BYTES = 1 << 20
-_SWITCHES = {field.name for field in fields(TrainCommand) if isinstance(field.default, bool)}
 
 
 def with_config(arguments: list[str]) -> list[str]:
@@ -42,21 +41,19 @@ def with_config(arguments: list[str]) -> list[str]:
 
 def _words(path: Path, found: dict[str, Any]) -> list[str]:
     known = {f.name for f in fields(TrainCommand)} - _NOT_STORED
-    words = []
+    words: list[str] = []
     for key, value in found.items():
+        flag = f"--{key.replace('_', '-')}"
+        if flag in GONE:
+            if value in (False, "layers"):  # the default in an earlier version, whose runs stored it
+                continue
+            raise UsageError(f"--config {path} sets {key}, which left in hashtrain 2.0: {GONE[flag]}")
         if key.replace("-", "_") not in known:
             raise UsageError(f"--config {path} sets {key}, expected one of {', '.join(sorted(known))}")
-        name, switch = key.replace("_", "-"), key.replace("-", "_") in _SWITCHES
-        if isinstance(value, bool) != switch or not isinstance(value, str | int | float | list):
-            wanted = "true or false" if switch else "a string, a number or a list"
-            raise UsageError(f"--config {path} sets {key} to {value!r}, expected {wanted}")
         values = value if isinstance(value, list) else [value]
-        if any(str(word).startswith("--") or not isinstance(word, str | int | float) for word in values):
+        if any(type(one) not in (str, int, float) or str(one).startswith("--") for one in values):
             raise UsageError(f"--config {path} sets {key} to {value!r}, expected numbers or strings that are not flags")
-        if switch:
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif values:
-            words += [f"--{name}", *map(str, values)]
+        words += [flag, *map(str, values)] if values else []
     return words
 
 
@@ -72,12 +69,6 @@ def environment(device: str) -> dict[str, Any]:
     import torch  # imported here because `--config` is read before `--help` is answered
     import transformers
 
-    return {
-        "hashtrain": hashtrain.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
-    }
+    versions = {module.__name__: module.__version__ for module in (hashtrain, torch, transformers)}
+    own = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()}
+    return {**versions, **own, "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"}

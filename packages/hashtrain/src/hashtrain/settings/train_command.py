@@ -8,18 +8,28 @@ from typing import Any, Literal
 
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import DEMO, model_path
-from hashtrain.settings.recipes import ALL, RECIPES, Of, Recipe
+from hashtrain.settings.recipes import ALL, RECIPES, Recipe
 from hashtrain.usage import UsageError, meant, require_counts, require_device_name, require_seed
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The defaults of other models: the paper's schedule, where it differs from the demo's. The optimiser is the same
 (`hashtrain.training.trainer`). Source: section 4."""
 
-_SAME = ("loss", "estimator", "gamma", "alpha", "beta", "max_top", "max_rest", "target", "first_trained")
-"""Fields of the same name in `Recipe`."""
+GONE = {
+    "capture": "`hashtrain train` captures what it lacks, and keeps it when it is interrupted",
+    "plan": "use `hashtrain --dry-run`",
+    "share": "train the hasher again; training measures how heads divide a budget",
+    "push": "use `hf upload OWNER/NAME FOLDER`",
+    "--stream": "captures are made in waves that fit on the disk; `--disk GB` bounds them",
+    "--spread": "workers train different layers, one on each CUDA device",
+    "--backbone-memory": "use a device that holds the model's weights",
+    "--tensorboard": "read metrics.jsonl, which has every number",
+}
+"""Commands and flags of earlier versions, and what to do without them."""
+
 _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("learning_rate", lambda x: 0 < x < math.inf, "above 0"),
-    ("backbone_memory", lambda x: 0 < x <= 1e6, "above 0 and at most 1000000"),
+    ("disk", lambda x: 0 < x < math.inf, "above 0"),
     ("warmup", lambda x: 0 <= x <= 1, "between 0 and 1"),
     ("checkpoint_seconds", lambda x: 0 <= x < math.inf, "0 or more"),
     ("bits", lambda x: 32 <= x <= 4096 and not x % 32, "a multiple of 32 between 32 and 4096"),
@@ -46,7 +56,7 @@ class TrainCommand:
     held_out_text: tuple[Path, ...] = ()
     """Held-out text, of the same kinds. Default: a fifth of --text."""
     out: Path = Path("runs/demo")
-    """Folder for the hashers, the figures and the metrics. Needed with a --model other than `demo`."""
+    """Folder for the hashers and the metrics. Needed with a --model other than `demo`."""
     only: tuple[str, ...] = tuple(c.name for c in RECIPES)
     """Hashers to train. `default` stands for lsh, paper and transform: `--only default planes` adds one. `all` stands
     for these and the ablations."""
@@ -82,27 +92,19 @@ class TrainCommand:
     warmup: float = 0.02
     """Share of the steps during which the learning rate rises; after it, cosine decay to zero."""
     device: str = "auto"
-    """Device for capture and training: cpu, cuda, cuda:N, or auto (CUDA if available)."""
-    spread: Literal["layers", "data"] = "layers"
-    """What torchrun's processes share: the layers (same result as one process), or the rows of each step."""
+    """Device for capture and training: cpu, cuda (all devices), cuda:N, or auto (CUDA if available)."""
     workers: int = 0
-    """Worker processes, each training one layer at a time; 0: one per core, up to 6, or one on CUDA. Does not change
-    the result."""
+    """Worker processes, each training one layer at a time; 0: one per core, up to 6, or one per CUDA device. Does not
+    change the result."""
     checkpoint_seconds: float = 30.0
     """Seconds between checkpoints of a layer, the most work that a kill can lose; 0: a checkpoint after every step."""
-    backbone_memory: float | None = None
-    """GB of model weights kept on the device; the other layers are loaded one at a time (extra `hashtrain[offload]`).
-    Default: the whole model."""
-    stream: bool = False
-    """Train all layers in parallel and run the model at every step instead of storing its queries and keys: the same
-    hashers with almost no disk. Meant for schedules that use each context once."""
-    tensorboard: bool = False
-    """Also write losses and evaluation results for TensorBoard, below --out/tensorboard (extra
-    `hashtrain[tensorboard]`)."""
+    disk: float | None = None
+    """GB of disk for queries and keys. If they do not fit, they are captured and used in waves; that does not change
+    the result. Default: as much as is free."""
     config: Path | None = None
     """TOML file of these settings, such as the config.toml that a run stores; the command line overrides it."""
     dry_run: bool = False
-    """Print the plan, the disk and memory it needs and an estimate of the time; write nothing."""
+    """Print what will be trained and the disk and memory it needs; write nothing."""
     seed: int = 0
     """Draws the contexts, the rows, the pairs and the random starts."""
     # Flags that override every trained hasher of a run, for one row of an ablation table; None: each one's own.
@@ -121,10 +123,10 @@ class TrainCommand:
     """Target tokens drawn per row."""
     max_rest: int | None = None
     """Tokens outside the target drawn per step, shared by its rows."""
-    target: Of | None = None
+    target: Literal["visible", "length"] | None = None
     """What --fraction is a share of in training: each row's visible tokens, or, as in the paper, the full length."""
     first_trained: int | None = None
-    """First row to train on; the paper: 0."""
+    """First row to train on; the paper: 0. Default: a sixteenth of the context."""
     target_ends: tuple[int, int] | None = None
     """Number of first and last tokens excluded from pairs, because every row reads them; the paper: 0 0."""
     hidden: int | None = None
@@ -164,8 +166,13 @@ class TrainCommand:
 
     def applied(self, recipe: Recipe) -> Recipe:
         """Return the recipe with this command's flags; an untrained one changes only its width."""
-        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        if self.target_ends is not None:
-            given["ends"] = self.target_ends
-        width = {} if self.hidden is None or recipe.variant != "paper" else {"hidden": self.hidden}
-        return replace(recipe, **(given if recipe.trained else {}), **width)
+        training: dict[str, Any] = {
+            name: getattr(self, name) for name in ("loss", "alpha", "beta", "max_top", "max_rest")
+        }
+        training |= {"of": self.target, "min_position": self.first_trained}
+        training |= dict(zip(("sink", "recent"), self.target_ends or (None, None), strict=True))
+        config: dict[str, Any] = {"estimator": self.estimator, "gamma": self.gamma} if recipe.trained else {}
+        if recipe.variant == "paper":
+            config["hidden"] = self.hidden
+        given = [{name: value for name, value in part.items() if value is not None} for part in (config, training)]
+        return replace(recipe, config={**recipe.config, **given[0]}, training={**recipe.training, **given[1]})

@@ -18,6 +18,7 @@ from hashtrain.files.atomic import save_tensors
 from hashtrain.files.untrusted import open_tensors, parse_json
 
 _STATE, _DIGEST = "state", "sha256"
+_REMEDY = "delete it and rerun the command"
 DIVERGED = 4.0
 """A training has diverged if the mean loss of an interval is this many times that of the first interval."""
 ROSE = 1.35
@@ -53,6 +54,14 @@ class Checkpoint:
         """Read the last checkpoint; None if there is none. Raises: ValueError if the file is damaged."""
         return load_stored(self.path)
 
+    @property
+    def steps(self) -> int:
+        """Steps that the last checkpoint has; 0 if there is none. Raises: as `load`."""
+        if not self.path.exists():
+            return 0
+        with open_tensors(self.path, _REMEDY) as file:
+            return file.get_slice("losses").get_shape()[0]
+
     def remove(self) -> None:
         """Delete the file."""
         self.path.unlink(missing_ok=True)
@@ -70,9 +79,8 @@ def load_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
     Raises: ValueError with one sentence if any bit of the file has changed; a kill cannot cause that.
     """
-    remedy = "delete it and rerun the command"
     try:
-        with open_tensors(path, remedy) as file:
+        with open_tensors(path, _REMEDY) as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
     except FileNotFoundError:
@@ -85,7 +93,7 @@ def load_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         if not isinstance(state, dict):
             raise ValueError(f"expected a JSON object as its state, got {type(state).__name__}")
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error}); {remedy}") from error
+        raise ValueError(f"{path} is damaged ({error}); {_REMEDY}") from error
     return tensors, state
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hashtrain.config import RECENT, SINK, Heads
-from hashtrain.machine.transfer import to_device
-from hashtrain.training.rows import draw_rest, draw_tops
+from hashtrain.machine.distribute import to_device
+from hashtrain.training.train_config import draw_rest, draw_tops
 
 _GROUP = 8
 """Tokens of a group of `largest`: 4 and 16 take more time at 4,096 tokens and 81 largest."""

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from hashtrain.data.captured import Capture
 from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
-from hashtrain.machine.distribute import ALONE, Ranks
-from hashtrain.machine.transfer import Ahead, to_device
+from hashtrain.machine.distribute import to_device
 from hashtrain.training.checkpoint import Checkpoint, Snapshots, copied
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
-from hashtrain.training.rows import draw_rows, generator_of
 from hashtrain.training.target import Pairs, preferences, sample_pairs
-from hashtrain.training.train_config import TrainConfig
+from hashtrain.training.train_config import TrainConfig, draw_rows, generator_of
 
 SLOWER = 0.1
 """What the learning rate of query functions is multiplied by when the loss has risen."""
@@ -62,7 +60,6 @@ class Training:
         hasher: the layer's modules, trained in place; `hasher.target_heads` selects the kind of target.
         layer: its index in the model, to read from `data`.
         checkpoint: where the state is saved from time to time; an existing checkpoint is resumed, to the same bits.
-        ranks: processes that share the rows of each step; each must run the same trainings in the same order.
     Attributes:
         losses: the loss of every step so far.
         keys_trained: the weights after the keys-only steps; empty before, or if there are none.
@@ -77,20 +74,14 @@ class Training:
         data: Capture,
         config: TrainConfig,
         checkpoint: Checkpoint | None = None,
-        ranks: Ranks = ALONE,
     ):
-        if config.rows % ranks.world:
-            raise ValueError(f"rows per step must be a multiple of {ranks.world} processes, got {config.rows}")
         self.hasher: LayerHasher = hasher
         self.layer: int = layer
         self.data: Capture = data
         self.config: TrainConfig = config
         self.checkpoint: Checkpoint | None = checkpoint
-        self.ranks: Ranks = ranks
         self.device: torch.device = next(hasher.parameters()).device
         self.generator: torch.Generator = generator_of(config.seed, layer)
-        self._ahead: Ahead | None = Ahead(self.device) if self.device.type == "cuda" else None
-        self._next: tuple[int, Tensor, float] | None = None
         self.parameters: list[nn.Parameter]
         self.optimizer: torch.optim.AdamW
         self.parameters, self.optimizer = _optimized(hasher, config)
@@ -101,7 +92,6 @@ class Training:
         self.keys_trained: dict[str, Tensor] = {}
         self.stopped: str = ""
         self._resume()
-        ranks.barrier()  # rank 0 must not write the next checkpoint while others still read this one
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if there is one. Raises: ValueError if it is of another training."""
@@ -122,7 +112,7 @@ class Training:
         last = self.config.steps if until is None else min(until, self.config.steps)
         while not self.stopped and len(self.losses) < last:
             step = len(self.losses)
-            loss = self._step(step, step + 1 < last)
+            loss = self._step(step)
             if math.isfinite(loss):
                 self.losses.append(loss)
                 on_step(step, loss)
@@ -141,7 +131,7 @@ class Training:
                 self.stopped = (
                     f"stopped at step {step} of {self.config.steps}: {self.stopped}; its best weights are kept"
                 )
-            if self.ranks.first and self.checkpoint and (self.checkpoint.due or self.stopped):
+            if self.checkpoint and (self.checkpoint.due or self.stopped):
                 self.checkpoint.save(*self._state())
 
     def _slow_down(self) -> None:
@@ -164,15 +154,11 @@ class Training:
 
     def save(self) -> None:
         """Write the checkpoint now."""
-        if self.ranks.first and self.checkpoint:
+        if self.checkpoint:
             self.checkpoint.save(*self._state())
 
-    def _step(self, step: int, more: bool = False) -> float:
-        """Run one step and return its loss; if the loss or the gradient is not finite, return NaN and change nothing.
-
-        Args:
-            more: whether another step follows; its keys are then sent to the CUDA device ahead of time.
-        """
+    def _step(self, step: int) -> float:
+        """Run one step and return its loss; NaN, and nothing is changed, if it or the gradient is not finite."""
         config = self.config
         if 0 < step == config.first_steps:
             self.keys_trained = copied(self.hasher)
@@ -180,71 +166,51 @@ class Training:
             parameter.requires_grad_(step >= config.first_steps)
         for group, share in zip(self.optimizer.param_groups, (1.0, self.query_share), strict=True):
             group["lr"] = share * config.learning_rate_at(step)
-        k, scaling = self._keys(step)
+        k, scaling = self.data.keys(step % len(self.data), self.layer)
         if k.shape[2] <= config.min_position:
             raise ValueError(
                 f"contexts must be longer than min_position = {config.min_position}, got {k.shape[2]} tokens; capture "
                 "longer ones, or lower min_position"
             )
-        positions = draw_rows(config, k.shape[2], self.generator)[self.ranks.rank :: self.ranks.world]
+        k = to_device(k, self.device)
+        positions = draw_rows(config, k.shape[2], self.generator)
         q = to_device(self.data.queries(step % len(self.data), self.layer, positions), self.device)
         with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
-            loss = self._gradients(q, k, positions, scaling, step)
+            loss = self._gradients(q, k, positions, scaling)
         norm = torch.nn.utils.clip_grad_norm_(self.hasher.parameters(), config.clip)
-        if self._ahead and more:
-            self._next = step + 1, *self._sent(step + 1, self._ahead)
         loss, norm = cast("list[float]", torch.stack([loss, norm]).tolist())  # the only wait for the device
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return math.nan
         self.optimizer.step()
         return loss
 
-    def _sent(self, step: int, ahead: Ahead) -> tuple[Tensor, float]:
-        k, scaling = self.data.keys(step % len(self.data), self.layer)
-        return ahead.send(k), scaling
+    def _gradients(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> Tensor:
+        """Compute the gradients of the mean loss over all rows, and return that loss.
 
-    def _keys(self, step: int) -> tuple[Tensor, float]:
-        """Return the keys of a step on the device, and the attention scaling."""
-        sent, self._next = self._next, None
-        if self._ahead and sent and sent[0] == step:
-            return self._ahead.take(sent[1]), sent[2]
-        k, scaling = self.data.keys(step % len(self.data), self.layer)
-        return to_device(k, self.device), scaling
-
-    def _gradients(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int) -> Tensor:
-        """Compute the gradients of the mean loss over all rows of all processes, and return that loss.
-
-        The loss stays on the device; it is NaN if q or k is not finite in any process.
+        The loss stays on the device; it is NaN if q or k is not finite.
         """
         self.optimizer.zero_grad()
         bad = ~torch.stack([*q.aminmax(), *k.aminmax()]).isfinite().all()  # NaN is both extremes
-        parts = self._pairs(q, k, positions, scaling, step)
-        flags = torch.stack([bad.double(), torch.stack([weight for *_, weight in parts]).double().sum()])
-        self.ranks.all_reduce(flags)
+        parts = self._pairs(q, k, positions, scaling)
+        total = torch.stack([weight for *_, weight in parts]).double().sum()
         loss = torch.zeros((), device=self.device)
         for rows, pairs, weight in parts:
-            share = torch.where(weight > 0, weight.double() / flags[1], 0.0).float()
+            share = torch.where(weight > 0, weight.double() / total, 0.0).float()
             part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * share
             part.backward()
             loss += part.detach()
-        self.ranks.all_reduce(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
-        return loss.masked_fill(flags[0] > 0, math.nan)
+        return loss.masked_fill(bad, math.nan)
 
-    def _pairs(
-        self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int
-    ) -> list[tuple[Tensor, Pairs, Tensor]]:
+    def _pairs(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> list[tuple[Tensor, Pairs, Tensor]]:
         """Draw the pairs of each chunk. Returns (the chunk's queries, its pairs, the weight of its mean loss)."""
-        config, generator = self.config, self.generator
+        config = self.config
         parts: list[tuple[Tensor, Pairs, Tensor]] = []
-        if self.ranks.world > 1:  # the generator above draws the same rows on every rank; pairs must differ
-            seed = ((config.seed * 1_000_003 + self.layer) * 1_000_003 + step) * self.ranks.world + self.ranks.rank
-            generator = torch.Generator("cpu").manual_seed(seed % 2**63)
         with torch.no_grad():
             for start in range(0, len(positions), config.chunk):
                 rows = q[:, :, start : start + config.chunk].contiguous()
                 at = positions[start : start + config.chunk]
                 p = preferences(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
-                drawn = config.max_top, config.max_rest, generator
+                drawn = config.max_top, config.max_rest, self.generator
                 pairs = sample_pairs(p, at, config.fraction, *drawn, config.of, (config.sink, config.recent))
                 valid = pairs.valid if config.loss == "ranking" else torch.ones(len(at), device=p.device)
                 parts.append((rows, pairs, valid.sum()))
@@ -262,37 +228,17 @@ class Training:
         return tensors, {"best": best, "stopped": self.stopped, "query_share": self.query_share}
 
     def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        own = {name: (t.dtype, t.shape) for name, t in self.hasher.state_dict().items()}
-        losses, stopped, best, share = tensors["losses"], state["stopped"], state["best"], state["query_share"]
-        later = 0 < self.config.first_steps < losses.numel()
-        for part in ("hasher", "best", *(["keys"] if later else [])):  # check everything before changing anything
-            if {name: (t.dtype, t.shape) for name, t in _part(tensors, part).items()} != own:
-                raise ValueError(f"its tensors {part} are of another shape")
-        if (
-            losses.ndim != 1
-            or not isinstance(stopped, str)
-            or type(best) not in (float, type(None))
-            or type(share) is not float
-        ):
-            raise ValueError("its losses or its state are of another shape")
-        sizes = {f"{i}.{name}": p.shape for i, p in enumerate(self.parameters) for name in ("exp_avg", "exp_avg_sq")}
-        sizes |= {f"{i}.step": torch.Size() for i in range(len(self.parameters))}
-        found = _part(tensors, "optimizer")
-        numbers = {name.partition(".")[0] for name in found}  # parameters that have had a gradient
-        whole = {f"{number}.{name}" for number in numbers for name in ("step", "exp_avg", "exp_avg_sq")}
-        if found.keys() != whole or any(tensor.shape != sizes.get(name) for name, tensor in found.items()):
-            raise ValueError("its moments are of another shape")
-        self.generator.set_state(tensors["generator"])
-        self.hasher.load_state_dict(_part(tensors, "hasher"))
-        self.snapshots.tensors = _part(tensors, "best")
-        self.keys_trained = _part(tensors, "keys")
-        self.snapshots.mean = math.inf if best is None else best
         moments: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in found.items():
+        for name, tensor in _part(tensors, "optimizer").items():
             number, _, what = name.partition(".")
             moments.setdefault(int(number), {})[what] = tensor
+        self.generator.set_state(tensors["generator"])
+        self.hasher.load_state_dict(_part(tensors, "hasher"))
+        self.snapshots.tensors, self.keys_trained = _part(tensors, "best"), _part(tensors, "keys")
+        self.snapshots.mean = math.inf if state["best"] is None else state["best"]
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
-        self.losses, self.stopped, self.query_share = losses.tolist(), stopped, share
+        self.losses, self.stopped = tensors["losses"].tolist(), state["stopped"]
+        self.query_share = state["query_share"]
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

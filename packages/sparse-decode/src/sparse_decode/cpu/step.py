@@ -14,14 +14,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.cpu import encode, step_kernels
-from sparse_decode.cpu.step_kernels import CALL, FORM
+from sparse_decode.cpu.step_kernels import FORM
 from sparse_decode.inputs import KINDS, Inputs, reach
 from sparse_decode.select import HashSelector
 
 Fitted = tuple[Tensor, Tensor] | None
 """What `Coefficients.on` returns; None without a remainder."""
 _NAMES = encode.NAMES * 2  # of the weights of the functions of queries and of keys
-_PLACE = {name: place for place, name in enumerate(CALL)}
+_NO_SUMS = 0, 0, 0, 0, 0
+_NOTHING_GIVEN: tuple[tuple[int, ...], list[Any]] = (0,) * 9, []
+
+
+class Block(NamedTuple):
+    """What some rows see and read.
+
+    Attributes:
+        spans, reads: those of `step_kernels.tasks`, in the order of rows [B, Q].
+        end: where the last row's tokens end. most, mean: of `reads`.
+    """
+
+    spans: NDArray[np.int64]
+    reads: NDArray[np.int64]
+    end: int
+    most: int
+    mean: int
+
+    @classmethod
+    def whole(cls, rows: int, n: int) -> "Block":
+        """Return a block of rows that see n tokens, of which none is read by itself."""
+        return cls(np.array([[0, n, n]] * rows, np.int64).reshape(-1, 3), np.zeros((1, 1), np.int64), n, 0, 0)
 
 
 class Given(NamedTuple):
@@ -55,6 +76,7 @@ class _Form(NamedTuple):
 
     key: tuple[Any, ...]  # shapes, dtypes and strides of the calls
     values: NDArray[np.int64]  # in the order of FORM
+    bits: int  # of all planes of a code, to compare with one key
     left_out: Fitted
     hashes: _Hash | None
 
@@ -68,27 +90,24 @@ class CpuStep:
 
     def __init__(self, layer: int, selector: object, sink: int = 0, recent: int = 0):
         self._name, self._layer = str(layer), layer
-        self._always = sink, recent
+        self._ends, self._always = (sink, recent), sink + recent
         own = selector if isinstance(selector, HashSelector) and not selector.per_query_head else None
         self._selector = own if own is not None and own.placed is not None else None
         self._cpu_encoder = encode.CpuEncoder()
         self._forms: dict[bool, _Form] = {}
 
     def run(
-        self, x: Inputs, spans: NDArray[np.int64], reads: NDArray[np.int64] | None, held: Any = None,
-        left_out: Fitted = None, given: Given | None = None,
-    ) -> tuple[Tensor, NDArray[np.int64]] | None:  # fmt: skip
+        self, x: Inputs, block: Block, held: Any = None, left_out: Fitted = None, given: Given | None = None
+    ) -> tuple[Tensor, NDArray[np.int64]] | None:
         """Attend: q [B, Hq, Q, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, Q, Hq, Dv] and the tokens read [R, sets].
 
-        Args:
-            spans, reads: those of `step_kernels.tasks`, in the order of rows [B, Q]. reads: None with `given`.
-            held: the cache layer with codes and sums. left_out: coefficients of the remainder, if there is one.
+        Args: held: the cache layer with codes and sums. left_out: coefficients of the remainder, if there is one.
         Returns: None if the kernel cannot select here: another hasher, several rows a sequence, a search that more
             threads should share, or weights that are not finite. Select, and call again with the selection.
         Raises: ValueError if a given index is out of range.
         """
         q, k, v, scaling, softcap, sinks = x
-        batch, hq, rows, _ = q.shape
+        (batch, hq, rows, dim), dim_v = q.shape, v.shape[3]
         codes, pending = (None, None) if given is not None or self._selector is None else held.room_for_code()
         if given is None and (codes is None or rows > 1):
             return None
@@ -97,47 +116,37 @@ class CpuStep:
         if form is None:
             return None
         tasks, group = batch * rows * sets, hq // sets
-        out = torch.empty((batch, rows, hq, v.shape[3]), dtype=torch.float32, device=q.device)
-        keep = [None if sinks is None else sinks.detach().float().contiguous()]
-        call = np.zeros(len(CALL), np.int64)
-        call[:6] = (
-            rows,
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            0 if codes is None else codes.data_ptr(),
-            out.data_ptr(),
-        )
-        call[6] = 0 if keep[0] is None else keep[0].data_ptr()
-        call[7] = pending is not None
+        out = torch.empty((batch, rows, hq, dim_v), dtype=torch.float32, device=q.device)
+        own_sinks = None if sinks is None else sinks.detach().float().contiguous()
+        at_codes = 0 if codes is None else codes.data_ptr()
+        where = rows, q.data_ptr(), k.data_ptr(), v.data_ptr(), at_codes, out.data_ptr()
+        more = (0 if own_sinks is None else own_sinks.data_ptr(), int(pending is not None))
+        sums = _NO_SUMS
         if left_out is not None and (given is None or given.means is None):
-            call[8 : 8 + 5] = held.sums.length, *(x.data_ptr() for x in held.sums.read)
-        read = group * (q.shape[3] + v.shape[3])
+            sums = held.sums.length, *map(Tensor.data_ptr, held.sums.read)
+        given_at, keep = _NOTHING_GIVEN if given is None else _place(given, k, v)
+        call, read = np.array((*where, *more, *sums, *given_at), np.int64), group * (dim + dim_v)
         if given is None:
-            reads = cast("NDArray[np.int64]", reads)
-            most, each = int(reads.max()), int(reads.mean())
-            bits = form.values[6] * form.values[7] // 32  # BITS, PLANES
-            work, twice = tasks * (int(spans[:, 2].max()) * int(bits) + each * read), 2
+            work = tasks * (block.end * form.bits // 32 + block.mean * read)
+            most, steps, grown = max(self._always, block.most), 2 * tasks, tasks
         else:
-            keep += _place(call, given, k, v)
-            each = given.indices.shape[3] + sum(self._always)
-            most = int((spans[:, 2] - spans[:, 1]).max(initial=0)) + each
-            work, twice = tasks * most * read, 1
+            most = int((block.spans[:, 2] - block.spans[:, 1]).max(initial=0)) + given.indices.shape[3] + self._always
+            work, steps, grown = 2 * tasks * most * read, tasks, 0
         workers = 1
         if work >= 2 * min(threads.GRAIN, threads.TEAM_GRAIN):  # enough for two
             available = min(threads.most(), torch.get_num_threads())
             if given is None and available > tasks and work > (tasks + 1) * threads.GRAIN:
                 return None  # a search of its own is divided, and so uses all threads
-            workers = threads.count(work if twice > 1 else 2 * work, min(available, tasks))
+            workers = threads.count(work, min(available, tasks))
         used = np.zeros(tasks, np.int64)
-        shared = np.empty((tasks if twice > 1 else 0, max(sum(self._always), most)), np.int64), used.copy(), used
-        counts = np.zeros((1, 1), np.int64) if reads is None else reads
-        arguments = form.values, call, np.float32(scaling), np.float32(softcap or 0), spans, counts, *shared
-        wrong = threads.run(step_kernels.tasks, twice * tasks, workers, arguments)
+        shared = block.spans, block.reads, np.empty((grown, most), np.int64), np.zeros(tasks, np.int64), used
+        factors = np.float32(scaling), np.float32(softcap or 0)
+        wrong = threads.run(step_kernels.tasks, steps, workers, (form.values, call, *factors, *shared))
+        del keep
         if any(wrong):
             if given is None:  # weights that are not finite: the search raises the error
                 return None
-            raise ValueError(f"indices must be below N = {int(spans[:, 2].max())}, got {int(given.indices.max())}")
+            raise ValueError(f"indices must be below N = {block.end}, got {int(given.indices.max())}")
         if pending is not None:
             pending.length += 1
         return out if q.dtype == torch.float32 else out.to(q.dtype), used
@@ -179,7 +188,7 @@ class CpuStep:
                  for i, step in enumerate(("BATCH", "HEAD", "TOKEN"))}  # fmt: skip
         sizes = sets, q.shape[1] // sets, sets // k.shape[1], k.shape[3], v.shape[3], KINDS[q.dtype]
         found |= dict(zip(("SETS", "GROUP", "SHARE", "DIM", "DIM_V", "KIND"), sizes, strict=True))
-        found |= dict(zip(("SINK", "RECENT", "REMAINDER"), (*self._always, int(left_out is not None)), strict=True))
+        found |= dict(zip(("SINK", "RECENT", "REMAINDER"), (*self._ends, int(left_out is not None)), strict=True))
         hashes = None
         if codes:
             hashes = self._hashes(*given)
@@ -189,7 +198,8 @@ class CpuStep:
         if left_out is not None:
             found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), left_out, strict=True)}
         found |= step_kernels.addresses(KINDS[q.dtype], hashes is not None)
-        return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), left_out, hashes)
+        bits = found.get("BITS", 0) * found.get("PLANES", 0)
+        return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), bits, left_out, hashes)
 
     def _hashes(self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> _Hash | None:
         """Return the hasher's part of a form; None if the kernel does not support it."""
@@ -208,19 +218,17 @@ class CpuStep:
         return _Hash(own, weights, owners, addresses, digits, own._buffers.get("coordinate"), modules)
 
 
-def _place(call: NDArray[np.int64], given: Given, k: Tensor, v: Tensor) -> list[Any]:
-    """Write what is given to the arguments of a call; return the owners of the addresses."""
+def _place(given: Given, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], list[Any]]:
+    """Return the arguments of a call for what is given, in the order of CALL, and the owners of the addresses."""
     indices = given.indices.contiguous()
-    keep: list[Any] = [indices]
-    call[_PLACE["GIVEN_AT"]], call[_PLACE["WIDTH"]] = indices.data_ptr() if indices.numel() else 1, indices.shape[3]
-    if given.means is not None:
-        keep += [x.contiguous() for x in given.means]
-        call[_PLACE["MEAN_KEYS_AT"]], call[_PLACE["RESTS_AT"]] = (x.data_ptr() for x in keep[1:])
-    if given.table is not None:
-        keep.append(table := np.ascontiguousarray(given.table))
-        call[_PLACE["TABLE_AT"] : _PLACE["PAGE"] + 1] = address(table), table.shape[1], k.shape[2]
-        call[_PLACE["K_REACH"] :] = reach(k), reach(v)
-    return keep
+    means = [] if given.means is None else [x.contiguous() for x in given.means]
+    at = [x.data_ptr() for x in means] or [0, 0]
+    chosen = indices.data_ptr() if indices.numel() else 1, indices.shape[3]
+    if given.table is None:
+        return (*at, *chosen, 0, 0, 0, 0, 0), [indices, means]
+    table = np.ascontiguousarray(given.table)
+    pages = address(table), table.shape[1], k.shape[2], reach(k), reach(v)
+    return (*at, *chosen, *pages), [indices, means, table]
 
 
 def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:

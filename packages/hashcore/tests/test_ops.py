@@ -1,0 +1,399 @@
+"""Every function on every backend against hashcore.reference, and the laws that they obey: tolerance 0."""
+
+import hashcore
+import hypothesis.extra.numpy as arrays
+import numpy as np
+import pytest
+from hashcore import reference
+from hashcore.arguments import address, aligned, readable
+from hashcore.cpu import launch_plan, threads
+from hashcore_samples import LAYOUTS, assert_same, on_threads, pool_of, random_codes, shuffled_tables, unaligned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+DTYPES = ["f4", "f8", "f2", "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">f4", ">f2"]
+LENGTHS = [1, 31, 33, 64, 65, 97]  # around the 32 and 64 of words and masks
+LONG = [2047, 2048, 4097, 20_000]  # around the chunk and the shortest row that is sampled
+# Words and weights: one code, regular planes, a group's, weights without a pattern, and codes of every kernel.
+CODES = [
+    (4, None),
+    (4, (1,)),
+    (4, (1, 2, 4)),
+    (4, (1, 2, 2)),
+    (1, (1, 2)),
+    (2, (3, 5)),
+    (3, None),
+    (5, (1, 2)),
+    (9, (7,)),
+]
+ORDERS = ["best", "index"]
+few = settings(deadline=None, max_examples=40)
+
+
+def check(backend, name, *given, **options) -> None:
+    """Compare a function's result on a backend with the reference's."""
+    ours = {option: x for option, x in options.items() if x is not None}
+    keys = given[1] if name == "search" else None
+    blocks = ours.pop("blocks", None)
+    told = list(given)
+    if blocks is not None:
+        by_row = blocks if len(given) > 3 and given[3] else blocks[..., 0, :]
+        told[1] = reference.gathered(keys, by_row if by_row.ndim > 1 else blocks)
+    expected = getattr(reference, name)(*told, **ours)
+    if name in ("planes", "group_planes"):
+        (found, weights), (expected, same) = backend(name, *given, **ours), expected
+        assert weights == same
+    else:
+        found = backend(name, *given, **options)
+    assert_same(found, expected)
+
+
+# ---- Every backend -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_and_unpack(rng, backend, dtype):
+    x = rng.normal(0, 2, (3, 2, 96)) if np.dtype(dtype).kind in "fi" else rng.integers(0, 3, (3, 2, 96))
+    x = x.astype(dtype)
+    if x.dtype.kind == "f":
+        x[..., ::5], x[..., 1::7], x[..., 2::11] = -0.0, np.nan, -np.inf
+        x[..., 3::13] = np.nextafter(np.zeros((), x.dtype.newbyteorder("=")), np.ones((), x.dtype.newbyteorder("=")))
+    check(backend, "pack", x)
+    check(backend, "unpack", reference.pack(x))
+
+
+@pytest.mark.parametrize("planes", range(1, 9))
+def test_quantise_and_planes(rng, backend, planes):
+    w = (rng.normal(size=(5, 64)) * 10.0 ** rng.integers(-6, 5, (5, 1))).astype(np.float32)
+    w[0], w[1, ::3], w[2] = 0.0, -0.0, w[2] * np.float32(2.0**-140)
+    check(backend, "quantise", w, planes)
+    check(backend, "planes", w, planes)
+    w[3, :5], w[3, 7], w[4] = np.nan, np.inf, (np.nan if planes % 2 else -np.inf)
+    assert_same(backend("planes", w, planes, check=False)[0], reference.planes(w, planes)[0])
+    assert_same(backend("quantise", w, planes, check=False), reference.quantise(w, planes))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 16, 40])
+def test_group_planes(rng, backend, group):
+    check(backend, "group_planes", random_codes(rng, 2, group, 3))
+
+
+@pytest.mark.parametrize(("words", "weights"), CODES)
+@pytest.mark.parametrize("n", LENGTHS[1:5:3])
+def test_score(rng, backend, words, weights, n):
+    rows = 3 if weights is None else len(weights)
+    check(backend, "score", random_codes(rng, 2, rows, words), random_codes(rng, 2, n, words), weights)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 1, 5, 2, 4), (2, 3, 1, 33, 4)), ((2, 4), (2, 3, 33, 4)), ((5, 1, 2, 4), (3, 33, 4))]
+)
+@pytest.mark.parametrize("weights", [None, (1, 3)])
+def test_leading_dimensions_broadcast(rng, backend, shapes, weights):
+    query, keys = (random_codes(rng, *shape) for shape in shapes)
+    check(backend, "score", query, keys, weights)
+    check(backend, "search", query, keys, 7, weights)
+
+
+def ranges(rng, rows, n):
+    start = rng.integers(0, n + 1, rows)
+    ragged = {"starts": start, "lengths": start + rng.integers(0, n + 1 - start), "sink": 3}
+    return [{}, {"lengths": n - n // 3, "starts": n // 5, "sink": 2, "recent": 1}, ragged, {"sink": 1000}]
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "i4"])
+def test_topk(rng, backend, dtype):
+    kind = np.iinfo(dtype)
+    scores = rng.integers(0, 60, (2, 3, 130)).astype(dtype)
+    scores[0, 0, :9], scores[1, 2, -1] = kind.max, kind.min
+    for how in ranges(rng, (2, 3), 130):
+        for k in (0, 9, 130, rng.integers(0, 131, (2, 3)), np.array([[5], [130]], np.uint8)):
+            check(backend, "topk", scores, k, **how)
+
+
+@pytest.mark.parametrize(("words", "weights"), CODES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_search(rng, backend, words, weights, order):
+    rows = (2, 3) if weights is None else (2,)
+    query, keys = random_codes(rng, 2, 3 if weights is None else len(weights), words), random_codes(rng, 2, 300, words)
+    keys = np.take_along_axis(keys, rng.integers(0, 50, (2, 300, 1)), 1)  # ties
+    for how in ranges(rng, rows, 300):
+        for k in (9, rng.integers(0, 301, rows)):
+            check(backend, "search", query, keys, k, weights, order=order, **how)
+
+
+@pytest.mark.parametrize("size", [16, 32, 128])
+@pytest.mark.parametrize("weights", [None, (1, 2, 4)])
+@pytest.mark.parametrize("longest", [70, 2500])
+def test_search_in_pages(rng, backend, size, weights, longest):
+    lengths = np.array([longest, longest // 3])
+    tables, pages = shuffled_tables(rng, lengths, size, 2, 3)
+    pool = pool_of(rng, pages, size, 2, 4, heads_outside=bool(longest % 3))
+    rows = (2, 1) if weights else (2, 1, 1)
+    ends = lengths.reshape(rows)
+    how = {"lengths": ends, "starts": ends // 9, "sink": 2, "recent": 3}
+    blocks = tables.reshape(*rows, -1)
+    check(backend, "search", random_codes(rng, 2, 2, 3, 4), pool, ends // 5, weights, blocks=blocks, **how)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_do_not_change_the_result(rng, backend, layout):
+    lay = LAYOUTS[layout]
+    query, keys = random_codes(rng, 2, 3, 4), lay(random_codes(rng, 2, 70, 4))
+    check(backend, "score", lay(query), keys, (1, 2, 4))
+    check(backend, "score", query, keys)
+    check(backend, "search", lay(query), keys, 9, (1, 2, 4), order="index")
+    check(backend, "topk", lay(rng.integers(0, 9, (3, 70)).astype(np.int32)), 20)
+    check(backend, "pack", lay(rng.normal(size=(4, 64)).astype(np.float32)))
+    check(backend, "planes", lay(rng.normal(size=(4, 64)).astype(np.float32)))
+    check(backend, "group_planes", lay(query))
+    check(backend, "unpack", lay(query))
+
+
+OUTPUTS = {
+    "contiguous": lambda shape, dtype: np.full(shape, -7, dtype),
+    "a part of each row": lambda shape, dtype: np.full((*shape[:-1], shape[-1] + 5), -7, dtype)[..., 2:-3],
+    "every second item": lambda shape, dtype: np.full((*shape[:-1], 2 * shape[-1]), -7, dtype)[..., ::2],
+    "columns first": lambda shape, dtype: np.full(shape[::-1], -7, dtype).T,
+}
+
+
+@pytest.mark.parametrize("layout", OUTPUTS)
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_results_are_written_to_out_and_nothing_beside(rng, backend, layout, dtype):
+    query, keys, x = random_codes(rng, 3, 2, 4), random_codes(rng, 3, 70, 4), rng.normal(size=(3, 64)).astype("f4")
+    scores = reference.score(query, keys)
+    make, index = OUTPUTS[layout], lambda pair: (pair[0], pair[1].astype(dtype))
+    for name, inputs, options, expected in (
+        ("pack", (x,), {}, (reference.pack(x),)),
+        ("score", (query, keys), {}, (scores,)),
+        ("score", (query, keys, (1, 2)), {}, (reference.score(query, keys, (1, 2)),)),
+        ("topk", (scores, 9), {"lengths": 8}, index(reference.topk(scores, 9, lengths=8))),
+        ("search", (query, keys, 9), {"lengths": 8}, index(reference.search(query, keys, 9, lengths=8))),
+    ):
+        out = tuple(make(one.shape, one.dtype) for one in expected)
+        backend(name, *inputs, **options, out=out if len(out) > 1 else out[0])
+        assert_same(out, expected)
+        assert all((x.base == -7).sum() >= x.base.size - x.size for x in out if x.base is not None)
+
+
+def test_empty_inputs(backend):
+    assert backend("pack", np.zeros((0, 64), np.float32)).shape == (0, 2)
+    assert backend("planes", np.zeros((0, 64), np.float32), check=False)[0].shape == (0, 3, 2)
+    for q, n in ((3, 0), (0, 5), (0, 0)):
+        query, keys = np.zeros((2, q, 4), np.int32), np.zeros((2, n, 4), np.int32)
+        assert backend("score", query, keys).shape == (2, q, n)
+        assert [x.shape for x in backend("search", query, keys, 0)] == [(2, q, 0)] * 2
+        assert [x.shape for x in backend("topk", np.zeros((q, n), np.int32), np.zeros(q, int))] == [(q, 0)] * 2
+    assert not getattr(backend, "kernels", [])
+
+
+# ---- Laws ----------------------------------------------------------------------------------------------------------
+
+
+@few
+@given(st.data())
+def test_pack_and_unpack_invert_each_other(data):
+    shape = (*data.draw(arrays.array_shapes(max_dims=2, min_side=0, max_side=3)), 32 * data.draw(st.integers(1, 5)))
+    x = data.draw(arrays.arrays(np.float32, shape, elements=st.floats(width=32)))
+    assert_same(hashcore.unpack(hashcore.pack(x)), x > 0)
+    assert_same(hashcore.pack(hashcore.unpack(hashcore.pack(x))), hashcore.pack(x))
+
+
+@pytest.mark.parametrize("planes", range(1, 9))
+@settings(deadline=None, max_examples=15)
+@given(w=arrays.arrays(np.float32, (3, 32), elements=st.floats(width=32)))
+def test_planes_of_any_float_equal_the_reference(planes, w):
+    assert_same(hashcore.planes(w, planes, check=False)[0], reference.planes(w, planes)[0])
+    if np.isfinite(w).all():
+        assert_same(hashcore.quantise(w, planes), reference.quantise(w, planes))
+
+
+@pytest.mark.parametrize("planes", range(1, 9))
+def test_levels_are_odd_near_their_weights_and_score_as_inner_products(rng, planes):
+    w, keys, m = rng.normal(size=(6, 64)).astype(np.float32), random_codes(rng, 33, 2), 2**planes - 1
+    levels, scale = hashcore.quantise(w, planes)
+    assert levels.dtype == (np.int8 if planes < 8 else np.int16)
+    assert (abs(levels) <= m).all()
+    assert (levels % 2 == 1).all()
+    inside = np.abs(w) <= scale * m
+    assert np.all(np.abs(w - levels * scale)[inside] <= np.broadcast_to(scale * 1.001, w.shape)[inside])
+    signs = 2 * reference.unpack(keys).astype(np.int64) - 1
+    doubled = levels.astype(np.int64) @ signs.T + 64 * m
+    assert_same(
+        hashcore.score(*hashcore.planes(w, planes)[:1], keys, hashcore.planes(w, planes)[1]),
+        (doubled // 2).astype(np.int32),
+    )
+
+
+@pytest.mark.parametrize("group", range(1, 10))
+def test_group_planes_score_as_the_sum_over_the_group(rng, group):
+    queries, keys = random_codes(rng, 3, group, 4), random_codes(rng, 3, 65, 4)
+    codes, weights = hashcore.group_planes(queries)
+    assert_same(hashcore.score(codes, keys, weights), hashcore.score(queries, keys).sum(-2, dtype=np.int32))
+
+
+@few
+@given(st.data())
+def test_flipping_one_bit_changes_the_score_by_the_planes_weight(data):
+    planes, words = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 5))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    weights = tuple(data.draw(st.integers(1, 200)) for _ in range(planes))
+    query, key = random_codes(rng, planes, words), random_codes(rng, 1, words)
+    plane, bit = data.draw(st.integers(0, planes - 1)), data.draw(st.integers(0, 32 * words - 1))
+    matched = (reference.unpack(query)[plane] == reference.unpack(key)[0])[bit]
+    flipped = query.copy()
+    flipped.view(np.uint32)[plane, bit // 32] ^= np.uint32(1 << bit % 32)
+    change = hashcore.score(flipped, key, weights) - hashcore.score(query, key, weights)
+    assert change.item() == (-weights[plane] if matched else weights[plane])
+
+
+@pytest.mark.parametrize("weights", [(511,), (512,), (255, 256), (256, 256), (2**23,), (1, 2, 4, 8, 16, 32, 64)])
+def test_scores_of_all_sizes_are_exact(rng, weights):
+    keys = random_codes(rng, 199, 4)
+    for query in (np.repeat(keys[:1], len(weights), 0), random_codes(rng, len(weights), 4)):
+        assert_same(hashcore.score(query, keys, weights), reference.score(query, keys, weights))
+        if sum(weights) < 512:
+            for k in (1, 20, 199):
+                assert_same(hashcore.search(query, keys, k, weights), reference.search(query, keys, k, weights))
+    assert hashcore.score(keys[:1, :1], keys[:1, :1], (2**26 - 1,)).item() == 32 * (2**26 - 1)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_selections_of_any_integers_equal_the_reference(data):
+    dtype = data.draw(st.sampled_from(["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]))
+    limits, rows, n = np.iinfo(dtype), data.draw(st.integers(0, 4)), data.draw(st.integers(0, 3000))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    span = min(2 ** data.draw(st.sampled_from([2, 8, 12, 16, 20, 31, 40, 64])), int(limits.max) - int(limits.min))
+    steps = (rng.random((rows, n)) * span).astype(np.uint64)
+    steps = np.where(rng.random((rows, n)) < 0.3, steps // np.uint64(256) * np.uint64(256), steps)  # ties
+    scores = (steps.astype(object) + (int(limits.min) if span > 99 else 0)).astype(dtype)
+    k = data.draw(st.integers(0, n)) if data.draw(st.booleans()) else rng.integers(0, n + 1, rows)
+    assert_same(hashcore.topk(scores, k), reference.topk(scores, k))
+
+
+def keys_scoring(scores: np.ndarray) -> np.ndarray:
+    """Codes of 128 bits that score this against a query of zeros."""
+    return hashcore.pack(np.arange(128) >= scores[:, None])
+
+
+ZEROS = np.zeros((1, 4), np.int32)
+MISLEADING = np.tile(np.arange(20), 1000)
+for _run in range(8):
+    MISLEADING[_run * (20_000 - 64) // 7 :][:64] = 128  # the places that are sampled: they promise too much
+HARD = {
+    "all alike": np.full(10_000, 7),
+    "rising": np.arange(20_000) * 128 // 20_000,
+    "falling": np.arange(20_000)[::-1] * 128 // 20_000,
+    "a sample that promises too much": MISLEADING,
+    "a sample that promises too little": 128 - MISLEADING,
+    "few that are better": np.where(np.arange(9000) < 3, 100, 50),
+}
+
+
+@pytest.mark.parametrize("case", HARD)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("workers", [1, 4])
+def test_what_a_sample_says_changes_nothing(case, order, workers):
+    keys = keys_scoring(HARD[case])
+    pages = np.random.default_rng(0).permutation(len(keys) // 8)
+    pool = np.empty_like(keys).reshape(-1, 8, 4)
+    pool[pages] = keys.reshape(-1, 8, 4)
+    with on_threads(workers):
+        for k in (5, 700, 3000):
+            expected = reference.search(ZEROS, keys, k, order=order)
+            assert_same(hashcore.search(ZEROS, keys, k, order=order), expected)
+            assert_same(hashcore.search(ZEROS, pool, k, order=order, blocks=pages), expected)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_search_equals_the_reference(data):
+    """Rows of several lengths over shared or own keys, side by side or in pages, on several threads."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    words, planes, n = (
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 4)),
+        data.draw(st.sampled_from([0, 70, 2500, 6000])),
+    )
+    query, keys = (
+        random_codes(rng, 2, 3, planes, words),
+        random_codes(rng, *data.draw(st.sampled_from([(), (3,), (2, 1)])), n, words),
+    )
+    if data.draw(st.booleans()):  # few distinct scores, many ties
+        query, keys = query & 3, keys & 3
+    lengths = rng.integers(0, n + 1, (2, 3))
+    how = data.draw(st.sampled_from([{}, dict(lengths=lengths, starts=rng.integers(0, lengths + 1))]))
+    how = how | dict(
+        sink=data.draw(st.integers(0, 2)), recent=data.draw(st.integers(0, 2)), order=data.draw(st.sampled_from(ORDERS))
+    )
+    k = data.draw(st.sampled_from([0, n // 50, n])) if data.draw(st.booleans()) else rng.integers(0, n + 1, (2, 3))
+    weights = tuple(int(w) for w in rng.integers(1, 50, planes))
+    expected = reference.search(query, keys, k, weights, **how)
+    with on_threads(data.draw(st.sampled_from([1, 2, 5]))):
+        assert_same(hashcore.search(query, keys, k, weights, **how), expected)
+        if n % 10 == 0 and keys.ndim == 2:
+            pages = rng.permutation(n // 10)
+            pool = np.empty_like(keys).reshape(-1, 10, words)
+            pool[pages] = keys.reshape(-1, 10, words)
+            assert_same(hashcore.search(query, pool, k, weights, blocks=pages, **how), expected)
+
+
+@pytest.mark.parametrize("n", LONG)
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("size", [16, 32, 24])
+def test_long_rows_in_pages_equal_the_reference(rng, n, workers, size):
+    lengths = np.array([n, n // 2, 4097])
+    tables, pages = shuffled_tables(rng, lengths, size, 2, 5)
+    pool = pool_of(rng, pages, size, 2, 4, heads_outside=True)
+    query, blocks, ends = random_codes(rng, 3, 2, 3, 4), tables[:, None], lengths[:, None]
+    how = dict(lengths=ends, sink=4, recent=1, order="index")
+    expected = reference.search(query, reference.gathered(pool, blocks), ends // 50, (1, 2, 4), **how)
+    with on_threads(workers):
+        assert_same(hashcore.search(query, pool, ends // 50, (1, 2, 4), blocks=blocks, **how), expected)
+
+
+def test_the_order_of_a_batch_does_not_matter(rng):
+    query, keys, order = random_codes(rng, 70, 3, 4), random_codes(rng, 1, 3000, 4), rng.permutation(70)
+    whole = hashcore.search(query, keys, 60, (1, 2, 4))
+    assert_same(hashcore.search(query[order], keys, 60, (1, 2, 4)), [x[order] for x in whole])
+
+
+@pytest.mark.parametrize("room", [1, 3 * (2 * 60 + launch_plan.CHUNK)])
+def test_blocks_of_any_size_search_alike(rng, monkeypatch, room):
+    monkeypatch.setattr(launch_plan, "ROOM", room)
+    query, keys = random_codes(rng, 40, 4), random_codes(rng, 3000, 4)
+    with on_threads(1):
+        assert_same(hashcore.search(query, keys, 60), reference.search(query, keys, 60))
+
+
+@pytest.mark.parametrize("words", [1, 2, 4])
+def test_no_later_key_is_taken_when_every_one_has_the_largest_score(words):
+    """The floor is then one above it, and must fit 16 bits, too."""
+    keys = np.zeros((20_000, words), np.int32)
+    weights = (2047 // words,)
+    assert_same(
+        hashcore.search(keys[None, :1], keys, 700, weights), reference.search(keys[None, :1], keys, 700, weights)
+    )
+
+
+def test_codes_are_read_where_they_lie(rng):
+    buffer = random_codes(rng, 2, 3, 50, 6)
+    for keys in (buffer[:, :, :33], buffer[:, :, ::2], buffer[::-1, :, ::-1], buffer.swapaxes(1, 2), buffer[..., 1:5]):
+        assert readable(keys) is keys
+    expanded = np.broadcast_to(buffer[:1], (7, 3, 50, 6))
+    assert readable(expanded) is expanded
+    assert aligned(expanded) is expanded
+    for x in (buffer, buffer[1:], buffer.T, buffer[:0], unaligned(buffer), buffer[1, 2, 3, 4:5].reshape(())):
+        assert address(x) == x.__array_interface__["data"][0]
+
+
+def test_small_work_starts_no_thread(rng, monkeypatch):
+    monkeypatch.setattr(threads.team, "size", lambda: 1)
+    monkeypatch.setattr(threads, "_helpers", None)
+    monkeypatch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", 8)
+    query, keys = random_codes(rng, 1, 4), random_codes(rng, 60_000, 4)
+    hashcore.topk(hashcore.score(query, keys), 100)
+    with pytest.raises(TypeError, match="not callable"):  # large work would
+        hashcore.score(query, np.broadcast_to(keys[:1], (5_000_000, 4)))

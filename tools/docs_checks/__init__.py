@@ -1,1 +1,0 @@
-"""Checks of tools/build_docs.py: commands, snippets, links and pages."""

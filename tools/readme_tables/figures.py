@@ -1,0 +1,129 @@
+"""The generated figures of docs/figures. Each stores a digest of its data: pixels differ between versions of fonts."""
+
+import hashlib
+import io
+import pathlib
+from typing import Any
+
+from evals.figures import COLOURS
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from readme_tables.stored import RESULTS, load, stored
+from readme_tables.values import OURS, kl, reach, step_share, value
+
+GREEN, PALE = "#009e73", "#8fd0b5"
+METHODS = {
+    "lsh": ("LSH, untrained", COLOURS["lsh"]),
+    "paper": ("the paper's MLP hash", COLOURS["paper"]),
+    "oracle": ("exact top-k (cost of the search not counted)", COLOURS["oracle"]),
+    "transform": ("ours, without the remainder", PALE),
+    OURS: ("ours", GREEN),
+}
+"""Methods of the overview: their name and colour, in the order of the legend."""
+WAYS = {
+    "transformers": ("Hugging Face transformers", "#4d4d4d"),
+    "llama.cpp": ("llama.cpp", "#0072b2"),
+    "ours, dense": ("ours without sparsity", PALE),
+    "ours": ("ours", GREEN),
+}
+REACHES = {
+    "oracle": ("exact top-k", COLOURS["oracle"], "--"),
+    "lsh": ("LSH, untrained", COLOURS["lsh"], "-"),
+    "4096-reach/paper": ("paper, offsets", COLOURS["paper"], "-"),
+    "4096/transform-start": ("transform's start, all at 0", COLOURS["transform"], ":"),
+    "4096-reach/transform-start": ("transform's start, offsets", COLOURS["transform"], "-"),
+    "4096-reach/transform+remainder": ("transform + remainder, offsets", GREEN, "-"),
+}
+"""Methods of the figure of quality against length: their name, colour and style."""
+MODELS = {"reach_smol": "SmolLM2-135M-Instruct", "reach_qwen": "Qwen2.5-Coder-0.5B-Instruct"}
+
+
+def overview(results: pathlib.Path) -> Figure:
+    """Draw quality against bytes read, and milliseconds a token against length."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    run, timed = load(results, "smollm2/english"), stored(results, "llama_cpp")
+    for method, (label, colour) in METHODS.items():
+        place, marker = ([100 * step_share(run, method)], [value(run, method, "kl")]), "D" if method == OURS else "o"
+        left.plot(*place, label=label, color=colour, marker=marker, linestyle="", markersize=8)
+    _finish(left, "bytes requested by a layer's step, % of dense attention's", "KL from dense, nats")
+    left.set(xlim=(1.5, 32), ylim=(0.006, 0.15))
+    _ticks(left, {n: str(n) for n in (2, 5, 10, 20)}, (0.02, 0.05, 0.1))
+    of = f"{run.config['context']:,} tokens, {100 * run.config['budgets'][0]:g} % selected"
+    left.set_title(f"Quality: SmolLM2-135M, English, {of}", fontsize=10)
+    lengths = [row["tokens"] for row in timed["rows"]]
+    for way, (label, colour) in WAYS.items():
+        taken = [row["steps"][way]["ms"] for row in timed["rows"]]
+        right.plot(lengths, taken, label=label, color=colour, marker="o", linewidth=2.6 if way == "ours" else 1.5)
+    _finish(right, "context, tokens", "milliseconds a token")
+    _ticks(right, {n: f"{n // 1024}K" for n in lengths}, (50, 100, 200, 400))
+    right.set_title(f"Speed: {timed['processor']}, {timed['threads']} threads, 16-bit weights", fontsize=10)
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def lengths(results: pathlib.Path) -> Figure:
+    """Draw quality against the length of the context, for two models."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    panels = figure.subplots(1, len(MODELS), sharey=True)
+    for axes, (name, model) in zip(panels, MODELS.items(), strict=True):
+        rows: list[dict[str, Any]] = stored(results, name)["rows"]
+        found = {line["method"]: line["by_length"] for line in reach(rows)}
+        for method, (label, colour, style) in REACHES.items():
+            places = sorted((n, kl(own)) for n, own in found.get(method, {}).items())
+            if places:
+                at = zip(*places, strict=True)
+                axes.plot(*at, label=label, color=colour, linestyle=style, marker="o", markersize=4)
+        axes.axvline(4096, color="#bbbbbb", linewidth=1, zorder=0)
+        _finish(axes, "context, tokens", "")
+        axes.set_title(model)
+        at_lengths = {n: f"{n // 1024}K" for n in sorted({row["length"] for row in rows})}
+        _ticks(axes, at_lengths, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
+    panels[0].set_ylabel("KL from dense, nats")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle("Hashers made from contexts of 4,096 tokens (line), 2 % of the tokens read", fontsize=10)
+    return figure
+
+
+def _finish(axes: Axes, x: str, y: str) -> None:
+    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+def _ticks(axes: Axes, x: dict[int, str], y: tuple[float, ...]) -> None:
+    axes.set_xticks(list(x), list(x.values()))
+    axes.set_yticks(y, [f"{number:g}" for number in y])
+
+
+FIGURES = {"overview": (overview, ("smollm2", "llama_cpp")), "reach": (lengths, ("reach_smol", "reach_qwen"))}
+"""By name: what draws a figure, and the stored results that it shows."""
+
+
+def path_of(name: str) -> pathlib.Path:
+    return RESULTS.parent / "figures" / f"{name}.png"
+
+
+def digest(name: str, results: pathlib.Path = RESULTS) -> str:
+    """Return a digest of what a figure shows."""
+    found = b"".join((results / f"{one}.json").read_bytes() for one in FIGURES[name][1])
+    return hashlib.sha256(found).hexdigest()[:16]
+
+
+def is_stale(name: str) -> bool:
+    """Whether a figure is missing, or was drawn from other results."""
+    if not path_of(name).is_file():
+        return True
+    with Image.open(path_of(name)) as image:
+        return image.info.get("Description") != digest(name)
+
+
+def png(name: str) -> bytes:
+    """Draw a figure as PNG with its digest."""
+    buffer = io.BytesIO()
+    FIGURES[name][0](RESULTS).savefig(buffer, dpi=110, format="png", metadata={"Description": digest(name)})
+    return buffer.getvalue()

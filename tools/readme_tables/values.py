@@ -1,0 +1,228 @@
+"""Functions of the templates in `tables.toml`: what is read from stored results, and how it is written."""
+
+import math
+import pathlib
+import re
+import tomllib
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from evals.methods import REMAINDER
+from evals.metrics import Estimate
+from evals.results import Result, Row
+from evals.rivals import RIVALS
+from evals.tables import percent, protocol, signed_percent
+from hashtrain.settings.train_command import PAPER
+from sparse_decode.costs import state_bytes
+
+from readme_tables.stored import load, stored
+
+OURS = "transform+remainder"
+HEAD_DIM = 64  # of both models
+ITEMS = pathlib.Path(__file__).resolve().parents[2] / "packages" / "evals" / "paper" / "items.toml"
+
+
+def functions(results: pathlib.Path) -> dict[str, Any]:
+    """Return what templates may call, by name."""
+    found = {"load": partial(load, results), "stored": partial(stored, results)}
+    named = (
+        by_kl,
+        change,
+        comparisons,
+        mean,
+        percent,
+        printed,
+        protocol,
+        signed_percent,
+        step_share,
+        texts,
+        value,
+        within,
+    )
+    named += (at, beside, built_for, machine, other_families, reach, rounds, slower, zip)
+    return found | {"ours": OURS, "PAPER": PAPER} | {one.__name__: one for one in named}
+
+
+# Runs of evals: at the first rule and budget of the run.
+
+
+def _row(run: Result, method: str, metric: str) -> Row:
+    first = {"rule": run.config["rules"][0], "budget": run.config["budgets"][0]}
+    return run.one(method=method, metric=metric, against=None, **first)
+
+
+def value(run: Result, method: str, metric: str) -> float:
+    return _row(run, method, metric).value
+
+
+def change(run: Result, method: str) -> str:
+    """Return a method's change of perplexity."""
+    return signed_percent(value(run, method, "perplexity_ratio"))
+
+
+def within(run: Result, method: str) -> str:
+    """Return a method's change of perplexity with its 95 % interval."""
+    row = _row(run, method, "perplexity_ratio")
+    if row.low is None or row.high is None:
+        raise ValueError(f"expected an interval of the perplexity of {method}, got none")
+    return f"{change(run, method)} [{100 * (row.low - 1):+.1f}, {100 * (row.high - 1):+.1f}]"
+
+
+def by_kl(run: Result) -> list[str]:
+    """Return a run's methods, the closest to dense first."""
+    return sorted(run.config["methods"], key=lambda name: value(run, name, "kl"))
+
+
+def mean(trained: dict[str, Any], method: str, metric: str) -> str:
+    """Return a hasher's mean over layers, measured in its training; blank for what is no hasher."""
+    found = trained["hashers"].get(method.removesuffix(REMAINDER))
+    return f"{found['kv_head']['mean'][metric]:.3f}" if found else ""
+
+
+def texts(run: Result) -> str:
+    """Say which part of which texts a run scored."""
+    scored = run.config["scored"]
+    part = "second half" if scored is None else f"last {scored:,} tokens"
+    return f"the {part} of {run.config['documents']} texts of {run.config['context']:,}"
+
+
+def step_share(run: Result, method: str) -> float:
+    """Return the bytes that a layer's step requests, as a share of all keys and values in 16 bits.
+
+    A step at the middle of the scored rows reads all codes, the keys and values of the tokens selected, and the sums of
+    the remainder. Of the oracle's search nothing is counted. Rivals read by their measured density.
+    """
+    config, row = run.config, _row(run, method, "kl")
+    tokens = config["context"] - (config.get("scored") or config["context"] // 2) // 2
+    name, pair = method.removesuffix(REMAINDER), 2 * 2 * HEAD_DIM
+    rival = RIVALS.get(name)
+    bits = (row.bits or 0) if rival is None else rival.kept_bits(rival.published[0], HEAD_DIM)
+    selected = row.budget if rival is None else row.density
+    sums = state_bytes(HEAD_DIM) if method != name else 0
+    return (tokens * bits / 8 + (selected or 0.0) * tokens * pair + sums) / (tokens * pair)
+
+
+def spread(found: Row | Estimate, how: str) -> str:
+    """Format a value and its 95 % interval, if it has one, with a format such as `.3f`."""
+    number = found.value if isinstance(found, Row) else found.mean
+    interval = "" if found.low is None or found.high is None else f" [{found.low:{how}}, {found.high:{how}}]"
+    return f"{number:{how}}{interval}"
+
+
+def comparisons(differences: list[dict[str, Any]], run: Result) -> list[dict[str, str]]:
+    """Return the lines of differences between ours and rivals: `label`, and the difference of each metric."""
+    found: dict[str, dict[str, str]] = {}
+
+    def add(label: str, metric: str, estimate: Estimate) -> None:
+        found.setdefault(label, {"label": label})[metric] = spread(estimate, "+.3f")
+
+    for entry in differences:
+        (ours, own), (rival, theirs) = entry["a"], entry["b"]
+        label = f"{ours} at {percent(own)}, {rival} at {percent(theirs)}"
+        add(label, entry["metric"], Estimate(entry["mean"], entry["low"], entry["high"]))
+    for row in run.rows:
+        if row.method not in (OURS, "transform", "planes") or not (row.against or "").startswith("magicpig"):
+            continue
+        matched = row.rule == f"as {row.against}"
+        if matched or (row.rule == "visible" and row.against == "magicpig-bare"):
+            at = f"as many tokens as {row.against} took" if matched else f"{percent(row.budget or 0)}, {row.against}"
+            add(f"{row.method} at {at}", row.metric, Estimate(row.value, row.low, row.high))
+    return list(found.values())
+
+
+def printed() -> dict[str, dict[str, float]]:
+    """Return the paper's perplexity on its first text, by table and line; of table 1 that of LLaMA3-8B, by column."""
+    items = tomllib.loads(ITEMS.read_text("utf-8"))["items"]
+    _, header, *models = next(item["paper"] for item in items if item["name"] == "table 1")
+    (cells,) = (line.split("|")[1:] for line in models if line.startswith("LLaMA3-8B"))
+    found = zip(header.split("|")[1:], (float(cell.partition(" / ")[2]) for cell in cells), strict=True)
+    tables = {"table 1": {name.replace("original", "dense"): number for name, number in found}}
+    for item in items:
+        for line in item.get("paper", [])[2:]:
+            name, number, *_ = line.split("|")
+            if number.replace(".", "", 1).isdigit():
+                tables.setdefault(item["name"], {})[name] = float(number)
+    return tables
+
+
+# Times.
+
+
+def machine(found: dict[str, Any]) -> str:
+    """Return the processor and threads of a stored benchmark: columns of one table may be from different machines."""
+    return f"{found['processor']}, {found['threads']} thread{'s' * (found['threads'] != 1)}"
+
+
+def at(batch: int, tokens: int) -> str:
+    """Name a context and its batch size."""
+    return f"{tokens:,}" if batch == 1 else f"{batch} x {tokens:,}"
+
+
+def built_for(run: dict[str, Any]) -> list[str]:
+    """Return the vector extensions that a run's llama.cpp used."""
+    return [name for name in run["llama_cpp_uses"] if name.startswith("AVX")]
+
+
+def beside(run: dict[str, Any], tokens: int) -> dict[str, float]:
+    """Return the milliseconds of each program's step at a length."""
+    (row,) = (row for row in run["rows"] if row["tokens"] == tokens)
+    return {name: taken["ms"] for name, taken in row["steps"].items()}
+
+
+def slower(run: dict[str, Any]) -> str:
+    """Say at which lengths another program's step is faster than ours, the longest of them."""
+    lost: list[tuple[int, str]] = []
+    for n in (row["tokens"] for row in run["rows"]):
+        steps = beside(run, n)
+        lost += [(n, name) for name in steps if not name.startswith("ours") and steps[name] < steps["ours"]]
+    return f"At {max(lost)[0]:,}, {max(lost)[1]} is faster." if lost else "Ours is the fastest at all lengths measured."
+
+
+def rounds(step: dict[str, Any] | None) -> str:
+    """Return a median, and the least and the greatest of its rounds if there were any; blank for no step."""
+    if step is None:
+        return ""
+    ends = f" ({min(step['rounds']):,.0f} to {max(step['rounds']):,.0f})" if step["rounds"] else ""
+    return f"{step['ms']:,.1f}{ends}"
+
+
+# Checks.
+
+
+def other_families(outcomes: dict[str, list[str]]) -> list[list[str]]:
+    """Return families that are not equal to dense: their names, the outcome and the reason, shared where it is one."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, (verdict, remark) in sorted(outcomes.items()):
+        if verdict != "equal":
+            shared = re.sub(rf"^{re.escape(name)}\b", "the model", remark.replace("`", ""))
+            shared = re.sub(r"\b[A-Z]\w+(Attention|Projection)\b", "its own module", shared)
+            shared = re.sub(r"\b[A-Z]\w+(ForCausalLM|LMHeadModel|WithLMHead)\b", "the model", shared)
+            reasons.setdefault((verdict, shared.replace("|", "\\|")), []).append(name)
+    return [[", ".join(names), verdict, remark] for (verdict, remark), names in sorted(reasons.items())]
+
+
+# Quality against length.
+
+
+def kl(rows: Iterable[dict[str, Any]]) -> float:
+    """Return the mean KL from dense over texts."""
+    found = [row["kl"] for row in rows]
+    return sum(found) / len(found)
+
+
+def reach(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a line for each method: its name, what its hasher was made from, and by length its rows and their text."""
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for row in rows:
+        found.setdefault(row["method"], {}).setdefault(row["length"], []).append(row)
+    lines = []
+    for method, by_length in found.items():
+        folder, _, name = method.rpartition("/")
+        context, _, moved = folder.partition("-")
+        made = f"{int(context):,} tokens, {'at offsets' if moved else 'at 0'}" if context.isdigit() else ""
+        made = made or ("as `examples/ask.py` makes it" if folder else "")  # from runs/ask/MODEL
+        excess = {n: math.exp(sum(r["nll"] - r["dense"] for r in own) / len(own)) - 1 for n, own in by_length.items()}
+        cells = {n: f"{kl(own):.4f} ({100 * excess[n]:+.1f} %)" for n, own in by_length.items()}
+        lines.append({"method": method, "name": name, "made": made, "by_length": by_length, "cells": cells})
+    return lines
