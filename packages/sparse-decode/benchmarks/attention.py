@@ -68,16 +68,16 @@ def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
 
 
 def make_layer(budget: LayerBudget) -> SparseLayer:
-    """Return a layer with an untrained hasher of the default variant and arbitrary coefficients."""
+    """Return a sparse layer with an untrained hasher of the default variant and arbitrary coefficients."""
     hasher = Hasher(HasherConfig("transform", ModelShape(1, HQ, HKV, D)))
     hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))
     return SparseLayer(0, HashSelector(hasher), budget, RowRule(None), hasher.remainder(0))
 
 
-def make_cache(plan: SparseLayer, n: int, dtype: torch.dtype) -> CodedDynamicLayer:
+def make_cache(sparse: SparseLayer, n: int, dtype: torch.dtype) -> CodedDynamicLayer:
     """Return a cache of `n` random tokens with random codes, which take the same time to score as real ones."""
     k, v = (torch.randn(1, HKV, n, D, dtype=torch.float32).to(dtype) for _ in range(2))
-    layer = carry_codes(DynamicLayer(), plan.encoder)
+    layer = carry_codes(DynamicLayer(), sparse.encoder)
     for part in range(0, n, n // 2):  # twice, so that the buffers have room for the steps
         layer.lazy_initialization(k, v) if not part else None
         piece = slice(part, part + n // 2)
@@ -89,24 +89,23 @@ def make_cache(plan: SparseLayer, n: int, dtype: torch.dtype) -> CodedDynamicLay
     return layer
 
 
-def sparse_step(plan: SparseLayer, caches: list[CodedDynamicLayer], q: Tensor) -> Step:
+def sparse_step(sparse: SparseLayer, caches: list[CodedDynamicLayer], q: Tensor) -> Step:
     """Return the sparse step to time, as in a model; the token that it appends stays in the cache."""
     new = torch.randn(2, 1, HKV, 1, D).to(q.dtype)
 
     def step(i: int) -> Tensor:
         layer = caches[i % COPIES]
-        return plan.step(Inputs(q, *layer.update(new[0], new[1]), D**-0.5), None, layer)
+        k, v = layer.update(new[0], new[1])
+        return sparse.step(Inputs(q, k, v, D**-0.5), None, layer)
 
-    for i in range(len(caches)):  # makes the remainder's sums, as a prompt does
-        step(i)
     return step
 
 
 def measure(n: int, dtype: torch.dtype, repeats: int, budget: LayerBudget) -> dict[str, object]:
     """Time sparse and dense steps at one length."""
-    plan, q = make_layer(budget), torch.randn(1, HQ, 1, D).to(dtype)
-    caches = [make_cache(plan, n, dtype) for _ in range(COPIES)]
-    dense, sparse = dense_ways(caches, q), sparse_step(plan, caches, q)
+    layer, q = make_layer(budget), torch.randn(1, HQ, 1, D).to(dtype)
+    caches = [make_cache(layer, n, dtype) for _ in range(COPIES)]
+    dense, sparse = dense_ways(caches, q), sparse_step(layer, caches, q)
     for i in range(COPIES):
         sparse(i)
     first = {name: seconds(way, 0) for name, way in dense.items()}

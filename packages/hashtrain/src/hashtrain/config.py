@@ -235,7 +235,7 @@ class HasherConfig:
         if type(self.gamma) not in (int, float) or not 0 < self.gamma < math.inf:
             yield f"gamma must be a finite number above 0, got {self.gamma!r}"
         if not _is_record(self.training):
-            yield f"training must hold at most 64 strings and numbers, got {str(self.training)[:80]}"
+            yield f"training must hold at most 64 strings and numbers, got {str(self.training)[:80]!r}"
         if self.estimator not in ("", *ESTIMATORS):
             yield f"estimator must be {' or '.join(ESTIMATORS)}, or empty, got {self.estimator!r}"
         if type(self.residual) is not bool or (self.residual and (self.variant != "paper" or self.init == "rotation")):

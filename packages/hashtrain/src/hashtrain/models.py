@@ -1,7 +1,7 @@
 """Load a causal LM and its tokeniser from a folder or the hub, or fail with one sentence.
 
 Everything that comes with a model is data. Only this module calls `from_pretrained` of transformers, and it runs no
-code of a model, whatever arrives on standard input (tests/test_safety.py).
+code of a model, whatever arrives on standard input.
 """
 
 # Configs of transformers, and some methods of torch, have no types.
