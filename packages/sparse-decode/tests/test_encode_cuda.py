@@ -264,7 +264,6 @@ def test_a_copy_has_16_bits_where_that_loses_nothing(name):
         ({"variant": "lsh"}, True),
         ({"variant": "linear"}, True),
         ({"variant": "paper", "hidden": 128}, True),
-        ({"variant": "group-xnor"}, False),
         ({"tokens": 8}, True),
         ({"tokens": 9}, False),  # 18 of both rows
         ({"dtype": torch.float16}, True),

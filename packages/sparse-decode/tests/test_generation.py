@@ -144,10 +144,16 @@ def test_any_context_any_batch_and_any_budget_work(budget, lengths, rows, select
         torch.testing.assert_close(found, dense, atol=1e-4, rtol=1e-4)
 
 
+CACHES = [
+    *(("static", selector, "llama") for selector in SELECTORS),
+    *(("host", hasher, "llama") for hasher in HASHERS),
+    *((kind, "planes", family) for kind in ("static", "host") for family in ("gpt_oss", "gemma3")),
+]
+
+
 @pytest.mark.sample(12)
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3"])
+@pytest.mark.parametrize(("kind", "selector", "family"), CACHES)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "selector"), [*(("static", x) for x in SELECTORS), *(("host", x) for x in HASHERS)])
 def test_other_caches_give_the_tokens_and_counts_of_a_dynamic_one(selector, kind, way, family, monkeypatch):
     host = kind == "host"
     model, (ids, mask) = tiny_model(family), prompts()
