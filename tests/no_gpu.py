@@ -3,7 +3,7 @@
 Nothing else runs them, so that without this their calls would go out of date. It shows that they fit the code, and
 nothing about CUDA.
 
-    python -m pytest -p tests.no_gpu -m cuda packages/sparse-decode/tests/test_steps_cuda.py
+    python -m pytest -p tests.no_gpu -m cuda packages/sparse-decode/tests/test_on_gpu.py
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 LEFT_OUT = (
     *("graph", "not_loaded_during_a_capture", "work_waits", "errors_are_raised"),  # graphs, streams, a second device
-    *("codes_go_to_their_slots", "a_step_is_that_of_the_cpu"),  # operators of CUDA alone; test_paged_cuda.py calls them
+    # Operators of CUDA alone, which test_paged.py, test_encode_cuda.py and test_step.py call with their kernels.
+    *("codes_go_to_their_slots", "over_pages", "hashed_tokens"),
     *("every_time", "compiles_whole"),  # slow, and would show nothing
 )
 """Parts of the names of tests that the CPU cannot take."""

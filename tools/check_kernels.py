@@ -27,8 +27,7 @@ import torch
 from hashcore.cuda.kernels import score_macros
 from hashcore.cuda.program import Program
 from hashtrain.files.atomic import write_text
-from sparse_decode.attention import gather
-from sparse_decode.unselected import moments
+from sparse_decode.cuda import gather, sums
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "results" / "kernels.json"
@@ -73,7 +72,7 @@ PROGRAMS = [
     *scoring(*((words, REGULAR[count]) for count in (3, 6) for words in (1, 2, 3, 8, 12, 16))),
     *scoring(*COUNTED, tensor=True),
     *sparse("encode.cu", *({"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow} for bf16 in "01" for narrow in "01")),
-    *sparse("moments.cu", *(dict(moments.defined(*sizes)) for sizes in GATHERS)),
+    *sparse("moments.cu", *(dict(sums.defined(*sizes)) for sizes in GATHERS)),
     *sparse("gather.cu", *(dict(gather.macros(*sizes)) for sizes in GATHERS)),
     *sparse("gather.cu", *(dict(gather.macros(*sizes, group=16)) for sizes in (GATHERS[0], GATHERS[3], GATHERS[5]))),
 ]

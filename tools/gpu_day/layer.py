@@ -24,7 +24,7 @@ class Case(NamedTuple):
     k: Tensor
     v: Tensor
     codes: Tensor
-    sums: tuple[Tensor, ...]
+    sums: Any
 
 
 class Layer:
@@ -33,7 +33,7 @@ class Layer:
     def __init__(self, device: str, copies: int):
         from hashtrain import HasherConfig, ModelShape
         from hashtrain.artefact.hasher import make_layer
-        from sparse_decode.hashing import encode_weights
+        from sparse_decode.cuda import encode_weights
 
         config = HasherConfig("transform", ModelShape(1, HEADS, KV_HEADS, DIM), bits=128, hidden=128)
         original = make_layer(config, 0, 0).requires_grad_(False)
@@ -47,14 +47,16 @@ class Layer:
         self.slopes = torch.full((HEADS,), 0.01, device=device)
 
     def case(self, batch: int, tokens: int) -> Case:
-        from sparse_decode.unselected.sums import Moments, Rounded
+        from sparse_decode.sums import Sums
 
         device = self.slopes.device
         k, v = (torch.randn(batch, KV_HEADS, tokens, DIM, device=device, dtype=torch.bfloat16) for _ in range(2))
         q = torch.randn(batch, HEADS, 1, DIM, device=device, dtype=torch.bfloat16)
         codes = torch.randint(-(1 << 31), 1 << 31, (batch, KV_HEADS, tokens, 4), device=device).int()
-        sums = Moments.of(k[:, :, :256], v[:, :, :256], None, 0, 256, device)
-        return Case(q, k, v, codes, (*sums[1:], *Rounded.of(sums.spread)))
+        sums = Sums()
+        sums.advance(k, v, None, 256, device)
+        sums.length = tokens - 9  # as if they were of these: what the kernel does is the same
+        return Case(q, k, v, codes, sums)
 
 
 class Steps:
@@ -71,10 +73,12 @@ class Steps:
         self.found, self.means = self.search(0), self.sums(0)
 
     def hash(self, i: int) -> Any:
-        from sparse_decode.hashing import encode_cuda
+        from sparse_decode.cuda import encode
 
         case, own = self.cases[i], self.layer.copies[i % len(self.layer.copies)]
-        return encode_cuda.step(own, self.new_keys[i], case.codes[:, :, -1:], case.q, False)
+        if not self.stage.cuda:  # the operators of a step are for CUDA alone
+            return own.encode_queries(case.q)
+        return encode.step(own, self.new_keys[i], case.codes[:, :, -1:], case.q, False)
 
     def search(self, i: int, planes: Tensor | None = None) -> Tensor:
         keys = self.cases[i].codes[:, :, None]
@@ -84,24 +88,22 @@ class Steps:
         )  # fmt: skip
         return found[1]
 
-    def sums(self, i: int) -> list[Tensor]:
-        from sparse_decode.attention.gather import OPERATORS
-        from sparse_decode.unselected import remainder  # defines the operator
+    def sums(self, i: int) -> Any:
+        from sparse_decode.cuda.sums import add_token
 
-        assert remainder
-        case, summed = self.cases[i], self.tokens - 9
-        return OPERATORS.add_token(
-            case.q[:, :, 0], self.layer.slopes, case.k, case.v, *case.sums, summed, None, None, None
-        )
+        q, k, v, _, sums = self.cases[i]
+        return add_token(q[:, :, 0], self.layer.slopes, k, v, sums, None) if self.stage.cuda else None
 
-    def attend(self, i: int, found: Tensor | None = None, means: list[Tensor] | None = None) -> Tensor:
-        from sparse_decode.attention.attend import attend
-        from sparse_decode.attention.attend_inputs import LeftOut
+    def attend(self, i: int, found: Tensor | None = None, means: Any = None) -> Tensor:
+        from sparse_decode import attend
+        from sparse_decode.cuda.gather import OPERATORS
 
         case, found = self.cases[i], self.found if found is None else found
-        keys, values = (x[:, :, None] for x in (self.means if means is None else means)[:2])
-        left_out = LeftOut(self.layer.coefficients, keys, values, None)
-        return attend(case.q, case.k, case.v, found, DIM**-0.5, left_out=left_out, ends=(SINK, RECENT))
+        if not self.stage.cuda:
+            return attend(case.q, case.k, case.v, found, DIM**-0.5)
+        rest = [x[:, :, None] for x in (self.means if means is None else means)]
+        given = case.q, case.k, case.v, found, DIM**-0.5, None, None, self.layer.coefficients, *rest, None
+        return OPERATORS.gather(*given, SINK, RECENT, None, None)
 
     def whole(self, i: int) -> Tensor:
         return self.attend(i, self.search(i, self.hash(i)[0]), self.sums(i))
@@ -166,7 +168,7 @@ def paper(stage: Stage, tokens: int) -> None:
 
 def same_as_dense(stage: Stage, tokens: int = 32768) -> None:
     """Write a row `check`: with all tokens selected, our attention is dense attention."""
-    from sparse_decode.attention.attend import attend
+    from sparse_decode import attend
 
     shape = 1, KV_HEADS, tokens if stage.cuda else 600, DIM
     k, v = (torch.randn(shape, device=stage.device, dtype=torch.bfloat16) for _ in range(2))

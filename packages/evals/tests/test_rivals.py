@@ -22,10 +22,9 @@ def rows_of(n, counts, *, positions=None, pad=0, hq=4, hkv=2, dim=8, seed=0):
     k = torch.randn(1, hkv, n, dim, generator=generator)
     v = torch.randn(1, hkv, n, dim, generator=generator)
     k, v = (torch.cat([torch.full((1, hkv, pad, dim), 50.0), x], dim=2) for x in (k, v))
-    tokens = torch.arange(n + pad)
-    visible = (tokens <= positions[:, None] + pad) & (tokens >= pad)
+    interval = torch.stack([torch.full_like(positions, pad), positions + pad + 1], -1)
     counts = torch.as_tensor(counts).expand(len(positions)).minimum(positions + 1)
-    return Rows(0, q, k, None, visible[None, None], counts[None], dim**-0.5), v
+    return Rows(0, q, k, None, interval[None], counts[None], dim**-0.5), v
 
 
 def quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head):
@@ -93,7 +92,7 @@ def test_selections_are_visible_ascending_and_early_rows_do_not_see_late_keys(na
     live = found >= 0
     assert (found[live] <= torch.arange(40)[None, None, :, None].expand_as(found)[live]).all()
     assert (found.diff(dim=-1)[live[..., 1:]] > 0).all()
-    late = Rows(0, rows.q, rows.k.clone(), None, rows.visible, rows.counts, rows.scaling)
+    late = Rows(0, rows.q, rows.k.clone(), None, rows.interval, rows.counts, rows.scaling)
     late.k[:, :, 20:] = 100.0
     early, changed = found[:, :, :20], SELECTORS[name]().select(late)[:, :, :20]
     width = min(early.shape[-1], changed.shape[-1])

@@ -178,9 +178,7 @@ class Pool:
 
     def __init__(self, heads: int, sets: int, rng: np.random.Generator) -> None:
         blocks, words = PAGED // PAGE, PAGE * WORDS
-        page = (
-            heads * (PAGE_BYTES // 4 + words) + 16
-        )  # an odd number of cache lines: sparse_decode.pages.tail_bytes
+        page = heads * (PAGE_BYTES // 4 + words) + 16  # an odd number of cache lines: sparse_decode.pages.tail_bytes
         memory = np.zeros(sets * blocks * page + 16, np.int32)
         memory = memory[-(memory.ctypes.data // 4) % 16 :][: sets * blocks * page]  # pages start at cache lines
         own = memory.reshape(sets * blocks, page)[:, -heads * words - 16 : -16].reshape(-1, heads, PAGE, WORDS)

@@ -5,11 +5,10 @@ not seen here: the kernels have their host simulator, the arithmetic its tests o
 """
 
 import contextlib
-import copy
 import functools
 import sys
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 from unittest import mock
 
 import hashcore
@@ -21,9 +20,7 @@ from sparse_decode import attach
 from sparse_decode.budget import LayerBudget
 from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.select import HashSelector
-from sparse_decode.unselected.remainder import RunningMoments
-from sparse_decode.unselected.static_moments import StaticMoments
-from torch import nn
+from sparse_decode.sums import Sums
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,7 +40,6 @@ from transformers import (
 )
 from transformers.integrations import moe
 
-T = TypeVar("T")
 NOTHING = (
     "empty",
     "new_empty",
@@ -85,8 +81,8 @@ def _can(*_: object) -> bool:
 def told(tokens: int) -> Iterator[None]:
     """Let the host read the length of a static cache: at its prompt, and where it is first seen."""
     length = mock.patch.object(FakeTensor, "__int__", create=True, return_value=tokens)
-    nothing = mock.patch.object(StaticMoments, "_running", side_effect=RunningMoments)
-    with length, nothing:
+    anew = mock.patch.object(Sums, "_same", return_value=False)
+    with length, anew:
         yield
 
 
@@ -101,13 +97,6 @@ def answered() -> Iterator[list[str]]:
 
     with mock.patch.object(FakeTensor, "__bool__", answer, create=True):
         yield asking
-
-
-def faked_with(anything: T, modules: Iterable[nn.Module], mode: FakeTensorMode) -> T:
-    """Copy what holds modules; the weights of these are fake in the copy."""
-    tensors = (x for module in modules for x in (*module.buffers(), *module.parameters()))
-    known: dict[int, object] = {id(x): mode.from_tensor(x) for x in tensors}
-    return copy.deepcopy(anything, known)
 
 
 class Operators(TorchDispatchMode):
@@ -252,13 +241,6 @@ class Beyond(NamedTuple):
     """Between host and device; the host waits for none."""
 
 
-def counted(name: str) -> Beyond:
-    """Count a case of `docs/results/gpu_step.json`: the variant, followed by its options."""
-    variant, *more = name.split("+")
-    kind = next((kind for kind in KINDS if kind in more), "plain")
-    return beyond_dense("llama", variant, TENTH, kind, "heads" in more, "remainder" in more)
-
-
 def beyond_dense(
     family: str,
     variant: str,
@@ -284,7 +266,7 @@ def beyond_dense(
 
 def launches_of(operator: str) -> int:
     """Say how often an operator launches a kernel at a long context; those of torch count as one."""
-    ours = {"search": search_launches(), "gather": 2, "gather_paged": 2}
+    ours = {"search": search_launches(), "gather": 2}
     return ours.get(operator, 1)
 
 

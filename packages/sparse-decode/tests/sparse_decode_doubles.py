@@ -55,7 +55,7 @@ QUICK = "llama", "gemma2", "gpt_oss"
 """Those between them have what is unusual: grouped heads, sliding layers, soft-capping, learned sinks."""
 UNUSUAL = (*QUICK, "qwen3", "qwen3_moe", "gemma3", "granite", "cohere2")
 """And norms of queries and keys, experts, a factor on the logits. To attention the others are what llama is: they are
-generated with (test_generate.py), and tools/check_families.py runs every family."""
+generated with (test_generation.py), and tests/check_families.py runs every family."""
 
 
 def slow_but(quick, values):

@@ -80,6 +80,20 @@ def test_a_forward_pass_with_gradients_on_works():
             loss.backward()
 
 
+def deepseek():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 16}
+    parts = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 2}
+    more = {"vocab_size": 97, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}
+    config = transformers.DeepseekV3Config(**sizes, **heads, **parts, **more)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def t5():
+    config = transformers.T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    return transformers.AutoModelForSeq2SeqLM.from_config(config)
+
+
 def refused(message, model, *arguments, **options):
     """Attaching raises one sentence and leaves the model as it was."""
     name, before = model.get_decoder().config._attn_implementation, hooks(model)
@@ -88,17 +102,18 @@ def refused(message, model, *arguments, **options):
     assert (model.get_decoder().config._attn_implementation, hooks(model)) == (name, before)
 
 
-def test_a_hasher_of_another_model_is_refused():
+def test_what_is_no_hasher_or_no_budget_is_refused():
     refused("expected KV heads 8, got 2", tiny_model(), SignHasher(kv_heads=8))
-
-
-def test_a_number_as_a_budget_is_refused():
     refused(r"must be a Budget, got 0.+; write Budget\(fraction=0.02\)", tiny_model(), SignHasher(), 0.02)
-
-
-def test_something_else_than_a_hasher_is_refused():
     refused("or a Selector, got int", tiny_model(), 3)
     refused("got the path runs/mine; read it first with hashtrain.Hasher", tiny_model(), "runs/mine")
+
+
+def test_models_without_full_causal_attention_are_refused():
+    refused("none of which sees the whole context", tiny_model("mistral", sliding_window=16), SignHasher())
+    refused("expected causal attention", tiny_model("gemma3", use_bidirectional_attention=True), SignHasher())
+    refused("multi-head latent attention", deepseek(), SignHasher())
+    refused("decoder-only", t5(), SignHasher())
 
 
 @pytest.mark.parametrize("name", ["flash_attention_3", "flex_attention"])
@@ -108,15 +123,21 @@ def test_other_attention_implementations_are_refused(name):
     refused(f'must be "sdpa", "eager" or "flash_attention_2", got "{name}"', model, SignHasher())
 
 
+def test_dense_layers_that_leave_none_or_that_the_model_does_not_have_are_refused():
+    refused(r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model(), SignHasher(), dense_layers=4)
+    refused("names layer 4, expected layers of the model, 0 to 3", tiny_model(), SignHasher(), dense_layers={1, 4})
+
+
+@pytest.mark.parametrize("name", [*OF_ATTACH])
+def test_arguments_of_earlier_versions_are_refused_by_name(name):
+    refused(f"attach no longer takes {name}: .+", tiny_model(), SignHasher(), **{name: 1})
+
+
 def test_attaching_twice_is_refused():
     model = tiny_model()
     with attach(model, SignHasher()):
         refused("already attached", model, SignHasher())
     attach(model, SignHasher()).detach()
-
-
-def test_models_without_full_attention_are_refused():
-    refused("none of which sees the whole context", tiny_model("mistral", sliding_window=16), SignHasher())
 
 
 def test_sliding_layers_stay_dense():
@@ -129,56 +150,14 @@ def test_sliding_layers_stay_dense():
         assert torch.equal(generate(model, ids, mask), dense)
 
 
-def test_leaving_no_layer_sparse_is_refused():
-    refused(r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model(), SignHasher(), dense_layers=4)
-
-
-def test_dense_layers_that_the_model_does_not_have_are_refused():
-    refused("names layer 4, expected layers of the model, 0 to 3", tiny_model(), SignHasher(), dense_layers={1, 4})
-
-
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("dense_layers", -1),
-        ("sparse_rows", -1),
-        ("sparse_rows", "prefill"),
-        ("dense_layers", 1.5),
-    ],
+    ("option", "value"), [("dense_layers", -1), ("sparse_rows", -1), ("sparse_rows", "prefill"), ("dense_layers", 1.5)]
 )
 def test_wrong_options_are_named(option, value):
     model = tiny_model()
     with pytest.raises(ValueError, match=f"^{option} must be"):
         attach_rows(model, SignHasher(), **{"sparse_rows": None, option: value})
     assert hooks(model) == 0
-
-
-def test_compressed_keys_are_refused():
-    torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=None,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=2,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=1,
-    )
-    refused("multi-head latent attention", transformers.AutoModelForCausalLM.from_config(config), SignHasher())
-
-
-def test_encoder_decoders_are_refused():
-    config = transformers.T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    refused("decoder-only", transformers.AutoModelForSeq2SeqLM.from_config(config), SignHasher())
 
 
 class Compressed(DynamicLayer):
@@ -227,11 +206,6 @@ def test_a_step_of_continuous_batching_is_refused():
     model, (ids, _) = tiny_model(), prompts((40,))
     with attach(model, SignHasher()), pytest.raises(ValueError, match=r"continuous batching; .*vLLM \(sparse-serve\)"):
         model(ids, read_index=[])
-
-
-@pytest.mark.parametrize("name", [*OF_ATTACH])
-def test_arguments_of_earlier_versions_are_refused_by_name(name):
-    refused(f"attach no longer takes {name}: .+", tiny_model(), SignHasher(), **{name: 1})
 
 
 def test_an_argument_that_never_was_is_a_type_error():

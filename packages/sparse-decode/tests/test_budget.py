@@ -1,15 +1,17 @@
 """Budget arithmetic (eq. 7)."""
 
 import copy
+import re
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget
 from sparse_decode.budget import LayerBudget, Tally
+from sparse_decode.costs import step_bytes
 from sparse_decode.removed import OF_BUDGET
 
 FRACTIONS = st.sampled_from(["0.005", "0.01", "0.02", "0.07", "0.1", "0.29", "0.57", "1"])
@@ -20,20 +22,66 @@ def by_hand(n, fraction, least, most, ends=0):
     return min(n, max(ends, count if most is None else min(count, most)))
 
 
+PARTS = st.lists(st.floats(0.5, 2), min_size=1, max_size=6)
+
+
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(0, 20_000), min_size=1, max_size=8),
+    st.lists(st.integers(0, 1 << 21), min_size=1, max_size=8),
     FRACTIONS,
     st.integers(1, 50),
     st.none() | st.integers(50, 500),
     st.integers(0, 80),
     st.integers(0, 9),
+    st.integers(0, 300),
 )
-def test_each_row_counts_its_own_tokens_and_those_always_read(visible, fraction, least, most, sink, recent):
-    budget = LayerBudget(float(fraction), least, most, sink, recent)
-    counts = [by_hand(n, fraction, least, most, sink + recent) for n in visible]
+def test_each_row_counts_its_own_tokens_and_those_always_read(visible, fraction, least, most, sink, recent, below):
+    """As a tensor and as numbers; a row with fewer tokens than `below` reads all."""
+    budget = LayerBudget(float(fraction), least, most, sink, recent, dense_below=below)
+    counts = [n if n < below else by_hand(n, fraction, least, most, sink + recent) for n in visible]
     assert budget.count(torch.tensor(visible)).tolist() == counts
+    assert [budget.count_heads(n) for n in visible] == [[count] for count in counts]
+    assert all(budget.most(max(visible)) >= count for count in counts)
     assert budget.ends(torch.tensor(visible)).tolist() == [min(n, sink + recent) for n in visible]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 1 << 21), min_size=1, max_size=5),
+    PARTS,
+    st.floats(1e-6, 1),
+    st.none() | st.integers(50, 500),
+    st.integers(0, 100),
+    st.sampled_from(["visible", "length"]),
+)
+def test_heads_count_as_budgets_of_their_own(visible, shares, fraction, most, below, of):
+    """A head reads its share of the fraction; whatever the number of tokens, as a tensor and as a number."""
+    how = {"max_tokens": most, "dense_below": below, "of": of}
+    budget, seen = LayerBudget(fraction, by_head=tuple(shares), **how), torch.tensor(visible)
+    alone = [LayerBudget(min(1.0, fraction * share), **how).count(seen, seen) for share in shares]
+    assert torch.equal(budget.count(seen, seen), torch.stack(alone))
+    for n in visible:
+        assert budget.count_heads(n) == budget.count(torch.tensor([n]), torch.tensor([n]))[:, 0].tolist()
+        assert budget.most(n) >= max(budget.count_heads(n))
+
+
+@settings(deadline=None)
+@given(st.integers(1000, 50_000), PARTS, st.floats(0.02, 0.2))
+def test_the_heads_of_a_layer_read_its_total(n, shares, fraction):
+    shares = [share * len(shares) / sum(shares) for share in shares]
+    assume(all(fraction * share < 1 for share in shares))
+    total = sum(LayerBudget(fraction, by_head=tuple(shares)).count_heads(n))
+    assert abs(total - len(shares) * n * fraction) <= len(shares)
+
+
+def test_predictions_and_bytes_use_the_mean_over_heads():
+    assert LayerBudget(0.2, by_head=(1.0, 2.0)).mean_fraction == pytest.approx(0.3)
+    assert LayerBudget(0.8, by_head=(0.5, 1.5)).mean_fraction == pytest.approx(0.7)  # no head reads more than all
+    assert LayerBudget(0.2, by_head=True).mean_fraction == 0.2
+    parts = (0.05, 0.15, 0.1)
+    first, second, both = (step_bytes(10_000, LayerBudget(part), 64).share for part in parts)
+    by_head = step_bytes(10_000, LayerBudget(0.1, by_head=(0.5, 1.5)), 64).share
+    assert by_head == pytest.approx((first + second) / 2) == pytest.approx(both)
 
 
 def test_the_first_token_and_the_last_four_are_always_read_by_default():
@@ -41,20 +89,6 @@ def test_the_first_token_and_the_last_four_are_always_read_by_default():
     assert LayerBudget().count_heads(3) == [3]
     assert LayerBudget().count_heads(100) == [5]  # more than 2 %
     assert LayerBudget().count_heads(1000) == [20]  # counted within the fraction
-
-
-@settings(deadline=None)
-@given(
-    st.integers(0, 1 << 21),
-    st.floats(1e-6, 1),
-    st.integers(1, 50),
-    st.none() | st.integers(50, 500),
-    st.integers(0, 100),
-    st.sampled_from(["visible", "length"]),
-)
-def test_a_number_is_counted_as_a_tensor(visible, fraction, least, most, dense_below, of):
-    budget = LayerBudget(fraction, least, most, dense_below=dense_below, of=of)
-    assert budget.count_heads(visible) == [int(budget.count(torch.tensor(visible), torch.tensor(visible)))]
 
 
 @settings(deadline=None)
@@ -87,24 +121,20 @@ def test_the_papers_rule_needs_the_length():
         ("of", "document"),
         ("dense_below", -1),
         ("dense_below", "auto"),
+        ("by_layer", 1),
+        *(("by_head", wrong) for wrong in (1, (), (1.0, 0.0), ("1",), [1.0])),
     ],
 )
 def test_a_wrong_field_is_named(field, value):
-    with pytest.raises(ValueError, match=f"^{field} must be .*got {value!r}"):
+    with pytest.raises(ValueError, match=f"^{field} must be .*got {re.escape(repr(value))}"):
         LayerBudget(**{field: value})
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.integers(0, 300))
-def test_rows_below_the_break_even_select_all_they_see(visible, edge):
-    seen = torch.tensor(visible)
-    expected = torch.where(seen < edge, seen, LayerBudget(0.1).count(seen))
-    assert torch.equal(LayerBudget(0.1, dense_below=edge).count(seen), expected)
-
-
-def test_a_budget_that_is_to_be_predicted_counts_only_once_attached():
-    with pytest.raises(ValueError, match="only once attached"):
-        LayerBudget(dense_below="predicted").count(torch.tensor([3]))
+@pytest.mark.parametrize("field", [{"dense_below": "predicted"}, {"by_head": True}])
+def test_a_budget_that_is_not_settled_counts_only_once_attached(field):
+    for count in (lambda own: own.count(torch.tensor([3])), lambda own: own.count_heads(3)):
+        with pytest.raises(ValueError, match="counts only once attached"):
+            count(LayerBudget(**field))
 
 
 @pytest.mark.parametrize("name", [*OF_BUDGET])

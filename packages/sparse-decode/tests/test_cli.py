@@ -181,12 +181,13 @@ def test_what_a_gpu_lacks_is_said_before_the_model_is_read(folder, devices, more
     assert not captured.out
 
 
-def test_a_model_stored_in_float32_keeps_it_only_on_the_cpu(folder, monkeypatch, capsys):
+@pytest.mark.parametrize(("more", "dtype"), [(["--dtype", "auto"], None), ([], torch.bfloat16)])
+def test_a_model_of_a_gpu_is_read_in_bfloat16_and_refused_in_float32(more, dtype, folder, monkeypatch, capsys):
     asked = []
     load_model = streaming.load_model
     monkeypatch.setattr(streaming, "device_for", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(streaming, "load_model", lambda name, *how: asked.append(how) or load_model(name))
     monkeypatch.setattr(streaming, "require_vocabulary", lambda *_: pytest.fail("the model was used"))
-    assert main(arguments(folder, "--dtype", "auto")) == 2
+    assert main(arguments(folder, *more)) == 2
     assert "takes 16-bit types, got float32; give --dtype bfloat16" in capsys.readouterr().err
-    assert asked == [(None, "cuda:0")]
+    assert asked == [(dtype, "cuda:0")]

@@ -140,8 +140,8 @@ def test_what_it_does_not_take_is_hashed_by_hashtrain(monkeypatch):
     shape = SHAPES[0]
     many = tokens(shape, 1, MAX_TOKENS + 1, 2)
     monkeypatch.setattr(CpuEncoder, "keys", lambda *_: pytest.fail("taken"))
-    for hasher, k in ((make(shape), many), (make(shape, variant="group-xnor"), many[:, :, :1])):
-        assert torch.equal(PerHead(hasher).encode_keys(0, k), hasher.encode_keys(0, k))
+    hasher = make(shape)
+    assert torch.equal(PerHead(hasher).encode_keys(0, many), hasher.encode_keys(0, many))
 
 
 def test_per_query_head():

@@ -1,145 +1,155 @@
-"""Decoding over pages: equal, to the bit, to each row alone in one contiguous cache, whatever lies elsewhere."""
+"""Decoding over pages: each row reads what the reference reads in one contiguous cache, whatever lies elsewhere.
+
+On the CPU with its kernels, where a row is also to the bit what `attach` gives, and on CUDA under the host simulator,
+between guard pages.
+"""
+
+import types
 
 import numpy as np
 import pytest
 import torch
-from hashtrain import Hasher, HasherConfig, ModelShape
+from fake_gpu import Operators, fake_gpu, launches_of
+from hashcore import torch_ops
+from hashtrain import Hasher, HasherConfig
+from paged_cases import BITS, BUDGETS, DIM, HKV, HQ, LENGTHS, SHAPE, SIZES, Batch, layer_of, pool, selector
 from sparse_decode.budget import LayerBudget
+from sparse_decode.caches.cache import Uncached
+from sparse_decode.cuda import gather
+from sparse_decode.cuda import pages as cuda_pages
+from sparse_decode.cuda.pages import DeviceStep
 from sparse_decode.hashers import QueryHeadHasher
-from sparse_decode.layer.plan import AttentionArgs, LayerPlan, RowRule
+from sparse_decode.intervals import causal
 from sparse_decode.pages import PagedLayer, Pages, Step, tail_bytes
+from sparse_decode.reference import step_reference, tokens_read
 from sparse_decode.select import HashSelector
+from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode_simulated import inside, steps
 
-HQ, HKV, DIM, BITS = 4, 2, 64, 128
-SHAPE = ModelShape(2, HQ, HKV, DIM)
-SIZES = [16, 32, 128]
-BUDGETS = {
-    "2 %": LayerBudget(0.02, min_tokens=8, sink=4, recent=1),
-    "25 %": LayerBudget(0.25, sink=2, recent=3),
-    "100 %": LayerBudget(1.0),
-    "dense below": LayerBudget(0.1, dense_below=200),
-    "no ends": LayerBudget(0.1, sink=0, recent=0),
-}
-LENGTHS = [1, 5, 100, 199, 200, 700, 1500]
-DTYPES = [torch.bfloat16, torch.float32]
-# Tolerance 0 everywhere: the kernels and the order of sums are the same.
+CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def selector(variant="planes") -> HashSelector:
-    return HashSelector(Hasher(HasherConfig(variant, SHAPE, bits=BITS), 0))
+@pytest.fixture(params=["cpu", "cuda"])
+def backend(request, monkeypatch):
+    """What decodes; on `cuda` it is sent to the simulator, and `kernels` are listed."""
+    if request.param == "cpu":
+        return types.SimpleNamespace(
+            name="cpu", decode=lambda layer, batch, budget: layer.decode(batch.q, batch.pages, batch.step(budget))
+        )
+    return simulated(monkeypatch)
 
 
-def pool(pages: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, Pages]:
-    """Pages as an engine lays them: keys, values, then codes in the tail; NaN, and words of any kind, everywhere."""
-    numbers = 2 * HKV * size * DIM
-    others = numbers * dtype.itemsize
-    page = others + tail_bytes(size, HKV, BITS // 32, others)
-    memory = torch.full((pages, page // dtype.itemsize), torch.nan, dtype=dtype)
-    both = memory[:, :numbers].view(pages, HKV, 2 * size, DIM)
-    words = memory.view(torch.int32)[:, others // 4 : others // 4 + size * HKV * BITS // 32]
-    return memory, Pages(both[:, :, :size], both[:, :, size:], words.view(pages, HKV, size, BITS // 32))
+def simulated(monkeypatch, order=0):
+    run = steps(order)
+    monkeypatch.setattr("hashcore.cuda.launch.run", run)
+    search = torch_ops.on_cuda("search")
+    monkeypatch.setattr(cuda_pages, "SEARCH", types.SimpleNamespace(search=search))
+    ours = types.SimpleNamespace(gather=gather.gather, place_codes=cuda_pages.place_codes)
+    monkeypatch.setattr(cuda_pages, "OPERATORS", ours)
+
+    def decode(layer, batch, budget, longest=None):
+        step = on_device(batch, budget, longest)
+        out = cuda_pages.decode(layer, batch.q, batch.pages, step)
+        layer.selected, layer.visible = (int(x) * HQ for x in step.counts)
+        return out
+
+    return types.SimpleNamespace(name="cuda", decode=decode, kernels=run.kernels)
 
 
-class Batch:
-    """Rows of given lengths, the first `shared` pages of all rows the same, in a pool and each alone."""
-
-    def __init__(self, lengths: list[int], size: int, dtype: torch.dtype, shared: int = 0, seed: int = 0):
-        draw = torch.Generator().manual_seed(seed)
-        needed = [-(-n // size) for n in lengths]
-        self.size, self.lengths = size, lengths
-        order = torch.randperm(sum(needed) + 5, generator=draw).tolist()
-        self.memory, self.pages = pool(len(order), size, dtype)
-        self.blocks = torch.full((len(lengths), max(needed) + 2), -7, dtype=torch.int32)
-        prefix = torch.randn(3, shared * size, HKV, DIM, generator=draw).to(dtype)
-        self.k, self.v = [], []
-        for row, (n, count) in enumerate(zip(lengths, needed, strict=True)):
-            mine = [order.pop() for _ in range(count)]
-            k, v = torch.randn(2, n, HKV, DIM, generator=draw).to(dtype)
-            if row and count > shared and needed[0] > shared:
-                mine[:shared] = self.blocks[0, :shared].tolist()
-                k[: shared * size], v[: shared * size] = self.k[0][: shared * size], self.v[0][: shared * size]
-            elif not row:
-                k[: shared * size], v[: shared * size] = prefix[0, :n], prefix[1, :n]
-            self.blocks[row, :count] = torch.tensor(mine)
-            self.k.append(k)
-            self.v.append(v)
-        self.free = order
-        self.q = torch.randn(len(lengths), HQ, DIM, generator=draw).to(dtype)
-
-    def fill(self, layer: PagedLayer) -> None:
-        for row, n in enumerate(self.lengths):
-            at = torch.arange(n)
-            slots = self.blocks[row].long()[at // self.size] * self.size + at % self.size
-            self.pages.write(slots, self.k[row], self.v[row], layer.encode(self.k[row]))
-
-    def step(self, budget: LayerBudget) -> Step:
-        return Step.of(self.blocks, torch.tensor(self.lengths), budget, len(self.pages.k), self.size)
-
-    def alone(self, row: int, chosen: HashSelector, budget: LayerBudget) -> tuple[torch.Tensor, tuple[int, int]]:
-        """The row as `attach` does it: one sequence, one contiguous cache, no mask."""
-        k, v, q = (x.transpose(0, 1)[None] for x in (self.k[row], self.v[row], self.q[row][None]))
-        plan = LayerPlan(1, chosen, budget, RowRule(None))
-        inputs = AttentionArgs(q, k, v, None, chosen.encode_keys(1, k), None, DIM**-0.5, None, None)
-        return plan.attend(inputs)[0][0, 0], plan.tally.totals()
+def on_device(batch, budget, longest=None):
+    lengths = inside(torch.tensor(batch.lengths, dtype=torch.int32))
+    return DeviceStep.of(inside(batch.blocks), lengths, budget, batch.size, longest or max(batch.lengths))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def guarded(lengths, size, dtype, layer, **how):
+    batch = Batch(lengths, size, dtype, layer, **how)
+    batch.moved(inside)
+    return batch
+
+
+def of_row(layer, budget):
+    """What attends in a row alone."""
+    return SparseLayer(1, layer.selector, budget, RowRule(None))
+
+
+ALL = BUDGETS | {"by head": LayerBudget(0.2, sink=2, recent=1, by_head=(0.5, 1.5))}
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", BUDGETS)
-def test_a_row_in_pages_is_the_row_alone(name, size, dtype):
-    budget, chosen = BUDGETS[name], selector()
-    layer, batch = PagedLayer(1, chosen, DIM**-0.5), Batch(LENGTHS, size, dtype, shared=2)
-    batch.fill(layer)
-    out = layer.decode(batch.q, batch.pages, batch.step(budget))
-    assert out.dtype == dtype
-    counted = [0, 0]
-    for row, n in enumerate(LENGTHS):
-        if n == 1:  # a row with no past: `attach` calls it a prompt
-            assert torch.equal(out[row], batch.v[row][0].repeat_interleave(HQ // HKV, 0))
-            counted = [x + HQ for x in counted]
-            continue
-        expected, counts = batch.alone(row, chosen, budget)
-        assert torch.equal(out[row], expected), n
-        counted = [x + y for x, y in zip(counted, counts, strict=True)]
-    assert [layer.selected, layer.visible] == counted
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_whole_budgets_are_dense_attention(dtype):
-    layer, batch = PagedLayer(1, selector(), DIM**-0.5), Batch([700, 33], 32, dtype)
-    batch.fill(layer)
-    out = layer.decode(batch.q, batch.pages, batch.step(LayerBudget(1.0)))
-    for row in range(2):
-        q, k, v = (x.float().transpose(0, 1)[None] for x in (batch.q[row][None], batch.k[row], batch.v[row]))
-        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0, :, 0]
-        torch.testing.assert_close(out[row].float(), dense, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+def test_a_row_in_pages_is_the_row_alone(backend, name, size):
+    budget, cpu, whole = ALL[name], backend.name == "cpu", name == "25 %"
+    if budget.by_head and not cpu:  # refused, see below
+        return
+    for dtype in (torch.float32, torch.bfloat16) if cpu else (torch.bfloat16, torch.float16)[size % 3 :][:1]:
+        layer = layer_of(softcap=5.0 if whole else None, sinks=torch.linspace(-2, 2, HQ) if whole else None)
+        batch = guarded(LENGTHS, size, dtype, layer)
+        out, own = backend.decode(layer, batch, budget), of_row(layer, budget)
+        assert out.dtype == dtype
+        for row, n in enumerate(LENGTHS):
+            x = batch.alone(row, layer)
+            expected = step_reference(own, x, causal(1, 1, n, x.q.device))[0, 0]
+            torch.testing.assert_close(out[row], expected, rtol=1e-2, atol=CLOSE[dtype])
+            alone = own.step(x, None, Uncached(x.k, own.encoder))[0, 0]
+            assert not cpu or torch.equal(out[row], alone)
+        assert (layer.selected, layer.visible) == own.counts()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_not_selected_or_owned_is_not_read(size):
+def test_what_is_not_selected_or_owned_is_not_read(backend, size):
     """NaN in unselected keys and values, the best of codes in freed pages and behind the last token: all the same."""
-    budget, chosen = BUDGETS["2 %"], selector()
-    layer, batch = PagedLayer(1, chosen, DIM**-0.5), Batch([1500, 700], size, torch.float32)
-    batch.fill(layer)
-    step = batch.step(budget)
-    clean = layer.decode(batch.q, batch.pages, step)
-    picked = layer._choose(batch.q[:, :, None], batch.pages.codes, step)
+    budget, layer = BUDGETS["2 %"], layer_of()
+    batch = guarded([1500, 700], size, torch.bfloat16, layer)
+    clean, own = backend.decode(layer, batch, budget), of_row(layer, budget)
     best = batch.pages.codes[batch.blocks[0, 0], 0, 0].clone()
     for page in batch.free:
         batch.pages.codes[page] = best
+    kept = torch.zeros(*batch.pages.k.shape[:3], dtype=torch.bool)
     for row, n in enumerate(batch.lengths):
-        for head in range(HKV):
-            read = {*range(4), n - 1, *(int(x) for x in picked[row, head, 0] if x >= 0)}
-            for token in range(size * -(-n // size)):
-                page, place = batch.blocks[row, token // size], token % size
-                if token not in read:
-                    batch.pages.k[page, head, place] = torch.nan
-                    batch.pages.v[page, head, place] = torch.nan
-                if token >= n:
-                    batch.pages.codes[page, head, place] = best
-    assert torch.equal(layer.decode(batch.q, batch.pages, step), clean)
+        by_head = tokens_read(own, batch.alone(row, layer), 0, 0, (0, n), n)[:: HQ // HKV]
+        for head, tokens in enumerate(by_head):
+            at = batch.slots(row)[tokens]
+            kept[at // size, head, at % size] = True
+        for token in range(n, size * -(-n // size)):
+            batch.pages.codes[batch.blocks[row, token // size], :, token % size] = best
+    batch.pages.k[~kept], batch.pages.v[~kept] = torch.nan, torch.nan
+    assert torch.equal(backend.decode(layer, batch, budget), clean)
     batch.pages.v[batch.blocks[0, 0], 0, 0] = torch.nan  # the sink: the poison would show
-    assert layer.decode(batch.q, batch.pages, step).isnan().any()
+    assert backend.decode(layer, batch, budget).isnan().any()
+
+
+def test_a_bound_of_the_lengths_changes_nothing_but_room(monkeypatch):
+    """A graph is captured for the longest context that an engine allows, and with rows that are not there."""
+    layer, budget = layer_of(), LayerBudget(0.2, sink=2, recent=3)
+    batch, device = guarded([700, 33], 16, torch.bfloat16, layer), simulated(monkeypatch)
+    exact, longest = device.decode(layer, batch, budget), batch.blocks.shape[1] * batch.size
+    assert on_device(batch, budget, longest).width > on_device(batch, budget).width
+    assert device.kernels == ["list_candidates", "select_64", "gather", "combine"]
+    torch.testing.assert_close(device.decode(layer, batch, budget, longest), exact, rtol=1e-2, atol=2e-2)
+    batch.lengths[1] = 0
+    batch.blocks[1] = -7
+    out = device.decode(layer, batch, budget)
+    assert torch.equal(out[0], exact[0])
+    assert not out[1].any()
+
+
+@pytest.mark.parametrize("order", [0, 1, 7])
+def test_codes_go_to_their_slots_and_nowhere_else(order, monkeypatch):
+    batch, device = guarded([100, 40], 16, torch.bfloat16, layer_of()), simulated(monkeypatch, order)
+    before, pages = batch.memory.clone(), batch.pages
+    tokens = torch.randint(-(2**31), 2**31, (6, HKV, 4)).int()
+    slots = torch.tensor([17, -1, 40, len(pages.k) * 16 - 1, len(pages.k) * 16, -(2**40)])
+    cuda_pages.write_codes(pages, inside(slots), inside(tokens))
+    codes = before.view(torch.int32).flatten().as_strided(*_view(pages.codes))
+    for token in (0, 2, 3):
+        page, place = divmod(int(slots[token]), 16)
+        codes[page, :, place] = tokens[token]
+    assert torch.equal(batch.memory.view(torch.int16), before.view(torch.int16))
+    assert device.kernels == ["place_codes"]
+
+
+def _view(x):
+    return x.shape, x.stride(), x.storage_offset()
 
 
 def test_writing_leaves_other_slots_alone():
@@ -161,21 +171,59 @@ def test_a_page_holds_its_codes_in_an_odd_number_of_lines(size, others):
     assert (others + tail) % 128 == 64
 
 
+def decoded(rows: int, variant: str, pages: int = 50, size: int = 16, longest: int = 800):
+    """Decode fake rows on a device that is not there; list the operators that launch something, and the copies."""
+    hasher = Hasher(HasherConfig(variant, SHAPE, bits=128), 0)
+    with fake_gpu(), torch.device("cuda"), torch.inference_mode():
+        layer = PagedLayer(1, HashSelector(hasher), 0.1)
+        shape, kind = (pages, HKV, size), torch.bfloat16
+        keys, values = (torch.empty(*shape, DIM, dtype=kind) for _ in range(2))
+        held = Pages(keys, values, torch.empty(*shape, 4).int())
+        blocks, lengths, slots = (torch.zeros(of).int() for of in ((rows, longest // size), rows, rows))
+        q, k = (torch.zeros(rows, heads, DIM, dtype=kind) for heads in (HQ, HKV))
+        layer.encode(k)  # moves the hasher's weights
+        with Operators() as making:
+            step = DeviceStep.of(blocks, lengths, LayerBudget(0.02), size, longest)
+        slots = slots.long()
+        with Operators() as seen:
+            cuda_pages.write_codes(held, slots, layer.encode(k))
+            out = cuda_pages.decode(layer, q, held, step)
+        assert (out.shape, out.device.type) == ((rows, HQ, DIM), "cuda")
+    return making, seen
+
+
+@pytest.mark.parametrize("variant", ["planes", "transform"])
+def test_a_step_waits_for_nothing_and_its_launches_are_counted(variant):
+    making, seen = decoded(4, variant)
+    launching = [name for name in seen.launching if name not in ("clone", "contiguous")]
+    assert launching == ["hash_keys", "place_codes", "hash_queries", "search", "gather"]
+    assert sum(launches_of(name) for name in launching) == 7
+    assert len(seen.launching) - len(launching) <= 2  # keys and queries in the order that the hash functions read
+    assert not seen.copies + seen.on_host + making.copies + making.on_host
+    assert len(making.launching) <= 34  # once a step, for all layers
+    _, many = decoded(64, variant)  # hashed by torch
+    assert {"place_codes", "search", "gather"} <= set(many.launching)
+    assert not many.copies + many.on_host
+
+
 BATCH = Batch([40, 20], 16, torch.float32)
+TABLES, ROWS = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+CODES = torch.zeros(2, 2, 4).int()
+
+
+def _step(blocks, lengths):
+    return lambda: Step.of(blocks, torch.tensor(lengths), LayerBudget(), 10, 16)
+
+
+def _on_device(blocks, lengths, longest=64, **how):
+    return lambda: DeviceStep.of(blocks, lengths, LayerBudget(**how), 16, longest)
+
+
 REFUSED = {
-    "a page of none": (
-        lambda: Step.of(BATCH.blocks + 99, torch.tensor([40, 20]), LayerBudget(), 10, 16),
-        "pages in 0..9",
-    ),
-    "too long": (
-        lambda: Step.of(BATCH.blocks, torch.tensor([40, 99]), LayerBudget(), 10, 16),
-        "lengths must be in 1..80",
-    ),
-    "no token": (lambda: Step.of(BATCH.blocks, torch.tensor([40, 0]), LayerBudget(), 10, 16), "got 0..40"),
-    "one length": (
-        lambda: Step.of(BATCH.blocks, torch.tensor([40]), LayerBudget(), 10, 16),
-        r"got \(2, 5\) and \(1,\)",
-    ),
+    "a page of none": (_step(BATCH.blocks + 99, [40, 20]), "pages in 0..9"),
+    "too long": (_step(BATCH.blocks, [40, 99]), "lengths must be in 1..80"),
+    "no token": (_step(BATCH.blocks, [40, 0]), "got 0..40"),
+    "one length": (_step(BATCH.blocks, [40]), r"got \(2, 5\) and \(1,\)"),
     "per query head": (
         lambda: PagedLayer(0, HashSelector(QueryHeadHasher(Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0))), 1.0),
         "need codes per KV head",
@@ -185,12 +233,24 @@ REFUSED = {
         "q must be torch.float32",
     ),
     "a slot beyond": (
-        lambda: BATCH.pages.write(torch.tensor([16 * 99]), BATCH.k[0][:1], BATCH.v[0][:1], torch.zeros(1, 2, 4).int()),
+        lambda: BATCH.pages.write(torch.tensor([16 * 99]), BATCH.k[0][:1], BATCH.v[0][:1], CODES[:1]),
         "slots must be int64 in -1",
     ),
     "two keys": (
-        lambda: BATCH.pages.write(torch.tensor([0]), BATCH.k[0][:2], BATCH.v[0][:1], torch.zeros(1, 2, 4).int()),
+        lambda: BATCH.pages.write(torch.tensor([0]), BATCH.k[0][:2], BATCH.v[0][:1], CODES[:1]),
         r"k must be torch.float32 \(1, 2, 64\), got",
+    ),
+    "int64 tables": (_on_device(TABLES.long(), ROWS), "blocks must be int32"),
+    "one length on CUDA": (_on_device(TABLES, ROWS[:1]), r"got torch.int32 \(2, 4\) and \(1,\)"),
+    "too long on CUDA": (_on_device(TABLES, ROWS, 65), "longest must be in 1..64"),
+    "by head on CUDA": (_on_device(TABLES, ROWS, by_head=(0.5, 1.5)), "pages on CUDA read as many tokens in each head"),
+    "slots of 32 bits": (
+        lambda: cuda_pages.place_codes(CODES, ROWS, torch.zeros(3, 2, 16, 4).int()),
+        "need slots int64",
+    ),
+    "words apart": (
+        lambda: cuda_pages.place_codes(CODES, ROWS.long(), torch.zeros(3, 2, 16, 8).int()[..., ::2]),
+        "contiguous words in the pages",
     ),
 }
 
@@ -205,5 +265,7 @@ def test_what_does_not_fit_is_refused(name):
 def test_rows_differ_in_what_they_read():
     step = BATCH.step(LayerBudget(0.1, min_tokens=1, sink=1, recent=1, dense_below=30))
     assert step.reads.tolist() == [[4], [20]]
-    assert step.dense.tolist() == [False, True]
+    assert step.spans.tolist() == [[0, 39, 40], [0, 0, 20]]
     np.testing.assert_array_equal(step.blocks[1, 2:], 0)
+    by_head = BATCH.step(LayerBudget(0.2, by_head=(0.5, 1.5)))
+    assert by_head.reads.shape == (2, HKV)

@@ -13,15 +13,6 @@ from transformers import AutoModelForCausalLM
 PLACED = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers places models with accelerate")
 
 
-def test_layers_of_a_hasher_follow_the_keys_to_their_device():
-    placed = PlacedHasher(Hasher(HasherConfig("planes", ModelShape(2, 4, 2, 16))))
-    assert placed.layer(0, torch.device("cpu")) is placed.hasher.layer(0)
-    there = placed.layer(1, torch.device("meta"))
-    assert {x.device.type for x in there.state_dict().values()} == {"meta"}
-    assert placed.layer(1, torch.device("meta")) is there
-    assert {x.device.type for x in placed.hasher.state_dict().values()} == {"cpu"}
-
-
 @PLACED
 def test_layers_placed_by_a_device_map_and_read_from_disk(tmp_path, monkeypatch):
     model = tiny_model("qwen3")
@@ -48,20 +39,24 @@ def test_layers_placed_by_a_device_map_and_read_from_disk(tmp_path, monkeypatch)
     assert torch.equal(generate(placed, ids, mask, new_tokens=8), generate(whole, ids, mask, new_tokens=8))
 
 
-def replaced(x):
-    x.data = x.data.clone()
+CHANGES = {
+    "added": lambda x: x.add_(1),
+    "copied": lambda x: x.copy_(-x),
+    "replaced": lambda x: setattr(x, "data", x.data.clone()),
+}
 
 
-@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x.copy_(-x), replaced])
-def test_a_copy_on_another_device_follows_the_weights(change):
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_of_a_hasher_follow_the_keys_to_their_device_and_a_copy_there_follows_the_weights(change):
     hasher = Hasher(HasherConfig("lsh", ModelShape(1, 2, 1, 16)))
     placed, other = PlacedHasher(hasher), torch.device("meta")
     first = placed.layer(0, other)
     assert placed.layer(0, other) is first
-    weights = next(x for x in (*hasher.layer(0).parameters(), *hasher.layer(0).buffers()) if x.is_floating_point())
-    change(weights)
-    assert placed.layer(0, other) is not first
+    assert {x.device.type for x in first.state_dict().values()} == {"meta"}
+    CHANGES[change](next(x for x in (*hasher.parameters(), *hasher.buffers()) if x.is_floating_point()))
     second = placed.layer(0, other)
+    assert second is not first
     hasher.load_state_dict(hasher.state_dict())
     assert placed.layer(0, other) is not second
     assert placed.layer(0, torch.device("cpu")) is hasher.layer(0)
+    assert {x.device.type for x in hasher.state_dict().values()} == {"cpu"}

@@ -8,7 +8,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from serve_engine import Impl
 from sparse_decode.budget import LayerBudget
-from sparse_decode.pages.paged import tail_bytes
+from sparse_decode.pages import tail_bytes
 from sparse_serve.batch import Batch
 from sparse_serve.layout import Moves, RowPages
 from sparse_serve.served import Served
@@ -63,7 +63,7 @@ def test_rows_are_told_apart(queries, lengths, prefilling, decoding, prompts):
         assert torch.arange(sum(queries))[found.prompts.rows].tolist() == prompts
         assert found.prompts.schedule == "a schedule"
     if decoding:
-        assert found.step(50, SIZE).lengths.tolist() == [
+        assert found.step(50, SIZE).spans[:, 2].tolist() == [
             n for n, at in zip(lengths, starts_of(queries), strict=True) if at in decoding
         ]
 

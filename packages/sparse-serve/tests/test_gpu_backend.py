@@ -33,9 +33,9 @@ from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hostsim import Simulator, compiler
 from serve_engine import built, impls
-from sparse_decode.attention import gather
-from sparse_decode.pages import paged_cuda
-from sparse_decode.pages.paged import Step
+from sparse_decode.cuda import gather
+from sparse_decode.cuda import pages as paged_cuda
+from sparse_decode.pages import Step
 from sparse_decode.select import HashSelector
 from sparse_serve.device_batch import device_pages, rounded
 from sparse_serve.served import Served
@@ -101,7 +101,7 @@ def simulated(monkeypatch):
     monkeypatch.setattr("hashcore.cuda.launch.run", run)
     search = torch_ops.on_cuda("search")
     monkeypatch.setattr(paged_cuda, "SEARCH", types.SimpleNamespace(search=search))
-    ours = types.SimpleNamespace(gather_paged=gather._paged, place_codes=paged_cuda.place_codes)
+    ours = types.SimpleNamespace(gather=gather.gather, place_codes=paged_cuda.place_codes)
     monkeypatch.setattr(paged_cuda, "OPERATORS", ours)
     return kernels
 
@@ -304,5 +304,5 @@ def test_a_step_on_a_gpu_waits_for_nothing_and_its_launches_are_counted(backend,
                     impl.do_kv_cache_update(None, k, v, cache, slots)
                     impl.forward(None, q, k, v, cache, metadata, out)
                 seen.append([name for name in launching.names if name not in ("clone", "contiguous")])
-        assert seen[3] == ["hash_keys", "place_codes", "hash_queries", "search", "gather_paged", "copy_"]
+        assert seen[3] == ["hash_keys", "place_codes", "hash_queries", "search", "gather", "copy_"]
         assert second.forwarded == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode.budget import LayerBudget
-from sparse_decode.pages.paged import PagedLayer, Pages, Step
+from sparse_decode.pages import PagedLayer, Pages, Step
 from sparse_decode.select import HashSelector
 from sparse_serve.spent import Spent
 

@@ -5,12 +5,12 @@ request: those of ordinary full attention, except the dense ones. All others use
 
 In a sparse layer prompts and decode rows below the break-even are vLLM's, too: its kernels write and read their pages.
 When a row reaches the break-even, its pages are moved, in place, to a layout by rows, and hashed: codes go to the tail
-of each page (`sparse_decode.pages.paged`). From then on, and for all who share these pages,
+of each page (`sparse_decode.pages`). From then on, and for all who share these pages,
 
 1. keys and values are written row by row, and hashed; vLLM's kernel stores keys column by column or in tiles, so that
    single tokens cannot be read;
 2. prompts are attended to by vLLM's kernel, on a copy of their pages in its layout;
-3. decode rows are attended to by `sparse_decode.pages.paged`, in place.
+3. decode rows are attended to by `sparse_decode.pages`, in place.
 """
 
 # vLLM is no dependency of this package, and has few types.

@@ -3,9 +3,9 @@
 Only vLLM imports this module, by its path. The builder of a group of layers decides which are sparse: those of ordinary
 full attention, except the dense ones. All others use vLLM's implementation unchanged. A sparse layer
 
-1. writes keys and values as vLLM does, and codes to the tail of each page (`sparse_decode.pages.paged_cuda`);
+1. writes keys and values as vLLM does, and codes to the tail of each page (`sparse_decode.cuda.pages`);
 2. attends in prompts, whole or chunked, with FlashAttention;
-3. attends in rows of one token with `sparse_decode.pages.paged_cuda`, in place.
+3. attends in rows of one token with `sparse_decode.cuda.pages`, in place.
 
 A batch of such rows alone can be a CUDA graph: everything that depends on lengths and tables is computed on the device,
 by the first sparse layer of the step. A graph cannot tell a prompt's last token, alone in its chunk, from a decode
@@ -20,9 +20,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
-from sparse_decode.attention import gather
 from sparse_decode.budget import LayerBudget
-from sparse_decode.pages import paged_cuda
+from sparse_decode.cuda import pages as paged_cuda
+from sparse_decode.inputs import require
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
@@ -120,7 +120,7 @@ class SpotlightImpl(FlashAttentionImpl):
                 f"spotlight needs pages of a power of two of tokens on a GPU, got {spec.block_size}; set block_size to "
                 "16 or 32, or serve without it"
             )
-        gather.require(spec.dtype, (spec.head_size,), self.num_queries_per_kv)
+        require(torch.device("cuda"), spec.dtype, (spec.head_size,), self.num_queries_per_kv)
         if self._paged is None:
             self._paged = served.layer(index, self)
             self._words = served.hasher.config.bits // 32

@@ -139,9 +139,9 @@ class Batch:
             self.stock = Stock(others, own, begins, seen, blocks, schedule(begins, seen))
 
     def step(self, pages: int, size: int) -> Any:
-        """Return the decode rows by rows as a `sparse_decode.pages.paged.Step`, created once for all layers."""
+        """Return the decode rows by rows as a `sparse_decode.pages.Step`, created once for all layers."""
         if self._step is None:
-            from sparse_decode.pages.paged import Step
+            from sparse_decode.pages import Step
 
             table, lengths, budget = self._given
             lengths = lengths[self._decoding]

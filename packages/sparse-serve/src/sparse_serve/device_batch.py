@@ -30,12 +30,12 @@ class DeviceBatch:
         self._steps: dict[Any, Any] = {}
 
     def step(self) -> Any:
-        """Return the `sparse_decode.pages.paged_cuda.DeviceStep` of the rows that decode, made once for all layers.
+        """Return the `sparse_decode.cuda.pages.DeviceStep` of the rows that decode, made once for all layers.
 
         A capture makes its own: it must contain the computation from lengths and tables, and its memory.
         """
         from hashcore.cuda import launch
-        from sparse_decode.pages.paged_cuda import DeviceStep
+        from sparse_decode.cuda.pages import DeviceStep
 
         blocks, lengths, longest, size, budget = self._given
         lane = launch.lane(blocks.device)
@@ -62,7 +62,7 @@ def device_pages(cache: Tensor, words: int) -> Any:
     Raises: ValueError if keys and values do not fill the beginning of a page, or codes of `words` words do not fit
         behind them.
     """
-    from sparse_decode.pages.paged import Pages
+    from sparse_decode.pages import Pages
 
     count, heads, size, width = cache.shape
     others, item = heads * size * width, cache.element_size()

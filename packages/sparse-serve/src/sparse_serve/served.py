@@ -84,7 +84,7 @@ class Served:
         served = cls.latest
         if served is None or not supports(spec) or spec.page_size_padded is not None:
             return spec
-        from sparse_decode.pages.paged import tail_bytes
+        from sparse_decode.pages import tail_bytes
 
         others = spec.unpadded_page_size_bytes
         tail = tail_bytes(spec.block_size, spec.num_kv_heads, served._words, others)
@@ -106,11 +106,11 @@ class Served:
         return cls._known[id(engine)]
 
     def layer(self, index: int, impl: Any) -> Any:
-        """Create the `sparse_decode.pages.paged.PagedLayer` of one of vLLM's attention layers.
+        """Create the `sparse_decode.pages.PagedLayer` of one of vLLM's attention layers.
 
         Raises: ValueError if the layer does what sparse layers do not support.
         """
-        from sparse_decode.pages.paged import PagedLayer
+        from sparse_decode.pages import PagedLayer
 
         if impl.alibi_slopes is not None:
             raise ValueError("spotlight does not support attention biases, got a model with ALiBi; serve without it")
@@ -145,7 +145,7 @@ class Served:
 
     def pages(self, cache: Tensor) -> Any:
         """View a layer's cache [M, Hkv, S, 2 D] as `paged.Pages`: keys, values, and codes after them."""
-        from sparse_decode.pages.paged import Pages
+        from sparse_decode.pages import Pages
 
         pages, heads, size, width = cache.shape
         both = cache.view(pages, heads, 2 * size, width // 2)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from sparse_decode import Rows
-from sparse_decode.attention.kernel_threads import run
+from sparse_decode.cpu.kernel_threads import run
 from sparse_decode.select import NoCodes
 from torch import Tensor
 

@@ -8,10 +8,7 @@ from torch import Tensor
 
 def seen_by(rows: Rows) -> Tensor:
     """Return the tokens visible to each row, bool [B, Q, N]."""
-    batch, _, n_rows, _ = rows.q.shape
-    if rows.visible is None:
-        return torch.ones(batch, n_rows, rows.k.shape[2], dtype=torch.bool, device=rows.q.device)
-    return rows.visible[:, 0].expand(batch, -1, -1)
+    return rows.visible[:, 0].expand(len(rows.q), -1, -1)
 
 
 def ranks(seen: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def measure(
     """
     layers: dict[Cell, list[tuple[Quality, Tensor]]] = {}
     positions = positions.to(model.device)
-    visible = (torch.arange(len(ids), device=model.device) <= positions[:, None])[None, None]
+    interval = torch.stack([torch.zeros_like(positions), positions + 1], -1)[None]
     ends = always_read(positions, len(ids), always.sink, always.recent)
 
     def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
@@ -98,14 +98,14 @@ def measure(
                 codes = selector.encode_keys(layer, k) if selector.needs_codes else None
                 for budget in budgets:
                     counts = top_count(positions + 1, budget)
-                    rows = Rows(layer, q, k, codes, visible, counts[None], scaling)
+                    rows = Rows(layer, q, k, codes, interval, counts[None], scaling)
                     if not isinstance(selector, AttendingSelector):
                         searched = (counts - ends.sum(-1)).clamp(min=0)
                         rows = replace(rows, counts=searched[None], sink=always.sink, recent=always.recent)
                     selected = selector.select(rows)
                     selected = selected.repeat_interleave(p.shape[1] // selected.shape[1], 1)
                     found, taken = quality(p, selected, counts, ends), reading(selected, ends)
-                    density = taken.sum().double() / (visible.sum() * taken.shape[1])
+                    density = taken.sum().double() / ((positions + 1).sum() * taken.shape[1])
                     layers.setdefault(Cell(method.name, budget, heads), []).append((found, density))
 
     observe(model, ids, sink)
