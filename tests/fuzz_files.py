@@ -6,12 +6,11 @@ A case damages one file of one kind: the law stands in fuzz_damage.py.
 import functools
 import json
 from dataclasses import asdict, astuple
-from pathlib import Path
 
 import torch
 from evals.results import Row, read_result, rows_to_text
 from evals.runner import RunFolder
-from fuzz_damage import HOSTILE, altered, damaged, folder, found, one_of
+from fuzz_damage import altered, damaged, folder, found, one_of
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.artefact.convert import convert
 from hashtrain.artefact.hasher import make_layer
@@ -146,38 +145,6 @@ def checkpoint(rng) -> None:
     )
 
 
-class Sealed:
-    """A checkpoint whose maker knows the format, and lies."""
-
-    path = Path("sealed.checkpoint")
-
-    def __init__(self, tensors, state):
-        self.load = lambda: (tensors, state)
-
-
-def sealed_checkpoint(rng) -> None:
-    """A checkpoint of something else is refused, and then changes nothing."""
-    tensors, state = dict(trained()[0]), dict(trained()[1])
-    for _ in range(int(rng.integers(1, 3))):
-        name = one_of(rng, sorted(tensors))
-        match rng.integers(4):
-            case 0:
-                state[one_of(rng, sorted(state))] = one_of(rng, HOSTILE)
-            case 1:
-                del tensors[name]
-            case _:
-                at = one_of(rng, [name, f"{name}.more", "optimizer.x", "optimizer.7.step"])
-                sizes = torch.zeros(0), torch.zeros(3, 2), torch.tensor(1), torch.zeros(5056, dtype=torch.uint8)
-                tensors[at] = one_of(rng, sizes)
-    layer = make_layer(PLANES, 0, seed=9)
-    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    read = found(
-        lambda: Training(layer, 0, Capture(folder(), 1), TRAINING, Sealed(tensors, state)), "sealed.checkpoint"
-    )
-    expected = before if read is None else {name: tensors[f"hasher.{name}"] for name in before}
-    assert all(torch.equal(expected[name], tensor) for name, tensor in layer.state_dict().items())
-
-
 # ---- Runs of evals and settings ------------------------------------------------------------------------------------
 
 ROW = Row("needle", "lsh", "lsh", 64, 0.1, "visible", 0.1, 1, 0, 0, "decode", "recall", 0.5, 0.4, 0.6, 2, 0, "1.0")
@@ -229,7 +196,7 @@ def settings(rng) -> None:
 
 KINDS = (
     *(hasher_weights, hasher_config, published_list, shard),
-    *(checkpoint, sealed_checkpoint, stored_run, settings),
+    *(checkpoint, stored_run, settings),
 )
 
 

@@ -54,8 +54,7 @@ def made(tmp_path_factory) -> SimpleNamespace:
     tokens = torch.randint(0, len(tokenizer), (4, CONTEXT), generator=torch.Generator().manual_seed(1))
     data = capture(model, list(tokens), root / "capture")
     for seed, candidate in enumerate(ALL):
-        more = {"init": candidate.init, "estimator": candidate.estimator}
-        hasher = Hasher(HasherConfig(candidate.variant, shape, bits=64, hidden=64, **more), seed)
+        hasher = Hasher(HasherConfig(candidate.variant, shape, **{**candidate.config, "bits": 64, "hidden": 64}), seed)
         for layer in range(shape.num_layers):
             calibrate(hasher.layer(layer), layer, data)
         hasher.save_pretrained(root / "hashers" / candidate.name)

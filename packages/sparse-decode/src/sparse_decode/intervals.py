@@ -174,7 +174,9 @@ class Memo:
     def of(self, mask: Tensor, layer: int, key: Any, find: Callable[[], Any]) -> Any:
         """Return the result of `find`, or that of an earlier layer with the same mask and key."""
         step = self._step
-        if step is None or step[0] is not mask or layer <= step[1][0]:
+        # Each layer has a view of its own of the mask, whose memory this keeps alive.
+        other = step is None or step[0].untyped_storage()._cdata != mask.untyped_storage()._cdata
+        if step is None or other or layer <= step[1][0]:
             step = self._step = mask, [layer], {}  # one assignment: other threads have their own steps
         step[1][0], found = layer, step[2]
         if (known := found.get(key)) is None:

@@ -288,7 +288,7 @@ class SparseLayer:
             always = seen.always[:, None].expand(-1, indices.shape[1], -1, -1)
             indices, ends = torch.cat([always, indices], -1), (0, 0, None)
         if held.on_host:
-            held.cross(indices[..., 0].numel() * (indices.shape[-1] + self._sink + self._recent))  # at most
+            held.cross(indices.shape[:-1].numel() * (indices.shape[-1] + self._sink + self._recent))  # at most
         return OPERATORS.gather(q, k, v, indices, scaling, softcap, sinks, *rest, *ends, None)
 
     def _select(self, x: Inputs, seen: Seen | None, held: Any) -> Tensor:

@@ -169,7 +169,9 @@ class Sums:
         self.length, self.ready = length, True
 
     def _moments(self) -> Moments:
-        assert self.keys is not None and self.values is not None and self.spread is not None
+        assert self.keys is not None
+        assert self.values is not None
+        assert self.spread is not None
         length = self.keys.new_full((len(self.keys),), self.length)
         tokens = length if self.starts is None else (length - self.starts).clamp(min=0)
         return Moments(tokens, self.keys, self.values, self.spread)

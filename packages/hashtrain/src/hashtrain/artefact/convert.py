@@ -6,6 +6,7 @@ stated in the zip must be at most those of this model, and the pickle's opcodes,
 torch's tensors and storages and nothing else.
 """
 
+import io
 import pickletools
 import re
 import zipfile
@@ -61,13 +62,7 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
     d, wanted = shape.head_dim, _PER_LAYER * shape.num_layers
     largest = 2 * 4 * shape.num_layers * shape.num_query_heads * (2 * d * d + 2 * d) + (1 << 20)
     try:
-        with zipfile.ZipFile(path) as archive:  # a small file may hold a large one
-            if (content := sum(entry.file_size for entry in archive.infolist())) > largest:
-                raise ValueError(f"it holds {content} bytes, expected at most {largest}")
-            for entry in archive.infolist():
-                if entry.filename.endswith(".pkl"):
-                    _require_tensors_only(archive.read(entry))
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = torch.load(_checked_archive(path, largest), map_location="cpu", weights_only=True)
     except Exception as error:  # on damaged bytes, the zip reader and the unpickler raise all kinds of errors
         what = f"is truncated, damaged or holds more than tensors ({first_line(error)})"
         raise ValueError(f"{path} {what}; download it again") from error
@@ -78,6 +73,27 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
         more = "; the published file is truncated" if len(found) < wanted else ""
         raise ValueError(f"{path} holds {got}; expected {wanted}, {shape.num_layers} layers{more}")
     return list(found)
+
+
+def _checked_archive(path: Path, largest: int) -> io.BytesIO:
+    """Copy the zip's files, checked, into a new zip in memory, so that torch reads what was checked.
+
+    Raises: any exception if the file is not usable.
+    """
+    copied = io.BytesIO()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(copied, "w") as copy:
+        entries = archive.infolist()
+        if (content := sum(entry.file_size for entry in entries)) > largest:  # a small file may hold a large one
+            raise ValueError(f"it holds {content} bytes, expected at most {largest}")
+        if len({entry.filename for entry in entries}) != len(entries):
+            raise ValueError("two of its files have the same name")
+        for entry in entries:
+            part = archive.read(entry)  # checks its checksum
+            if entry.filename.endswith(".pkl"):
+                _require_tensors_only(part)
+            copy.writestr(entry.filename, part)
+    copied.seek(0)
+    return copied
 
 
 def _require_tensors_only(pickle: bytes) -> None:
