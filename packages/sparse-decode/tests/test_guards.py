@@ -9,6 +9,7 @@ from sparse_decode.attach import attach_rows
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.model import NAMES
 from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.sums import Sums
 from sparse_decode_doubles import VOCABULARY, Auditor, Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AttentionMaskInterface, DynamicCache, StaticCache
 
@@ -64,12 +65,12 @@ def static_is_dynamic(monkeypatch):
 
 
 def selector_sees_everything(monkeypatch):
-    original = SparseLayer._spans
+    original = SparseLayer._block
 
-    def blind(whose, q, interval, n, whole):
-        return original(whose, q, None, n, whole)
+    def blind(whose, q, interval, whole):
+        return original(whose, q, interval * torch.tensor([0, 1]), whole)
 
-    monkeypatch.setattr(SparseLayer, "_spans", blind)
+    monkeypatch.setattr(SparseLayer, "_block", blind)
 
 
 def no_mask(monkeypatch):
@@ -80,8 +81,9 @@ def no_mask(monkeypatch):
 
 
 def means_with_padding(monkeypatch):
-    original = SparseLayer._spans
-    monkeypatch.setattr(SparseLayer, "_spans", lambda *given: (*original(*given)[:2], None))
+    advance = Sums.advance
+    monkeypatch.setattr(Sums, "advance", lambda sums, k, v, starts, *more: advance(sums, k, v, None, *more))
+    monkeypatch.setattr(Sums, "covers", lambda *_: False)
 
 
 def whole_calls_are_prefill(monkeypatch):

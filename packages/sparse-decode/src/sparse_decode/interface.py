@@ -26,7 +26,7 @@ from sparse_decode.caches.offload import HostLayer
 from sparse_decode.compiled import attend_step
 from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
 from sparse_decode.inputs import Inputs, require
-from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa
+from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa, require_width
 from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, OTHER_STATES
 from sparse_decode.modes import autocasts, no_autocast, readable
 from sparse_decode.select import HashSelector
@@ -385,6 +385,7 @@ class _Given:
             group = 1 if getattr(layer.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
             require(query.device, query.dtype, (key.shape[3], self.value.shape[3]), group)
         if self.mask is not None and self.mask.dim() == 4 and not is_interval(self.mask) and query.shape[2] > 1:
+            require_width(self.mask, query.shape[2], key.shape[2])
             intervals_of(self.mask[:, :, -1:], 1, key.shape[2])  # the last row's, as of later steps
 
 

@@ -85,8 +85,7 @@ def intervals_of(mask: Tensor | None, rows: int, n: int) -> Tensor | None:
         return found
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise ValueError(f"the mask must be shared by all heads, shape [B, 1, Q, N], got {tuple(mask.shape)}")
-    if any(got not in (1, size) for got, size in zip(mask.shape[-2:], (rows, n), strict=True)):
-        raise _too_narrow(mask, rows, n)
+    require_width(mask, rows, n)
     seen = mask[:, 0].expand(-1, rows, n)
     if seen.dtype != torch.bool:
         shown = seen == 0
@@ -96,6 +95,12 @@ def intervals_of(mask: Tensor | None, rows: int, n: int) -> Tensor | None:
     end, slots = start + seen.sum(-1), torch.arange(n, device=seen.device)
     _require((seen == ((slots >= start[..., None]) & (slots < end[..., None]))).all(), _HOLES)
     return torch.stack([start, end], -1)
+
+
+def require_width(mask: Tensor, rows: int, n: int) -> None:
+    """Raise ValueError unless torch would broadcast a mask [.., Q, N] to `rows` rows and n tokens."""
+    if any(got not in (1, size) for got, size in zip(mask.shape[-2:], (rows, n), strict=True)):
+        raise _too_narrow(mask, rows, n)
 
 
 def _too_narrow(mask: Tensor, rows: int, n: int) -> ValueError:
