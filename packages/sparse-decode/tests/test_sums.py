@@ -77,7 +77,7 @@ def test_only_new_tokens_are_read_and_padding_may_hold_anything(cache):
 def test_levels_are_within_half_a_level():
     sums, k = Sums(), torch.randn(2, 2, 50, 16) * torch.logspace(-3, 3, 16)
     sums.advance(k, k, None, 50, k.device)
-    _, _, levels, scales = sums.read
+    levels, scales = sums.levels, sums.scales
     assert ((levels * scales[..., None] - sums.spread).abs() <= 0.5001 * scales[..., None]).all()
 
 

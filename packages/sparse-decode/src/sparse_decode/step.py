@@ -135,7 +135,11 @@ class SparseLayer:
         """
         rows, n = x.q.shape[2], x.k.shape[2]
         if rows == 1:
-            return self._on_cpu(x, interval, held, None) if readable(x.q) else self._on_device(x, interval, held)
+            if not readable(x.q):
+                return self._on_device(x, interval, held)
+            if interval is None and self.own is None:
+                return self._plain(x, held, n)
+            return self._on_cpu(x, causal(len(x.q), 1, n, x.q.device) if interval is None else interval, held, None)
         interval = causal(len(x.q), rows, n, x.q.device) if interval is None else interval.expand(len(x.q), -1, -1)
         whole, pieces = interval[:, -1:, 1] - interval[:, -1:, 0], list[Tensor]()
         for first in range(0, rows, ROWS_AT_ONCE):
@@ -148,16 +152,36 @@ class SparseLayer:
 
     # ---- On the CPU --------------------------------------------------------------------------------------------------
 
-    def _on_cpu(self, x: Inputs, interval: Tensor | None, held: Any, whole: Tensor | None) -> Tensor:
+    def _plain(self, x: Inputs, held: Any, n: int) -> Tensor:
+        """Attend in one row of each sequence that sees all n tokens: `_on_cpu` in few calls of Python.
+
+        Each takes microseconds once the other layers of the model have evicted the CPU's caches.
+        """
+        batch, heads, _, _ = x.q.shape
+        reads = self.budget.count_heads(n) if n > (self.rule.start or 0) else [n]
+        mean, tail = sum(reads) // len(reads), 0 if min(reads) >= n else max(0, n - self._recent)
+        spans = np.array(((0, tail, n),) * batch, np.int64)
+        left_out, place = None, (x.q.device, x.scaling)
+        if self.remainder is not None:
+            sums, left_out = held.sums, self.remainder.placed.get(place) or self.remainder.on(*place)
+            known = sums.keys is not None and sums.starts is None and sums.keys.shape[0] == batch
+            if not known or not sums.length < n < sums.length + FOLD:  # or they are brought up to date first or then
+                return self._on_cpu(x, causal(batch, 1, n, x.q.device), held, None)
+        found = self._cpu.run(x, Block(spans, np.array((reads,), np.int64), n, max(reads), mean), held, left_out)
+        if found is None:
+            return self._on_cpu(x, causal(batch, 1, n, x.q.device), held, None)
+        if self.rule.start is None or n > self.rule.start:
+            self.tally.add(batch * heads * sum(reads) // len(reads), batch * heads * n)
+        if held.on_host:
+            held.cross(int(found[1].sum()))
+        return found[0]
+
+    def _on_cpu(self, x: Inputs, interval: Tensor, held: Any, whole: Tensor | None) -> Tensor:
         """Attend in a block of rows; whole: tokens that the last row of a sequence sees, for budgets of its length."""
-        q, n = x.q, x.k.shape[2]
-        if interval is None:
-            block, starts = self._alike(len(q), n), None
-        else:
-            block = self._block(q, interval, whole)
-            starts = interval.expand(len(q), -1, -1)[:, -1, 0] if block.spans[:, 0].any() else None
+        q, block = x.q, self._block(x.q, interval, whole)
+        starts = interval.expand(len(q), -1, -1)[:, -1, 0] if block.spans[:, 0].any() else None
         if self.own is not None:
-            return self._by_itself(x, causal(len(q), 1, n, q.device) if interval is None else interval, block, held)
+            return self._by_itself(x, interval, block, held)
         left_out = sums = None
         if self.remainder is not None:
             left_out = self.remainder.placed.get((q.device, x.scaling)) or self.remainder.on(q.device, x.scaling)
@@ -174,20 +198,10 @@ class SparseLayer:
         out, used = cast("tuple[Tensor, NDArray[np.int64]]", found)
         if sums is not None and block.end >= sums.length + FOLD:
             sums.advance(x.k, x.v, starts, block.end, q.device)
-        if interval is not None or self.rule.start is not None or not isinstance(self.selector, HashSelector):
-            self._count(block, used.reshape(len(block.spans), -1), q.shape[1])
-        else:
-            self.tally.add(len(q) * q.shape[1] * block.mean, len(q) * q.shape[1] * n)
+        self._count(block, used.reshape(len(block.spans), -1), q.shape[1])
         if held.on_host:
             held.cross(int(used.sum()))
         return out
-
-    def _alike(self, batch: int, n: int) -> Block:
-        """Return the block of one row a sequence that sees all n tokens."""
-        reads = self.budget.count_heads(n) if n > self.rule.all_below else [n]
-        tail = 0 if min(reads) >= n else max(0, n - self._recent)
-        spans = np.array(((0, tail, n),) * batch, np.int64)
-        return Block(spans, np.array((reads,), np.int64), n, max(reads), sum(reads) // len(reads))
 
     def _block(self, q: Tensor, interval: Tensor, whole: Tensor | None) -> Block:
         """Return the block of rows q [B, Hq, Q, D] with intervals [B or 1, Q, 2]."""
@@ -222,7 +236,7 @@ class SparseLayer:
             sums.advance(x.k, x.v, starts, n - 1, x.q.device)
         return sums
 
-    def _rows(self, x: Inputs, interval: Tensor | None, block: Block, held: Any) -> Rows:
+    def _rows(self, x: Inputs, interval: Tensor, block: Block, held: Any) -> Rows:
         """Return the input of the selector for a block of rows; those that read all they see select nothing."""
         (batch, _, rows, _), spans = x.q.shape, block.spans
         reads = np.where((spans[:, 1] <= spans[:, 0])[:, None], 0, block.reads - self._sink - self._recent)

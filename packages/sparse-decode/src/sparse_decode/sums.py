@@ -7,7 +7,7 @@ to 8 bits, and the keys and values of the last tokens, which they do not cover y
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,11 +136,6 @@ class Sums:
         found = [self.keys, self.values, self.spread, self.levels, self.scales]
         found += [] if self.summed is None else [self.starts, self.summed]
         return [x for x in found if x is not None]
-
-    @property
-    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a step reads: sums of keys and values, levels and scales."""
-        return cast("tuple[Tensor, Tensor, Tensor, Tensor]", (self.keys, self.values, self.levels, self.scales))
 
     @classmethod
     def from_tensors(cls, tensors: list[Tensor]) -> "Sums":

@@ -123,7 +123,8 @@ class CpuStep:
         more = (0 if own_sinks is None else own_sinks.data_ptr(), int(pending is not None))
         sums = _NO_SUMS
         if left_out is not None and (given is None or given.means is None):
-            sums = held.sums.length, *map(Tensor.data_ptr, held.sums.read)
+            own = held.sums
+            sums = own.length, own.keys.data_ptr(), own.values.data_ptr(), own.levels.data_ptr(), own.scales.data_ptr()
         given_at, keep = _NOTHING_GIVEN if given is None else _place(given, k, v)
         call, read = np.array((*where, *more, *sums, *given_at), np.int64), group * (dim + dim_v)
         if given is None:
