@@ -23,5 +23,5 @@ export(
         "training.trainer": ("train_layer",),
     },
 )
-__version__ = "1.0.0"
+__version__ = "2.0.0"
 __all__ = ["Hasher", "HasherConfig", "ModelShape", "TrainConfig", "ranking_loss", "top_count", "train_layer"]
