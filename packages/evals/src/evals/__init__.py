@@ -17,7 +17,7 @@ export(
         "results": ("Result", "Row", "read_result"),
     },
 )
-__version__ = "1.0.0"
+__version__ = "2.0.0"
 __all__ = [
     "METHODS",
     "LoadedMethod",
