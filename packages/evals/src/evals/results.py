@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from hashtrain.files.untrusted import read_json_object
+from hashtrain.files.untrusted import one_line, read_json_object
 
 from evals.machine import own_versions
 
@@ -112,7 +112,8 @@ def rows_from_json(data: dict[str, Any]) -> list[Row]:
             raise ValueError("expected a list of rows, and each column once")
         return [checked(Row(**dict(zip(columns, line, strict=True)))) for line in lines]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"rows of another version of evals, or damaged: {error}; rerun the command") from error
+        what = f"rows of another version of evals, or damaged: {one_line(error)}"
+        raise ValueError(f"{what}; rerun the command") from error
 
 
 def _is_list(value: object) -> TypeGuard[list[Any]]:
