@@ -278,7 +278,7 @@ class _Given:
     def _sparse(self, first: int) -> Output:
         """Run a call of which rows from `first` on may be sparse, outside of compiled graphs."""
         layer, q, end = self.layer, self.query, self._end()
-        if self.whole is False:
+        if not self.whole:
             self.key, self.value, self.whole = self.key[:, :, :end], self.value[:, :, :end], True
         if readable(q) and layer.all_dense(end):
             interval = intervals_of(self.mask, q.shape[2], end)

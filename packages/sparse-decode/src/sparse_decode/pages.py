@@ -97,7 +97,8 @@ class Step(NamedTuple):
         used = np.arange(table.shape[1]) * size < seen[:, None]
         if ((table < 0) | (table >= pages))[used].any():
             raise ValueError(f"blocks must be pages in 0..{pages - 1} up to each row's length, got others")
-        reads = np.array([budget.count_heads(n) for n in seen.tolist()], np.int64).reshape(len(seen), -1)
+        sets = len(budget.by_head) if isinstance(budget.by_head, tuple) else 1
+        reads = np.array([budget.count_heads(n) for n in seen.tolist()], np.int64).reshape(len(seen), sets)
         dense = np.all(reads >= seen[:, None], axis=1)  # such a row reads all that it sees, without a search
         tail = np.where(dense, 0, np.maximum(seen - budget.recent, 0))
         return cls(np.where(used, table, 0), np.stack([np.zeros_like(seen), tail, seen], 1), reads, budget)
@@ -151,7 +152,7 @@ class PagedLayer:
         given = Given(torch.from_numpy(self._choose(x.q, pages.codes, step)), table=step.blocks)
         always = step.budget.sink, step.budget.recent
         own = self._steps.setdefault(always, CpuStep(self.layer, None, *always))
-        block = Block.whole(0, int(step.spans[:, 2].max(initial=0)))._replace(spans=step.spans)
+        block = Block(step.spans, step.reads, int(step.spans[:, 2].max(initial=0)), 0, 0)
         out, used = cast("tuple[Tensor, NDArray[np.int64]]", own.run(x, block, given=given))
         self.selected += int(used.sum()) * (q.shape[1] // heads)
         self.visible += int(step.spans[:, 2].sum()) * q.shape[1]

@@ -83,25 +83,6 @@ class Capture:
             return file.get_tensor(f"v.{layer}")
 
 
-class InMemory(Capture):
-    """The result of `run_context`, readable like any `Capture`; every context number gives the same one."""
-
-    def __init__(self, tensors: dict[str, Tensor], scalings: dict[str, str]):
-        super().__init__(Path(), 1)
-        self.tensors: dict[str, Tensor] = tensors
-        self.scalings: dict[str, str] = scalings
-
-    def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
-        return self.tensors[f"k.{layer}"], float(self.scalings[f"scaling.{layer}"])
-
-    def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
-        tokens = self.tensors[f"k.{layer}"].shape[2]
-        return _chosen(self.tensors[f"q.{layer}"], self.tensors.get(f"rows.{layer}"), rows, tokens)
-
-    def values(self, context: int, layer: int) -> Tensor:
-        return self.tensors[f"v.{layer}"]
-
-
 def _chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int) -> Tensor:
     """Return the queries [1, Hq, R, D] of `rows`, int64 [R], None for all, of those that were kept: q [1, Hq, S, D] of
     the rows `at`, int [S], ascending, None for all `tokens`."""
