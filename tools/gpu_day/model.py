@@ -3,11 +3,14 @@
 import contextlib
 import itertools
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 from timing import Stage
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen2Config
@@ -127,16 +130,20 @@ def train(stage: Stage, variant: str, tokens: int) -> None:
     """Write a row `train`: the time and the memory of a training step of one layer."""
     from hashtrain import HasherConfig, ModelShape, TrainConfig
     from hashtrain.artefact.hasher import make_layer
-    from hashtrain.data.captured import InMemory
+    from hashtrain.data.captured import Capture
     from hashtrain.training.trainer import Training
 
     config = HasherConfig(variant, ModelShape(1, 32, 8, 128), bits=128, hidden=128)
     layer, how = make_layer(config, 0, 0).to(stage.device), TrainConfig(steps=24 if stage.cuda else 3)
     k, q = (torch.randn(1, heads, tokens, 128).bfloat16() for heads in (8, 32))
-    training, times = Training(layer, 0, InMemory({"k.0": k, "q.0": q}, {"scaling.0": str(128**-0.5)}), how), []
-    if stage.cuda:
-        torch.cuda.reset_peak_memory_stats()
-    training.run(lambda *_: times.append(time.perf_counter()))
+    times: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        data = Capture(Path(folder), 1)
+        save_file({"k.0": k, "q.0": q}, data.file(0), {"scaling.0": str(128**-0.5)})
+        training = Training(layer, 0, data, how)
+        if stage.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        training.run(lambda *_: times.append(time.perf_counter()))
     gaps = [b - a for a, b in itertools.pairwise(times[1:])]
     peak = torch.cuda.max_memory_allocated() / 1e9 if stage.cuda else 0.0
     stage.put("train", variant=variant, tokens=tokens, step_ms=statistics.median(gaps) * 1e3, peak_gb=peak)
