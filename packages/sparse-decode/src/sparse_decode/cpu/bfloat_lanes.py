@@ -49,7 +49,7 @@ VECTORS = BLOCK // LANES
 POWERS = [0.009582853, 0.055906425, 0.240240986, 0.693124193, 1.0]
 """Coefficients of 2^r for |r| <= 1/2, highest first, to a relative error of 3e-6."""
 LEAST = -126.0
-"""Least exponent of a weight that is not 0: to compute a smaller one, a subnormal number, takes thirty times as long."""
+"""Least exponent of a weight that is not 0: a smaller one, a subnormal number, would take thirty times as long."""
 _ONES = 0x3F803F80  # twice 1 in bfloat16
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 

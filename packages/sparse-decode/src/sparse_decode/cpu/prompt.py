@@ -1,4 +1,4 @@
-"""Dense softmax attention of prompts on the CPU, in bfloat16: keys and values are laid out once for all rows.
+"""Dense softmax attention of prompts on the CPU.
 
     out_h = sum_{j visible} exp(l_j) v_j / (exp(s_h) + sum_{j visible} exp(l_j)),  l_j = scaling q_h . k_j, soft-capped
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparse_decode.cpu import prompt_kernels, tiles
 from sparse_decode.cpu.bfloat_lanes import BLOCK, supported
-from sparse_decode.cpu.dense import place
+from sparse_decode.cpu.dense import attend_all, place
 from sparse_decode.cpu.kernel_threads import run
 from sparse_decode.cpu.lanes import WIDTH
 from sparse_decode.inputs import LIKE
@@ -31,14 +31,15 @@ def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, interval: Tensor | None = None, *,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend to all visible tokens. The processor must have AVX512_BF16.
+    """Attend to all visible tokens, for any number of rows.
 
-    Args: those of `dense.attend_all`, in bfloat16, with any number of rows; scaling above 0.
-    Returns: [B, Q, Hq, Dv], bfloat16; zeros for a row that sees no token.
-    Source: docs/algorithm.md, eq. 8, with all visible tokens selected.
+    Args, returns and source: those of `dense.attend_all`. In bfloat16, if the processor has AVX512_BF16, keys and
+    values are laid out once for all rows; otherwise, rows go through `attend_all` in blocks.
     """
     (batch, hq, rows, dim), (hkv, n), dim_v = q.shape, k.shape[1:3], v.shape[3]
     bounds = causal(batch, rows, n, q.device) if interval is None else interval.expand(batch, -1, -1)
+    if q.dtype != torch.bfloat16 or not supported() or not scaling > 0:
+        return torch.cat([_block(q, k, v, scaling, bounds, r, softcap, sinks) for r in range(0, rows, BLOCK)], 1)
     seen = torch.stack([bounds[..., 0].amin(1), bounds[..., 1].amax(1)], 1).clamp(0, n).numpy()
     limit = np.full((hkv, hq // hkv), -np.inf, np.float32)
     if sinks is not None:
@@ -54,6 +55,17 @@ def attend_rows(
         out.view(torch.int16).numpy().view(np.uint16),
     )  # fmt: skip
     return out
+
+
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, bounds: Tensor, first: int, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attend for BLOCK rows from `first` on, to the part of the tokens that they see."""
+    own = bounds[:, first : first + BLOCK]
+    low, high = int(own[..., 0].min()), max(int(own[..., 1].max()), int(own[..., 0].min()) + 1)
+    part = k[:, :, low:high], v[:, :, low:high]
+    return attend_all(q[:, :, first : first + BLOCK], *part, scaling, own - low, softcap=softcap, sinks=sinks)
 
 
 def _laid_out(x: Tensor, seen: NDArray[np.int64], turned: bool) -> NDArray[np.uint32]:

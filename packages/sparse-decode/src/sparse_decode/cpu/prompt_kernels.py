@@ -157,7 +157,7 @@ def _begin(tiled, configuration):  # pragma: no cover - compiled
 def _attend(
     tiled, k, k_at, v, v_at, bounds, count, words, wide, scaling, softcap, queries, logits, spare, stats, out
 ):  # pragma: no cover - compiled  # fmt: skip
-    """Attend for the lines of a task: rows with `bounds` [R, 2], `count` lines a row; k_at, v_at: of the first block."""
+    """Attend for the lines of a task: rows with `bounds` [R, 2], `count` lines a row; k_at, v_at: of block 0."""
     each, lines, weights = SIDE if tiled else MOST_ROWS, len(bounds) * count, logits.view(np.uint32)
     out[:], stats[:, 0], stats[:, 1] = 0, np.float32(-np.inf), np.float32(0)
     low, high, shown_from, shown_to = bounds[0, 0], bounds[0, 1], bounds[0, 0], bounds[0, 1]

@@ -97,13 +97,15 @@ def _summing(fresh: bool) -> Any:
             def bytes_of(step: Any) -> Any:
                 return builder.mul(step, ir.Constant(wide, 4))
 
-            cells = [(i, j, at(c, by.sum(c_at, by.times(c_step, LANES * i), LANES * j))) for i in (0, 1) for j in (0, 1)]
-            for i, j, place in cells:
+            cells = [(i, j) for i in (0, 1) for j in (0, 1)]
+            places = [at(c, by.sum(c_at, by.times(c_step, LANES * i), LANES * j)) for i, j in cells]
+            for (i, j), place in zip(cells, places, strict=True):
                 if fresh:
                     _instruct(builder, "tilezero", _tile(_C[i][j]))
                 else:
                     _instruct(builder, "tileloadd64", _tile(_C[i][j]), place, bytes_of(c_step))
-            with cgutils.for_range(builder, builder.udiv(depth, ir.Constant(depth.type, LANES)), intp=depth.type) as loop:
+            turns = builder.udiv(depth, ir.Constant(depth.type, LANES))
+            with cgutils.for_range(builder, turns, intp=depth.type) as loop:
                 word = by.times(loop.index, LANES)
                 for i in (0, 1):
                     place = at(a, by.sum(a_at, by.times(a_step, LANES * i), word))
@@ -111,9 +113,9 @@ def _summing(fresh: bool) -> Any:
                 for j in (0, 1):
                     place = at(b, by.sum(b_at, by.times(b_step, word), LANES * j))
                     _instruct(builder, "tileloadd64", _tile(_B[j]), place, bytes_of(b_step))
-                for i, j, _ in cells:
+                for i, j in cells:
                     _instruct(builder, "tdpbf16ps", _tile(_C[i][j]), _tile(_A[i]), _tile(_B[j]))
-            for i, j, place in cells:
+            for (i, j), place in zip(cells, places, strict=True):
                 _instruct(builder, "tilestored64", _tile(_C[i][j]), place, bytes_of(c_step))
             return context.get_dummy_value()
 
