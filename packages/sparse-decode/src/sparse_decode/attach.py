@@ -71,9 +71,9 @@ def attach(
             row until the cache is discarded. On the CPU the sums are recomputed; a compiled step raises an error.
         kv: where the sparse layers of dynamic caches store keys and values. "host": in host memory, pinned if there is
             a GPU; codes stay on the device, and a sparse step copies only the selected rows to it.
-        prompt: "sparse": in the full-attention layers that `dense_layers` does not name, blocks of 16 rows of a prompt
+        prompt: "sparse": in the full-attention layers that `dense_layers` does not name, blocks of 32 rows of a prompt
             read the first 16 and last 256 tokens that they see, and a tenth of the others, found by exact products of
-            every fourth row (kernels in cpu/granule_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
+            every second row (kernels in cpu/granule_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
         removed: arguments of earlier versions; each is refused with what to do instead.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.

@@ -31,8 +31,8 @@ from sparse_decode.cpu.prompt_kernels import CHUNK, LINE, attend_span, begin, lo
 from sparse_decode.cpu.softmax import cap
 from sparse_decode.cpu.tiles import SIDE, release
 
-ROWS = 16
-PROBE = 4
+ROWS = 32
+PROBE = 2
 SINK = 16
 RECENT = 256
 GRANULE = 16
