@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness and their data: local files, shipped ones, groups, and errors."""
 
+import json
 import os
 import random
 import shutil
@@ -44,6 +45,61 @@ def test_a_local_file_includes_a_shipped_task(tmp_path):
     (found,) = load_tasks(LongbenchCommand(tasks=("longbench_triviaqa",), **given))
     assert found.task.config.dataset_path == "json"
     assert found.task.config.dataset_name is None  # not that of the shipped data
+
+
+LINE = {"input": "Who?", "context": "Ann came.", "answers": ["Ann"], "length": 2, "dataset": "trec", "language": "en"}
+LINE |= {"all_classes": ["Ann", "Bob"], "_id": "0a"}
+
+
+def own_files(folder, *lines):
+    """The settings of a run on LongBench's own file of one task."""
+    (folder / "trec.jsonl").write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
+    return LongbenchCommand(tasks=("longbench_trec",), include_path=(folder,))
+
+
+def test_longbenchs_own_files_are_its_tasks(tmp_path):
+    (found,) = load_tasks(own_files(tmp_path, LINE, "\n", {**LINE, "input": "And who\u2028else?"}))
+    prompts = [x.args[0] for x in found.task.instances]
+    assert [prompt.split("Ann came.")[1] for prompt in prompts] == ["\nWho?", "\nAnd who\u2028else?"]
+    assert found.task.process_results(found.task.instances[0].doc, ["Ann"])["score"] == 1
+    given = folder_with(
+        tmp_path, a="include: longbench_trec\ndataset_path: json\ndataset_kwargs: {data_files: {test: x.jsonl}}"
+    )
+    (tmp_path / "x.jsonl").write_text(json.dumps({**LINE, "input": "Mine?"}))
+    (found,) = load_tasks(LongbenchCommand(tasks=("longbench_trec",), **given))
+    assert found.task.instances[0].args[0].endswith("Mine?")  # YAML goes before a file of the name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            {"answers": None},
+            "line 2 of .*trec.jsonl: expected the fields answers, context, question, answers is missing",
+        ),
+        ({"context": None}, "line 2 of .*context is missing or null"),
+        ({"context": " \n"}, "line 2 of .*expected a text in `context`, got none"),
+        ({"answers": []}, r"line 2 of .*expected a list of one or more texts in `answers`, got \[\]"),
+        ({"answers": [""]}, "line 2 of .*expected a list of one or more texts"),
+        ({"answers": "Ann"}, 'line 2 of .*expected a list of one or more texts in `answers`, got "Ann"'),
+        ({"length": "two"}, "line 2 of .*`length` is a str, in the lines before a number"),
+        ('{"input": \n', "line 2 of .*trec.jsonl: Expecting value"),
+        ('["Ann"]\n', "line 2 of .*expected a JSON object, got list"),
+    ],
+)
+def test_a_line_that_is_no_use_is_named_with_its_number(tmp_path, wrong, words):
+    with pytest.raises(ValueError, match=words) as raised:
+        load_tasks(own_files(tmp_path, LINE, wrong if isinstance(wrong, str) else LINE | wrong))
+    assert "\n" not in str(raised.value)
+
+
+def test_data_that_cannot_be_scored_is_named_before_the_model_runs(tmp_path):
+    with pytest.raises(ValueError, match=r"trec\.jsonl has no lines: expected a JSON object with answers, context"):
+        load_tasks(own_files(tmp_path, "\n"))
+    with pytest.raises(ValueError, match=r"longbench_trec cannot use its data \(TypeError: .*\); check its fields"):
+        load_tasks(own_files(tmp_path, LINE | {"all_classes": None}))
 
 
 @pytest.fixture
