@@ -115,6 +115,29 @@ def test_tasks_beyond_the_default_ones_are_found(few_shipped):
     assert found.task.config.doc_to_choice == "{{choices}}"
 
 
+OURS = "include: longbench_trec\ntask: mine\ndataset_path: json\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "- a",
+        "task: [",
+        "task: {a: 1}",
+        "include: 3\ntask: mine",
+        OURS + "doc_to_text: '{{'",
+        OURS + "doc_to_text: 3",
+    ]
+    + [f"{OURS}dataset_kwargs: {x}" for x in ("3", "[1]", "{data_files: 3}", "{data_files: {test: a.yaml}}")],
+)
+def test_yaml_that_is_no_task_is_one_sentence(few_shipped, tmp_path, text):
+    (tmp_path / "own").mkdir()
+    with pytest.raises(ValueError, match=r"a\.yaml|mine|cannot read the tasks") as raised:
+        load_tasks(LongbenchCommand(tasks=("mine",), **folder_with(tmp_path / "own", a=text)))
+    assert "\n" not in str(raised.value)
+
+
 def test_unknown_names_are_named(few_shipped, tmp_path):
     with pytest.raises(ValueError, match="unknown to lm-evaluation-harness and --include-path: --tasks nobody"):
         load_tasks(LongbenchCommand(tasks=("nobody", "longbench")))

@@ -25,6 +25,7 @@ import jinja2
 import jinja2.meta
 import lm_eval.tasks
 import numpy as np
+import yaml
 from datasets.exceptions import DatasetsError
 from hashtrain.files.untrusted import one_line
 from lm_eval.api.task import ConfigurableTask
@@ -78,7 +79,11 @@ def load_tasks(command: BenchmarkCommand) -> list[BenchmarkTask]:
     Raises: ValueError with one sentence if a name is unknown, or a YAML or a data set cannot be used.
     """
     with as_guest(command.seed):
-        manager = _manager(command)
+        try:
+            manager = _manager(command)
+        except (yaml.YAMLError, jinja2.TemplateError, LookupError, TypeError, AttributeError, OSError) as error:
+            where, what = ", ".join(map(str, command.include_path)), f"{type(error).__name__}: {one_line(error)}"
+            raise ValueError(f"cannot read the tasks of {where or 'lm-evaluation-harness'} ({what})") from error
         names = list(dict.fromkeys(leaf for name in command.tasks for leaf in _leaves(manager, name)))
         found: dict[str, ConfigurableTask] = {}
         for name in names:
@@ -160,6 +165,9 @@ def _register(
         config |= {key: value for key, value in load_yaml(source).items() if key not in ("tag", "task_list")}
     config = _with_files({**config, **own}, own, folder)
     files = (config.get("dataset_kwargs") or {}).get("data_files")
+    if config.get("dataset_path") == "json" and not files:  # which `datasets` takes for all JSON below this folder
+        given = "`dataset_path: json` without `dataset_kwargs: {data_files: ...}`"
+        raise ValueError(f"{config.get('task')} of {folder} has {given}, expected files")
     if config.get("dataset_path") == "json" and isinstance(files, dict) and all(map(_is_lines, files.values())):
         needed = _fields(config)
         data = {name: read_lines(Path(file), needed, command.references) for name, file in files.items()}

@@ -106,7 +106,9 @@ class RulerBenchmarkCommand(BenchmarkCommand):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return {"tokenizer": self.model_path, "max_seq_lengths": list(self.lengths)}
+        from hashtrain.adapters import tokenizer_of  # imported here: it loads torch, which `--help` does not need
+
+        return {"tokenizer": tokenizer_of(self.model_path), "max_seq_lengths": list(self.lengths)}
 
 
 @dataclass(frozen=True)
