@@ -116,7 +116,7 @@ def test_contexts_used_for_tuning_are_refused(run, build):
 
 
 DAMAGE = {
-    "tuned for --phase decode": lambda data: {**data, "phase": "decode"},
+    "tuned for --phase 'decode'": lambda data: {**data, "phase": "decode"},
     "of another model": lambda data: {**data, "model_identity": "0"},
     "is damaged": lambda data: {k: v for k, v in data.items() if k != "documents"},
     "parameters of planes": lambda data: {**data, "parameters": {"planes": {"page": 4}}},
