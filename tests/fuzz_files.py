@@ -207,7 +207,10 @@ def tuned(rng) -> None:
     imported()
     (folder() / FILE).write_bytes(altered(rng, TUNED))
     read = found(lambda: read_tuned(folder(), "m", "decode"), FILE)
-    assert read is None or read.parameters.keys() <= {"quest"}
+    if read is not None:
+        said = json.loads((folder() / FILE).read_text())
+        assert (said["model_identity"], said["phase"]) == ("m", "decode")
+        assert read.parameters.keys() <= {"quest"}
 
 
 # ---- Adapters, texts, a benchmark's lines --------------------------------------------------------------------------

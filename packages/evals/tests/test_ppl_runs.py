@@ -7,7 +7,6 @@ import pytest
 from evals.results import read_result
 from evals.tasks import ppl
 from hashtrain import models
-from hashtrain.usage import UsageError
 from rich.console import Console
 from transformers import LlamaModel
 
@@ -45,20 +44,6 @@ def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
     assert "| 10 %, as recent, planes |" in report
     assert "| 10 %, fixed, recent |" in report
     assert "| 10 %, as recent, planes - recent |" in report
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"match": ("recent",)}, "takes no recent; expected methods of --methods that are not ours, here none"),
-        ({"methods": ("planes", "lsh"), "match": ("planes",)}, "takes no planes; .* here lsh"),
-        ({"methods": ("lsh",), "match": ("lsh",)}, "needs a method of ours in --methods, got none; add one of planes"),
-        ({"methods": ("planes", "lsh"), "match": ("lsh", "lsh")}, "must not repeat a method"),
-    ],
-)
-def test_a_match_that_cannot_be_is_refused(ppl_command, settings, message):
-    with pytest.raises(UsageError, match=message):
-        ppl_command(**{"methods": ("planes",), **settings})
 
 
 def test_rows_follow_from_the_samples(ppl_command):
