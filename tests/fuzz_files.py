@@ -1,4 +1,5 @@
-"""Damaged and lying files of untrusted origin: hashers, published lists, captures, checkpoints, runs, settings.
+"""Damaged and lying files of untrusted origin: hashers, adapters, published lists, captures, checkpoints, runs, tuned
+parameters, settings, texts, and a benchmark's lines.
 
 A case damages one file of one kind: the law stands in fuzz_damage.py.
 """
@@ -8,13 +9,17 @@ import json
 from dataclasses import asdict, astuple
 
 import torch
+from evals.harness.lines import read_lines
 from evals.results import Row, read_result, rows_to_text
 from evals.runner import RunFolder
+from evals.tuned import FILE, read_tuned
 from fuzz_damage import altered, damaged, folder, found, one_of
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.adapters import base_of
 from hashtrain.artefact.convert import convert
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.data.capture import Capture
+from hashtrain.data.texts import read_texts
 from hashtrain.settings.toml import with_config
 from hashtrain.training.checkpoint import load_stored, save_stored
 from hashtrain.training.train_config import TrainConfig
@@ -183,6 +188,74 @@ def stored_run(rng) -> None:
     path.write_text(json.dumps(run_files()[name]))
 
 
+TUNED = {"model_identity": "m", "phase": "decode", "documents": ["abc"], "parameters": {"quest": {"page": 16}}}
+
+
+@functools.cache
+def imported() -> None:
+    """Read one whole file each, so that what readers import at first use is not measured as memory of a read."""
+    for path, content, read in (
+        (folder() / FILE, json.dumps(TUNED), lambda path: read_tuned(path.parent, "m", "decode")),
+        (folder() / "text.jsonl", '{"text": "a"}', lambda path: read_texts([path])),
+        (folder() / "lines.jsonl", '{"a": "a"}', lambda path: read_lines(path, ["a"], "")),
+    ):
+        path.write_text(content)
+        read(path)
+
+
+def tuned(rng) -> None:
+    imported()
+    (folder() / FILE).write_bytes(altered(rng, TUNED))
+    read = found(lambda: read_tuned(folder(), "m", "decode"), FILE)
+    if read is not None:
+        said = json.loads((folder() / FILE).read_text())
+        assert (said["model_identity"], said["phase"]) == ("m", "decode")
+        assert read.parameters.keys() <= {"quest"}
+
+
+# ---- Adapters, texts, a benchmark's lines --------------------------------------------------------------------------
+
+ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "owner/name", "r": 4, "rank_pattern": {"q_proj": 2}}
+
+
+def adapter(rng) -> None:
+    place = folder() / "adapter"
+    place.mkdir(exist_ok=True)
+    (place / "adapter_model.safetensors").touch()
+    (place / "adapter_config.json").write_bytes(altered(rng, ADAPTER))
+    read = found(lambda: base_of(str(place)), "adapter")
+    assert read is None or isinstance(read, str)
+
+
+ROWS = [{"text": "first words", "id": 1}, {"text": "second, \u00e9\u2028", "id": 2}]
+
+
+def texts(rng) -> None:
+    """A damaged text, plain or in JSON lines: what is read has words."""
+    imported()
+    path = folder() / one_of(rng, ["text.txt", "text.jsonl"])
+    lines = [altered(rng, row) if rng.random() < 0.5 else json.dumps(row).encode() for row in ROWS]
+    path.write_bytes(damaged(rng, b"Some words.\n" * 9) if path.suffix == ".txt" else b"\n".join(lines))
+    read = found(lambda: read_texts([path]), path.name)
+    assert read is None or all(document.text.strip() for document in read)
+
+
+LINE = {"input": "Who?", "context": "Ann came.", "answers": ["Ann", "Anne"], "length": 2, "all_classes": None}
+
+
+def benchmark_lines(rng) -> None:
+    """Damaged lines of LongBench or RULER: each that is read has a context and answers."""
+    imported()
+    name, path = one_of(rng, ["answers", "outputs"]), folder() / "lines.jsonl"
+    lines = [json.dumps({**LINE, name: LINE["answers"]}).encode() for _ in range(3)]
+    lines[int(rng.integers(3))] = altered(rng, {**LINE, name: LINE["answers"]})
+    path.write_bytes(b"\n".join(lines))
+    read = found(lambda: read_lines(path, {"context", "question", name}, name), path.name)
+    if read is not None:
+        assert len(read) == sum(bool(line.strip()) for line in path.read_text().split("\n"))
+        assert all(row["context"].strip() and all(one.strip() for one in row[name]) and row[name] for row in read)
+
+
 TOML = b'bits = 64\nout = "runs/x"\nonly = ["planes", "lsh"]\nlearning_rate = 0.01\n'
 WORSE = [b"a = " + b"[" * 9000, b"bits = " + b"9" * 5000, b'out = "--help"']
 
@@ -196,7 +269,7 @@ def settings(rng) -> None:
 
 KINDS = (
     *(hasher_weights, hasher_config, published_list, shard),
-    *(checkpoint, stored_run, settings),
+    *(checkpoint, stored_run, settings, tuned, adapter, texts, benchmark_lines),
 )
 
 

@@ -1,8 +1,11 @@
 """Backbones that people change: LoRA adapters, quantised weights, other dtypes, compiled models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.adapters import adapter_of
 from sparse_decode import Budget, attach
 from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
@@ -37,6 +40,19 @@ def quantised(model):
     return model
 
 
+def of_torchao(bits):
+    """Quantise weights by torchao: `uv run --with torchao pytest -W default FILE`. Without it, the tests are skipped:
+    transformers imports an installed torchao in every process, which takes seconds."""
+
+    def change(model):
+        torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+        four = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32))
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig() if bits == 8 else four)
+        return model
+
+    return change
+
+
 def adapted(model):
     """Add LoRA to the attention, with weights that matter."""
     torch.manual_seed(0)
@@ -49,7 +65,7 @@ def adapted(model):
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}])
-@pytest.mark.parametrize("change", [quantised, adapted])
+@pytest.mark.parametrize("change", [quantised, adapted, of_torchao(8), of_torchao(4)])
 def test_changed_backbones_are_dense_at_a_full_budget_and_keep_the_laws(change, way, monkeypatch):
     model, (ids, mask) = change(tiny_model()), prompts()
     dense = generate(model, ids, mask, **way)
@@ -71,6 +87,18 @@ def test_adapters_may_be_switched_while_attached():
     with attach(tiny_model(), SignHasher(), TENTH) as attachment:
         assert torch.equal(generate(attachment.model, ids, mask), without)
     assert not torch.equal(with_adapter, without)
+
+
+def test_a_hasher_made_for_another_adapter_says_so_once():
+    model = adapted(tiny_model())
+    made = HasherConfig("planes", ModelShape.of(model.config), hidden=16, adapter=adapter_of(model))
+    attach(model, Hasher(made)).detach()
+    attach(model, Hasher(replace(made, adapter=None))).detach()
+    for other in (tiny_model(), model.unload()):
+        with pytest.warns(UserWarning, match=r"this one has none, unless .* it may find less") as noted:
+            attach(other, Hasher(made)).detach()
+        assert len(noted) == 1
+        assert noted[0].filename == __file__
 
 
 def test_attaching_to_the_adapted_model_and_to_its_base_is_attaching_twice():

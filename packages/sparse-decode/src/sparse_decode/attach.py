@@ -3,11 +3,13 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
+from hashtrain.adapters import other_adapter
 from hashtrain.models import text_decoder
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -142,6 +144,8 @@ class Attachment:
             self._switch_on(planned.modules, how)
             if planned.modules and (reach := getattr(selector, "reach", None)) is not None:
                 self._handles.append(ReachHook(planned.modules[min(planned.modules)], reach).handle)
+            if (words := other_adapter(selector, model)) is not None:
+                warnings.warn(words, stacklevel=4)  # where `attach` is called
 
     def _switch_on(self, modules: Mapping[int, Attention], how: Options) -> None:
         """Set the model's attention, and hook its sparse layers."""

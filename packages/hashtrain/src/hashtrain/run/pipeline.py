@@ -187,15 +187,15 @@ def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
         trained = asdict(training_of(command, recipe, prepared.device))
         del trained["chunk"]  # does not change the result
         trained |= {"context": command.context, "contexts": len(prepared.train.contexts)}
+    of_data = recipe.trained or starts_from_data(recipe.variant)
     own: dict[str, Any] = {"bits": command.bits, "hidden": width_of(recipe, prepared.shape), **recipe.config}
     return HasherConfig(
         variant=recipe.variant,
         shape=prepared.shape,
         planes=command.planes or 0,
         training=trained,
-        reach=prepared.reach
-        if recipe.trained or starts_from_data(recipe.variant)
-        else None,  # others know no positions
+        reach=prepared.reach if of_data else None,  # others know no positions
+        adapter=prepared.adapter if of_data else None,
         base_model=base_model(command.model),
         base_revision=getattr(prepared.model_config, "_commit_hash", None),
         **own,

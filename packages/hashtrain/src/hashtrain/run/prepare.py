@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hashtrain.adapters import adapter_of
 from hashtrain.artefact.hasher import require_own
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import context_bytes, context_key, free_disk, require_disk, weights_hash
@@ -47,6 +48,8 @@ class Prepared:
     """Bytes of all captures that are stored at once."""
     device: str
     """`cpu`, `cuda` for one device a process, or `cuda:N`."""
+    adapter: str
+    """A digest of the model's adapter (`hashtrain.adapters`)."""
     identity: str
     """A digest of all training and held-out contexts, which decide the result."""
 
@@ -91,7 +94,7 @@ def prepare(command: TrainCommand) -> Prepared:
             identity.update(context_key(weights, ids, device[:4], first=source.first(number)).encode())
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     inputs = command, model.config, size, shape, reach, train, validation
-    return Prepared(*inputs, parts, disk, device, identity.hexdigest())
+    return Prepared(*inputs, parts, disk, device, adapter_of(model), identity.hexdigest())
 
 
 def workers_of(command: TrainCommand, device: str) -> int:
