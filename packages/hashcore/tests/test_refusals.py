@@ -21,7 +21,7 @@ REFUSED = {
     "pack a scalar": (lambda: pack(np.array(1.0)), ValueError, "shape [..., D], got a scalar"),
     "pack 33": (lambda: pack(np.zeros(33)), ValueError, "positive multiple of 32 (bits per word), got 33; pad it"),
     "pack 0": (lambda: pack(np.zeros((2, 0))), ValueError, "got 0; pad it"),
-    "unpack floats": (lambda: unpack(np.zeros(4)), TypeError, "must be int32 words, got float64; create them with"),
+    "unpack floats": (lambda: unpack(np.zeros(4)), TypeError, "must be int32 words, got float64; use hashcore.pack"),
     "unpack a scalar": (lambda: unpack(np.int32(1) * np.array(1, "i4")), TypeError, "got codes: int32"),
     "unpack no words": (lambda: unpack(CODES[:, :0]), ValueError, "at least one word per code, got shape [3, 0]"),
     "9 planes": (lambda: quantise(np.ones(4), 9), ValueError, "planes must be in 1..8, got 9;"),
@@ -35,6 +35,11 @@ REFUSED = {
     "group of 0": (lambda: group_planes(CODES[:0]), ValueError, "at least one code, got shape [0, 4]"),
     "group of a code": (lambda: group_planes(CODES[0]), ValueError, "shape [..., G, W], got [4]; add the"),
     "score int64": (lambda: score(CODES.astype(int), CODES), TypeError, "query must be int32 words, got int64"),
+    "score bytes": (
+        lambda: score(CODES, CODES.view("u1")),
+        TypeError,
+        "words, got uint8; read packed bytes with .view(",
+    ),
     "score one key": (lambda: score(CODES, CODES[0]), ValueError, "keys must have shape [..., N, W], got [4];"),
     "score words": (lambda: score(CODES, CODES[:, :3]), ValueError, "the same number of words, got 4 and 3;"),
     "score lead": (
@@ -166,10 +171,33 @@ REFUSED = {
 }
 
 
+def masked(call, *given):
+    return lambda: call(*given[:-1], np.ma.array(given[-1]))
+
+
+REFUSED |= {
+    f"a mask in {name}": (call, TypeError, f"{name} must be an array without a mask, got a masked array; choose its")
+    for name, call in {
+        "x": masked(pack, np.zeros(32)),
+        "codes": masked(unpack, CODES),
+        "w": masked(planes, np.ones(32)),
+        "query": lambda: score(np.ma.array(CODES), CODES),
+        "keys": masked(score, CODES, CODES),
+        "scores": lambda: topk(np.ma.array(SCORES), 1),
+        "k": masked(topk, SCORES, 1),
+        "lengths": lambda: topk(SCORES, 1, lengths=np.ma.array([1, 1])),
+        "starts": lambda: search(CODES, CODES, 1, starts=np.ma.array([1, 1, 1])),
+        "sink": lambda: topk(SCORES, 1, sink=np.ma.array(1)),
+        "blocks": lambda: search(ONE, POOL, 1, blocks=np.ma.array([1])),
+        "out[0]": lambda: topk(SCORES, 1, out=(np.ma.array(SCORES[:, :1]), SCORES[:, :1])),
+    }.items()
+}
+
+
 # Values of arrays, which the host does not see on a device; and what is said of arrays alone.
 OF_ARRAYS = ("k row beyond", "k row negative", "length row negative", "start after the end", "no such page", "page -1")
 OF_ARRAYS += ("unpack a scalar", "pack a list", "words apart in pages", "quantise 1e300", "blocks a list", "k a table")
-OF_ARRAYS += ("an order for every row", "out too wide")
+OF_ARRAYS += ("an order for every row", "out too wide", *(case for case in REFUSED if case.startswith("a mask in")))
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -27,6 +27,29 @@ def test_operators_keep_their_schema_and_their_shapes(name):
     torch.library.opcheck(getattr(torch.ops.hashcore, name).default, operator_samples("cpu")[name])
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_the_default_dtype_changes_nothing(rng, backend, dtype):
+    """Every tensor is made with the dtype it needs, on every way through hashcore."""
+    w, keys = rng.normal(size=(2, 3, 128)).astype(np.float32), random_codes(rng, 2, 300, 4)
+
+    def everything():
+        planes, weights = backend("planes", w[:, 0], 3)
+        found = [backend("quantise", w), backend("pack", w), backend("group_planes", keys[:, :7])[0]]
+        for order in ("best", "index"):
+            found += backend("search", planes, keys, np.array([9, 30]), weights, order=order)
+        scores = backend("score", planes, keys, weights)
+        return [*found, scores, *backend("topk", scores, 9, lengths=np.array([300, 7])), backend("unpack", keys)]
+
+    expected = everything()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(getattr(torch, dtype))
+        found = everything()
+    finally:
+        torch.set_default_dtype(before)
+    assert_same(found, [[np.asarray(y) for y in x] if isinstance(x, tuple) else np.asarray(x) for x in expected])
+
+
 def decode_step(w, keys, x, lengths):
     """Every public function that a compiled model may call."""
     planes, weights = hashcore.planes(w, 3, check=False)

@@ -11,6 +11,8 @@
     matrix   float32 [D, 32 W]    if flag MATRIX         vectors  float16 or float32 [n, D], if kept
     ids      int64 [n]            flag ASCENDING: they ascend
 
+Without a matrix a code has D bits, a multiple of 8; the bits after them are 0.
+
 Offsets of sections are not stored but follow from shapes; their sum must equal the file's length before anything is
 allocated or mapped. Every load verifies the header, mean and matrix; the other sections are verified by default.
 """
@@ -48,7 +50,7 @@ LARGEST = 2**20  # dimensions, and bits
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
-def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: int) -> None:
+def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows) -> None:
     """Write all rows to path atomically; on any failure, path keeps its old content."""
     path = Path(path)
     if path.is_dir():
@@ -59,7 +61,7 @@ def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: i
     shapes = _shapes(rows.count, words, encoder.dim, kept, flags)
     seed = -1 if encoder.seed is None else encoder.seed
     fields = FIELDS.pack(
-        *(MAGIC, VERSION, HEADER, _length(shapes), rows.count, next_id, seed, words, encoder.dim, kept, flags)
+        *(MAGIC, VERSION, HEADER, _length(shapes), rows.count, rows.next_id, seed, words, encoder.dim, kept, flags)
     )
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(bytes(HEADER))
@@ -69,8 +71,8 @@ def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: i
         file.write(head + hashlib.sha256(head).digest())
 
 
-def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Encoder, Rows, int]:
-    """Read an index: encoder, rows and next id. Raises: ValueError, before any allocation, for an invalid file."""
+def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Encoder, Rows]:
+    """Read an index. Raises: ValueError, before any allocation, for an invalid file."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"expected a file that BitIndex.save wrote, got the folder {path}; name a file in it")
@@ -95,9 +97,11 @@ def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Enco
     if verify:
         _check_ids(path, arrays["ids"], next_id, bool(flags & ASCENDING))
     mean, matrix = (arrays[name] if flags & flag else None for name, flag in (("mean", MEAN), ("matrix", MATRIX)))
-    encoder = Encoder(dim, 32 * words, mean, matrix, None if seed < 0 else seed)
-    vectors = arrays["vectors"] if kept else None
-    return encoder, Rows(arrays["codes"], arrays["ids"], vectors, count, ascending=bool(flags & ASCENDING)), next_id
+    encoder = Encoder(dim, dim if matrix is None else 32 * words, mean, matrix, None if seed < 0 else seed)
+    codes, vectors = arrays["codes"], arrays["vectors"] if kept else None
+    if verify and encoder.padding and (codes != encoder.masked(codes)).any():
+        _refuse(path, "its codes have more bits than its vectors have dimensions")
+    return encoder, Rows(codes, arrays["ids"], vectors, count, next_id, bool(flags & ASCENDING))
 
 
 def _shapes(count: int, words: int, dim: int, kept: int, flags: int) -> Shapes:
@@ -166,7 +170,7 @@ def _header(path: Path, header: bytes, size: int) -> tuple[int, int, int, int, i
     sound = (
         (1 <= words <= LARGEST // 32 and 1 <= dim <= LARGEST)
         and (kept < len(KINDS) and flags < 8)
-        and (flags & MATRIX or dim == 32 * words)
+        and (flags & MATRIX or (dim % 8 == 0 and words == -(-dim // 32)))
         and (0 <= next_id <= LARGEST_ID + 1 and seed >= -1)
     )
     if not sound:
