@@ -206,11 +206,6 @@ def test_rotation_is_special_orthogonal_block_by_block(dim, bits):
     assert not np.array_equal(matrix, encoder.rotation(dim, bits, 4)) or dim == 1
 
 
-def test_fewer_bits_are_the_first_columns_and_more_begin_with_them():
-    few, many = encoder.rotation(40, 32, 7), encoder.rotation(40, 96, 7)
-    np.testing.assert_array_equal(few, many[:, :32])
-
-
 def test_centring_subtracts_the_mean_of_the_first_vectors_everywhere():
     x = vectors_of(0, 90, 32) + 5
     centred = BitIndex.from_vectors(x, encoder="sign", centre=True)
@@ -231,13 +226,6 @@ def test_adding_in_any_split_equals_adding_at_once(parts, how, seed):
     same_state(whole, split)
     k = min(5, len(x))
     assert_same(split.search(x[:3], k, rerank=2), whole.search(x[:3], k, rerank=2))
-
-
-def test_adding_across_blocks_equals_adding_one_at_a_time(monkeypatch):
-    x = vectors_of(0, 50, 32)
-    whole = BitIndex.from_vectors(x)
-    monkeypatch.setattr(encoder, "BLOCK", 7)
-    same_state(BitIndex.from_vectors(x), whole)
 
 
 @LAW

@@ -236,20 +236,6 @@ def test_only_a_regular_file_is_opened(tmp_path):
         BitIndex.load(tmp_path / "loop")
 
 
-def test_loading_without_verification_reads_no_codes(folder, monkeypatch):
-    small_index(n=50).save(folder / "index")
-    hashed = []
-    real = hashlib.sha256
-
-    def counting(data=b""):
-        hashed.append(len(data))
-        return real(data)
-
-    monkeypatch.setattr(file.hashlib, "sha256", counting)
-    BitIndex.load(folder / "index", verify=False)
-    assert hashed == [file.HEADER - file.DIGEST, 0, 4 * 8 * 32]  # header, mean, matrix
-
-
 def test_without_verification_every_flip_up_to_the_matrix_is_refused(folder, whole):
     data, (settings, *_) = whole
     small = file.HEADER + (4 * 8 + 32 + 4 * 8 * 32 if "centred" in settings[4] else 0)

@@ -193,18 +193,6 @@ def test_a_search_is_right_after_one_that_failed_between_its_launches(rng, monke
     assert_finds(device, **case)
 
 
-@pytest.mark.parametrize("words", [4, 16])
-def test_keys_that_get_better_are_found_behind_a_floor_of_the_worse(rng, words):
-    """Each block's keys are worse than the next one's; the floor is that of the whole row."""
-    n = 9000
-    query = np.full((1, 1, words), -1, np.int32)
-    good = (np.arange(n) * 32 // n)[:, None] > np.arange(32)
-    keys = np.repeat(reference.pack(good.astype(np.float32))[None], words, axis=-1)
-    case = {"weights": (1,), "query": query, "keys": keys, "k": 1500}
-    for order in simulated.ORDERS:
-        assert_finds(simulated.Device(order, 1), **case)
-
-
 def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):
     """The second search of a shape makes nothing: no launch is described again, no memory allocated or cleared."""
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 777, 4)

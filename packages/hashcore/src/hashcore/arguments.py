@@ -156,15 +156,6 @@ def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, .
     return np.broadcast_to(first, lead).flatten()
 
 
-def order(name: Any) -> bool:
-    """Whether results are ordered best first."""
-    if not isinstance(name, str) or name not in ("best", "index"):  # comparing an array would give an array
-        raise ValueError(
-            f'order must be "best" (highest score first) or "index" (ascending), got {shown(name)}; choose one'
-        )
-    return name == "best"
-
-
 def pair(out: Any) -> tuple[Any, Any]:
     """Return the two output arrays of a selection, or None twice."""
     if out is None:

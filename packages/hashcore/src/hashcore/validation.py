@@ -43,10 +43,7 @@ def codes(name: str, x: Described, dims: str) -> None:
 
 def plane_count(planes: Any) -> int:
     """Return planes as an int in 1..8."""
-    count = integer("planes", planes)
-    if not 1 <= count <= 8:
-        raise ValueError(f"planes must be in 1..8, got {count}; 3 is almost as good as real-valued queries")
-    return count
+    return within("planes", planes, 1, 8, "3 is almost as good as real-valued queries")
 
 
 def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int, ...]:
@@ -286,7 +283,7 @@ def not_per_row(name: str, rows: Sequence[int], shape: Sequence[int]) -> ValueEr
     )
 
 
-# ---- Arguments of an index -----------------------------------------------------------------------------------------
+# ---- Options, and arguments of an index ----------------------------------------------------------------------------
 
 
 def vectors_or_codes(**given: Any) -> tuple[NDArray[Any], bool, Restore]:

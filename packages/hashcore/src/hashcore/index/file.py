@@ -22,7 +22,6 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -39,7 +38,6 @@ FIELDS = struct.Struct("<8sII QQqq IIII")
 DIGEST = 32
 HEADER = 256
 ALIGN = 64
-BLOCK = 1 << 22  # bytes hashed and written per block
 SECTIONS = ("mean", "matrix", "ids", "codes", "vectors")
 SMALL = ("mean", "matrix")  # verified by every load: every query reads all of them
 MEAN, MATRIX, ASCENDING = 1, 2, 4
@@ -52,7 +50,7 @@ Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows) -> None:
     """Write all rows to path atomically; on any failure, path keeps its old content."""
-    path = Path(path)
+    path, rows = Path(path), rows.alone()
     if path.is_dir():
         raise IsADirectoryError(f"expected a file to write, got the folder {path}; name a file in it")
     flags = MEAN * (encoder.mean is not None) + MATRIX * (encoder.matrix is not None) + ASCENDING * rows.ascending
@@ -65,7 +63,8 @@ def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows) -> None:
     )
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(bytes(HEADER))
-        digests = [_write_section(file, shapes[name], _pieces(name, encoder, rows)) for name in SECTIONS]
+        columns = encoder.mean, encoder.matrix, rows.ids, rows.codes, rows.vectors
+        digests = [_write_section(file, shapes[name], x) for name, x in zip(SECTIONS, columns, strict=True)]
         head = fields + b"".join(digests)
         file.seek(0)
         file.write(head + hashlib.sha256(head).digest())
@@ -128,29 +127,15 @@ def _length(shapes: Shapes) -> int:
     return HEADER + sum(_padded(*section) for section in shapes.values())
 
 
-def _pieces(name: str, encoder: Encoder, rows: Rows) -> Iterator[NDArray[Any]]:
-    """Yield a section in pieces, without spare capacity."""
-    column = getattr(encoder if name in SMALL else rows, name)
-    if column is None:
-        return
-    count = len(column) if name in SMALL else rows.count
-    step = max(1, BLOCK // max(1, column[:1].nbytes))
-    for start in range(0, count, step):
-        yield column[start : min(start + step, count)]
-
-
-def _write_section(
-    file: IO[bytes], section: tuple[tuple[int, ...], np.dtype[Any]], pieces: Iterable[NDArray[Any]]
-) -> bytes:
+def _write_section(file: IO[bytes], section: tuple[tuple[int, ...], np.dtype[Any]], column: Any) -> bytes:
+    """Write an array, or nothing for None, and its padding; return the digest of both."""
     shape, dtype = section
-    digest = hashlib.sha256()
-    for piece in pieces:
-        octets = np.ascontiguousarray(piece, dtype).reshape(-1).view(np.uint8).data
-        digest.update(octets)
-        file.write(octets)
+    octets = np.ascontiguousarray([] if column is None else column, dtype).reshape(-1).view(np.uint8).data
     padding = bytes(_padded(shape, dtype) - _bytes_of(shape, dtype))
-    digest.update(padding)
+    file.write(octets)
     file.write(padding)
+    digest = hashlib.sha256(octets)
+    digest.update(padding)
     return digest.digest()
 
 
