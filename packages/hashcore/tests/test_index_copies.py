@@ -15,6 +15,7 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import BitIndex
+from hashcore.cuda import program
 from hashcore_index import codes_of, same_state, vectors_of
 from numba.core.compiler_lock import global_compiler_lock
 
@@ -71,8 +72,13 @@ def test_a_copy_is_an_index_of_its_own(kind, way, tmp_path):
         assert each.search(X[:2], len(each))[1].shape == (2, len(each))
 
 
-def test_every_public_class_is_tested_here():
-    assert [x for x in vars(hashcore).values() if isinstance(x, type)] == [BitIndex]
+def test_every_other_public_class_has_nothing_that_changes():
+    """Those of the modules that packages and pages import from, besides errors."""
+    public = [x for module in (hashcore, program) for x in vars(module).values() if isinstance(x, type)]
+    ours = [x for x in public if x.__module__.startswith("hashcore") and not issubclass(x, Exception)]
+    assert ours == [BitIndex, program.Program]
+    one = program.Program("pack.cu", {"NAME": 1})
+    assert [way(one) for name, way in WAYS.items() if name not in ("spawn", "fork")].count(one) == len(WAYS) - 2
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
