@@ -175,21 +175,6 @@ def test_when_ids_run_out_they_must_be_given():
     assert index.ids.tolist() == [0, 1, 2, 3, 4, 2**63 - 2, 77]
 
 
-def test_numpy_use_of_an_index_imports_no_torch(tmp_path):
-    import subprocess
-    import sys
-
-    code = f"""
-import sys, numpy, hashcore
-assert "numba" not in sys.modules
-index = hashcore.BitIndex.from_vectors(numpy.eye(40), keep="float16")
-index.save({str(tmp_path / "index")!r})
-hashcore.BitIndex.load({str(tmp_path / "index")!r}).search(numpy.eye(40), 3, rerank=2)
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_what_is_no_id_is_not_in_an_index():
     index = codes()
     assert 4 in index

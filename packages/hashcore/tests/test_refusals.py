@@ -262,10 +262,14 @@ def test_inputs_are_not_modified(rng):
         np.testing.assert_array_equal(x, copy)
 
 
-def test_numpy_use_imports_no_torch_and_import_alone_no_numba():
-    code = """
+def test_numpy_use_imports_no_torch_and_import_alone_no_numba(tmp_path):
+    code = f"""
 import sys, numpy, hashcore
+index = hashcore.BitIndex(64, encoder="sign", keep="float16")
+index.add(numpy.eye(64))
+index.save({str(tmp_path / "index")!r})
 assert "numba" not in sys.modules
+hashcore.BitIndex.load({str(tmp_path / "index")!r}).search(numpy.eye(64), 3, rerank=2)
 planes, weights = hashcore.planes(numpy.ones((2, 64)))
 hashcore.topk(hashcore.score(planes, planes[0], weights), 1)
 hashcore.search(planes, planes[0], 1, weights)
