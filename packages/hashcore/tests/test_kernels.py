@@ -138,16 +138,10 @@ def assert_selects(values, indices, scores, k, **ranges) -> None:
         assert (ours[..., theirs.shape[-1] :] == other).all()
 
 
-@settings(deadline=None, max_examples=60)
-@given(searches(), orders())
-def test_search_equals_the_reference(case, device):
-    assert_finds(device, **case)
-
-
-@settings(deadline=None, max_examples=40)
-@given(searches(), orders())
-def test_search_without_products_of_bits_equals_the_reference(case, device):
-    with mock.patch.object(tensors, "SIMULATED_TENSOR", False):
+@settings(deadline=None, max_examples=100)
+@given(searches(), orders(), st.booleans())
+def test_search_equals_the_reference(case, device, products_of_bits):
+    with mock.patch.object(tensors, "SIMULATED_TENSOR", products_of_bits):
         assert_finds(device, **case)
 
 
