@@ -15,6 +15,7 @@ import hashcore
 import numpy as np
 import torch
 from fuzz_arrays import REALS, bounds, codes, lay, lead, part, place, reals, scores, size
+from fuzz_places import somewhere
 from hashcore.cpu import threads
 
 
@@ -87,6 +88,7 @@ def drawn_comparison(rng, function, shape, words) -> Call:
 # ---- Cases ---------------------------------------------------------------------------------------------------------
 
 
+@somewhere
 def case(rng: np.random.Generator) -> int:
     """Make one call and compare it with its oracle; return 1, the calls made."""
     call = draw(rng)

@@ -1,20 +1,35 @@
-"""BitIndex against a list of its rows: any history of additions and removals, then searches of every kind."""
+"""BitIndex against a list of its rows: any history of additions, removals and copies, then searches of every kind."""
+
+import copy
+import pickle
 
 import fuzz_oracles
 import numpy as np
 from fuzz_arrays import codes, lay
+from fuzz_places import somewhere
 from hashcore import BitIndex
 
 
+@somewhere
 def case(rng: np.random.Generator) -> int:
     """Build an index, change it and search it; return how many searches were compared."""
     dim, plain = 32 * int(rng.integers(1, 5)), bool(rng.random() < 0.5)
     keep = rng.choice([None, "float16", "float32"])
     index, known = BitIndex(dim, encoder="sign", keep=keep), {}
+    others = []
     for _ in range(int(rng.integers(1, 6))):
         change(rng, index, known, dim, plain)
-    assert list(index) == list(known)
-    return search(rng, index, known, dim, plain)
+        if rng.random() < 0.3:  # from here on both change
+            others.append((index, dict(known)))
+            index = [copy.copy, copy.deepcopy, pickled][rng.integers(3)](index)
+            change(rng, *others[-1], dim, plain)
+    for each, rows in [*others, (index, known)]:
+        assert list(each) == list(rows)
+    return search(rng, *([*others, (index, known)][rng.integers(len(others) + 1)]), dim, plain)
+
+
+def pickled(index):
+    return pickle.loads(pickle.dumps(index))  # noqa: S301  what was pickled here
 
 
 def change(rng, index, known, dim, plain):
@@ -29,7 +44,7 @@ def change(rng, index, known, dim, plain):
     x = rng.integers(-3, 4, (count, dim)).astype(rng.choice([np.float16, np.float32, np.float64]))
     x = lay(rng, x, plain, any_order=True)
     if rng.random() < 0.5:
-        ids, first = None, index._next_id
+        ids, first = None, index._rows.next_id
         numbers = range(first, first + count)
     else:
         free = np.setdiff1d(np.arange(4000), np.array(list(known), np.int64))
@@ -51,6 +66,11 @@ def search(rng, index, known, dim, plain) -> int:
     expected = fuzz_oracles.search(planes, keys, k, weights)
     same(index.search(w, k, planes=count), expected, ids)
     same(index.search(planes, k, weights=weights), expected, ids)
+    chosen = rng.random(len(ids)) < rng.choice([0, 0.01, 0.5, 1])
+    few = min(k, int(chosen.sum()))
+    expected = fuzz_oracles.search(planes, keys[chosen], few, weights)
+    given = {"ids": rng.permutation(ids[chosen])} if rng.random() < 0.5 else {"without": rng.permutation(ids[~chosen])}
+    same(index.search(planes, few, weights=weights, **given), expected, ids[chosen])
     if index.keep:
         cosine, exact = bool(rng.random() < 0.5), w.astype(np.float64) @ x.T
         if cosine:
@@ -61,7 +81,7 @@ def search(rng, index, known, dim, plain) -> int:
         np.testing.assert_allclose(found, np.take_along_axis(exact, place, -1), rtol=1e-6, atol=1e-6)
         best = -np.sort(-exact, axis=-1)[:, :k]
         np.testing.assert_allclose(found, best, rtol=1e-6, atol=1e-6)
-    return 3 + bool(index.keep)
+    return 4 + bool(index.keep)
 
 
 def same(found, expected, ids):

@@ -8,6 +8,7 @@ import hashlib
 
 import numpy as np
 from fuzz_damage import NUMBERS, damaged, folder, found, one_of
+from fuzz_places import somewhere
 from hashcore import BitIndex
 from hashcore.index import file
 
@@ -24,12 +25,14 @@ def whole() -> list[bytes]:
         made = [BitIndex.from_vectors(x, encoder="sign", keep=keep) for keep in (None, "float16", "float32")]
         made += [BitIndex.from_vectors(x, rng.permutation(50)[:9], centre=True), BitIndex(32), BitIndex(7, 64, seed=3)]
         made[-1].add(rng.normal(size=(3, 7)))
+        made.append(BitIndex.from_codes(np.packbits(x[:, :24] > 0, axis=-1)))
         for index in made:
             index.save(folder() / "whole")
             files.append((folder() / "whole").read_bytes())
     return files
 
 
+@somewhere
 def case(rng: np.random.Generator) -> int:
     """Write one damaged or forged file, open it in one way and use what is opened; return 1."""
     forged = bool(rng.random() < 0.25)
@@ -63,7 +66,7 @@ def set_field(rng, data: bytearray) -> None:
 def use(rng, index: BitIndex) -> None:
     """Do everything once with what was opened; its content may be wrong, so ValueError in one line is an answer."""
     codes, count = index.codes, min(len(index), 3)
-    assert codes.shape == (len(index), index.bits // 32)
+    assert codes.shape == (len(index), -(-index.bits // 32))
     scores, ids = index.search(codes[:2], count)
     assert scores.shape == ids.shape == (len(codes[:2]), count)
     x = rng.normal(size=(2, index.dim)).astype(np.float32)

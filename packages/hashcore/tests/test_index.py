@@ -8,7 +8,7 @@ import pytest
 from hashcore import BitIndex, reference
 from hashcore.index import encoder
 from hashcore_index import LAW, brute_force, codes_of, same_state, seeds, sizes, vectors_of, words
-from hashcore_samples import assert_same
+from hashcore_samples import assert_same, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,6 +77,59 @@ def test_a_batch_equals_its_queries_alone(data, seed, rerank):
     assert scores.shape == ids.shape == (*lead, 6)
     for at in np.ndindex(lead):
         assert_same((scores[at], ids[at]), index.search(queries[at], 6, rerank=rerank))
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_a_filtered_search_equals_a_search_of_the_rows_it_leaves(part):
+    """1,000 filters: any share of the ids in any order, of an index with or without gaps, on one thread or three."""
+    for seed in range(100 * part, 100 * part + 100):
+        rng = np.random.default_rng(seed)
+        n, width = int(rng.choice([1, 63, 64, 65, 700, 5000], p=[0.1, 0.1, 0.1, 0.1, 0.55, 0.05])), rng.integers(1, 6)
+        ids = [np.arange(n) + 3, np.sort(rng.permutation(2 * n)[:n]), rng.permutation(2 * n)[:n]][seed % 3]
+        codes, query = (
+            codes_of(x, size, width, 2 ** int(rng.choice([1, 32]))) for x, size in ((seed, n), (seed + 9999, 2))
+        )
+        index = BitIndex.from_codes(codes, ids)
+        chosen = rng.random(n) < rng.choice([0, 0.01, 0.1, 0.5, 1])
+        scores, k = reference.score(query, codes), int(rng.choice([0, 1, 0.1 * n, n]))
+        given = rng.permutation(np.repeat(ids[chosen], 1 + seed % 2))
+        with on_threads(1 + seed % 2 * 2):
+            for name, left in (("ids", chosen), ("without", ~chosen)):
+                found = index.search(query, min(k, left.sum()), **{name: given.tolist() if seed % 7 == 0 else given})
+                assert_same(found, brute_force(scores[:, left], ids[left], min(k, left.sum())))
+
+
+def test_rerank_and_planes_among_ids_equal_an_index_of_these():
+    x, ids = vectors_of(0, 900, 64), np.sort(np.random.default_rng(0).permutation(900)[:70])
+    index, few = BitIndex.from_vectors(x, keep="float32"), BitIndex.from_vectors(x[ids], ids, keep="float32")
+    for options in ({"planes": 2}, {"rerank": 100}, {"rerank": 2, "vectors": x, "metric": "cosine"}):
+        found = index.search(x[:4], 9, ids=ids, **options)
+        assert_same(index.search(x[:4], 9, without=np.setdiff1d(np.arange(900), ids), **options), found)
+        assert_same(found, few.search(x[:4], 9, **options))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 16, 48])
+def test_packed_bytes_score_as_their_bits(count):
+    """As numpy and sentence-transformers write them: uint8, or int8 that is lower by 128; padding matches nothing."""
+    x, w = vectors_of(0, 90, 8 * count), vectors_of(1, 3, 8 * count)
+    octets, asked = np.packbits(x > 0, axis=-1), np.packbits(w > 0, axis=-1)
+    signed = [(given.astype(int) - 128).astype(np.int8) for given in (octets, asked)]
+    index = BitIndex.from_codes(octets[:50])
+    index.add(signed[0][50:])
+    assert (index.bits, index.dim, index.codes.shape) == (8 * count, 8 * count, (90, -(-count // 4)))
+    scores = ((w > 0)[:, None] == (x > 0)).sum(-1).astype(np.int32)
+    expected = brute_force(scores, np.arange(90), 20)
+    words = index.encode(w)
+    for query in (asked, signed[1], words, w):
+        assert_same(index.search(query, 20, **({"planes": 1} if query is w else {})), expected)
+    full = np.full_like(words, -1) << (8 * count % 32) if count % 4 else np.zeros_like(words)
+    full[:, :-1] = 0
+    assert_same(index.search(words | full, 20), expected)
+    levels, weights = reference.quantise(w)[0].astype(int), (1, 2, 4)
+    planes = np.stack([np.packbits((levels + 7) // 2 & weight, axis=-1) for weight in weights], -2)
+    scores = sum(p * (((levels + 7) // 2 & p > 0)[:, None] == (x > 0)).sum(-1) for p in weights).astype(np.int32)
+    for found in (index.search(w, 20), index.search(planes, 20, weights=weights)):
+        assert_same(found, brute_force(scores, np.arange(90), 20))
 
 
 def test_an_empty_index_finds_nothing():
@@ -153,11 +206,6 @@ def test_rotation_is_special_orthogonal_block_by_block(dim, bits):
     assert not np.array_equal(matrix, encoder.rotation(dim, bits, 4)) or dim == 1
 
 
-def test_fewer_bits_are_the_first_columns_and_more_begin_with_them():
-    few, many = encoder.rotation(40, 32, 7), encoder.rotation(40, 96, 7)
-    np.testing.assert_array_equal(few, many[:, :32])
-
-
 def test_centring_subtracts_the_mean_of_the_first_vectors_everywhere():
     x = vectors_of(0, 90, 32) + 5
     centred = BitIndex.from_vectors(x, encoder="sign", centre=True)
@@ -178,13 +226,6 @@ def test_adding_in_any_split_equals_adding_at_once(parts, how, seed):
     same_state(whole, split)
     k = min(5, len(x))
     assert_same(split.search(x[:3], k, rerank=2), whole.search(x[:3], k, rerank=2))
-
-
-def test_adding_across_blocks_equals_adding_one_at_a_time(monkeypatch):
-    x = vectors_of(0, 50, 32)
-    whole = BitIndex.from_vectors(x)
-    monkeypatch.setattr(encoder, "BLOCK", 7)
-    same_state(BitIndex.from_vectors(x), whole)
 
 
 @LAW

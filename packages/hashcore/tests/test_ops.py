@@ -340,26 +340,6 @@ def test_search_equals_the_reference(data):
             assert_same(hashcore.search(query, pool, k, weights, blocks=pages, **how), expected)
 
 
-@pytest.mark.parametrize("n", LONG)
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("size", [16, 32, 24])
-def test_long_rows_in_pages_equal_the_reference(rng, n, workers, size):
-    lengths = np.array([n, n // 2, 4097])
-    tables, pages = shuffled_tables(rng, lengths, size, 2, 5)
-    pool = pool_of(rng, pages, size, 2, 4, heads_outside=True)
-    query, blocks, ends = random_codes(rng, 3, 2, 3, 4), tables[:, None], lengths[:, None]
-    how = dict(lengths=ends, sink=4, recent=1, order="index")
-    expected = reference.search(query, reference.gathered(pool, blocks), ends // 50, (1, 2, 4), **how)
-    with on_threads(workers):
-        assert_same(hashcore.search(query, pool, ends // 50, (1, 2, 4), blocks=blocks, **how), expected)
-
-
-def test_the_order_of_a_batch_does_not_matter(rng):
-    query, keys, order = random_codes(rng, 70, 3, 4), random_codes(rng, 1, 3000, 4), rng.permutation(70)
-    whole = hashcore.search(query, keys, 60, (1, 2, 4))
-    assert_same(hashcore.search(query[order], keys, 60, (1, 2, 4)), [x[order] for x in whole])
-
-
 @pytest.mark.parametrize("room", [1, 3 * (2 * 60 + launch_plan.CHUNK)])
 def test_blocks_of_any_size_search_alike(rng, monkeypatch, room):
     monkeypatch.setattr(launch_plan, "ROOM", room)

@@ -90,19 +90,6 @@ def test_the_latest_plans_are_kept_and_each_is_the_one_asked_for(numbers, most):
             assert made[-1] == before  # it had made room
 
 
-def test_a_plan_of_many_rows_is_not_kept():
-    made = []
-
-    @cpu.kept
-    def make(rows: int) -> launch_plan.Plan:
-        made.append(rows)
-        return launch_plan.Plan(np.zeros(1, np.int64), np.zeros((rows, 6), np.int64), (), 0, 1)
-
-    for rows in (cpu.ROWS, cpu.ROWS + 1, cpu.ROWS, cpu.ROWS + 1):
-        make(rows)
-    assert made == [cpu.ROWS, cpu.ROWS + 1, cpu.ROWS + 1]
-
-
 def test_the_plan_of_others_is_left_alone(rng):
     """A kept plan serves calls with pages and without: none writes to it."""
     pool, query = random_codes(rng, 4, 16, 4), random_codes(rng, 1, 4)

@@ -3,21 +3,10 @@
 import threading
 import time
 
-import hashcore
 import pytest
 from hashcore.cpu import threads
-from hashcore_samples import on_threads, random_codes
 from hypothesis import given
 from hypothesis import strategies as st
-
-
-@pytest.mark.usefixtures("real_threads")
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_every_key_finds_itself_however_the_keys_are_parted(rng, workers):
-    keys = random_codes(rng, 97, 4)
-    for i in range(97):
-        with on_threads(workers):
-            assert [int(x.item()) for x in hashcore.search(keys[i : i + 1], keys, 1)] == [128, i]
 
 
 @given(tasks=st.integers(1, 50), workers=st.integers(1, 12))

@@ -27,6 +27,8 @@ def host_arrays(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tup
     Raises: TypeError unless all are arrays of one kind; ValueError for a tensor that is not strided.
     """
     passed = arrays | {name: x for name, x in (optional or {}).items() if is_array(x)}
+    for name, x in passed.items():
+        refuse_masked(name, x)
     torch = sys.modules.get("torch")  # without an import: callers with tensors have imported it
     if all(isinstance(x, np.ndarray) for x in passed.values()):
         views, restore = passed, lambda result: result
@@ -65,6 +67,12 @@ def for_torch(arguments: Iterable[Any]) -> bool:
         ):
             return True
     return False
+
+
+def refuse_masked(name: str, x: Any) -> None:
+    """Raise TypeError for a masked array, whose mask would be lost."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be an array without a mask, got a masked array; choose its rows, or .filled(...)")
 
 
 def mixed_kinds(passed: dict[str, Any]) -> TypeError:
@@ -126,6 +134,13 @@ def dense(x: NDArray[Any]) -> NDArray[Any]:
     return np.array(x, x.dtype.newbyteorder("="), order="C")
 
 
+def read_only(x: NDArray[Any]) -> NDArray[Any]:
+    """Return a read-only view, because numba compiles again for every mix of writeable and read-only arguments."""
+    x = x.view()
+    x.flags.writeable = False
+    return x
+
+
 def are_plain(x: NDArray[Any]) -> bool:
     """Whether each row of x [..., N] is plain: native byte order, aligned, contiguous."""
     return bool((x.strides[-1] == x.itemsize or x.shape[-1] == 1) and x.flags.aligned and x.dtype.isnative)
@@ -141,15 +156,6 @@ def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, .
     return np.broadcast_to(first, lead).flatten()
 
 
-def order(name: Any) -> bool:
-    """Whether results are ordered best first."""
-    if not isinstance(name, str) or name not in ("best", "index"):  # comparing an array would give an array
-        raise ValueError(
-            f'order must be "best" (highest score first) or "index" (ascending), got {shown(name)}; choose one'
-        )
-    return name == "best"
-
-
 def pair(out: Any) -> tuple[Any, Any]:
     """Return the two output arrays of a selection, or None twice."""
     if out is None:
@@ -163,6 +169,7 @@ def integer(name: str, value: Any) -> int:
     """Return an integer of any type as an int."""
     if type(value) is int:
         return value
+    refuse_masked(name, value)
     try:
         return operator.index(value)
     except TypeError:

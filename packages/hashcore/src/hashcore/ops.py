@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 Array = TypeVar("Array", NDArray[Any], "torch.Tensor")
+ORDERS = "best", "index"
 
 
 @functools.cache
@@ -271,11 +272,13 @@ def search(
         validation.refuse_removed("search", removed)
     plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
     if plain and lengths is starts is out is blocks is None and arguments.are_plain_weights(weights):
-        return backend().search(query, keys, weights, (k, None, None, sink, recent), arguments.order(order))
+        return backend().search(
+            query, keys, weights, (k, None, None, sink, recent), validation.choice("order", order, ORDERS) == "best"
+        )
     values, indices = arguments.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks, "out[0]": values, "out[1]": indices}
     (query, keys, *rows, blocks, values, indices), how = _given(optional, query=query, keys=keys)
-    best, weights = arguments.order(order), arguments.integers("weights", weights)
+    best, weights = validation.choice("order", order, ORDERS) == "best", arguments.integers("weights", weights)
     targets = None if out is None else (values, indices)
     found = how.run("search", query, keys, weights, (*rows, sink, recent), best, blocks, out=targets)
     return found if out is None else out

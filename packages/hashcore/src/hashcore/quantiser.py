@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 TINY = np.finfo(np.float32).tiny  # scale of a row of zeros: positive and not subnormal
 FLOAT16_INFINITY = 0x7C00  # its bits
 HUGE = np.finfo(np.float32).max  # value that replaces infinities
+REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)), bitorder="little")  # bytes with reversed bits
 
 
 def pack(x: NDArray[Any]) -> NDArray[np.int32]:
@@ -28,6 +29,19 @@ def unpack(codes: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Unpack [..., W] words into [..., 32 W] bits."""
     octets = np.ascontiguousarray(codes, dtype="<i4").view(np.uint8)
     return np.unpackbits(octets, axis=-1, bitorder="little").view(np.bool_)
+
+
+def from_bytes(octets: NDArray[Any]) -> NDArray[np.int32]:
+    """Convert codes that `numpy.packbits` made, [..., B], to words [..., ceil(B / 4)], padded with 0.
+
+    Octets are uint8, or int8 that stand for the number 128 higher, as sentence-transformers stores them. The first
+    number of a vector is the highest bit of the first octet, and the lowest bit of the first word.
+    """
+    count = octets.shape[-1]
+    octets = octets if octets.dtype == np.uint8 else octets.view(np.uint8) ^ np.uint8(128)
+    padded = np.zeros((*octets.shape[:-1], -(-count // 4) * 4), np.uint8)
+    padded[..., :count] = REVERSED[octets]
+    return padded.view("<i4").astype(np.int32, copy=False)
 
 
 def clip(planes: int) -> np.float32:

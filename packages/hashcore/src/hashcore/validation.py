@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.arguments import Described, Layout, integer, is_array
+from hashcore.arguments import Described, Layout, Restore, host_arrays, integer, is_array, shown
+
+CODES = np.dtype(np.int32), np.dtype(np.uint8), np.dtype(np.int8)
+"""Dtypes of the codes of an index: words, and two forms of packed bits."""
 
 
 def real(name: str, x: Described, dims: str) -> None:
@@ -29,7 +32,8 @@ def bits(name: str, x: Described) -> None:
 def codes(name: str, x: Described, dims: str) -> None:
     """Raise an error unless x has int32 words of the shape dims, such as '[..., N, W]'."""
     if x.dtype != np.int32:
-        raise TypeError(f"{name} must be int32 words, got {x.dtype}; create them with hashcore.pack")
+        remedy = "read packed bytes with .view('int32')" if x.dtype.name in ("int8", "uint8") else "use hashcore.pack"
+        raise TypeError(f"{name} must be int32 words, got {x.dtype}; {remedy}")
     required = dims.count(",")
     if x.ndim < required:
         raise ValueError(f"{name} must have shape {dims}, got {list(x.shape)}; add the missing dimensions")
@@ -39,10 +43,7 @@ def codes(name: str, x: Described, dims: str) -> None:
 
 def plane_count(planes: Any) -> int:
     """Return planes as an int in 1..8."""
-    count = integer("planes", planes)
-    if not 1 <= count <= 8:
-        raise ValueError(f"planes must be in 1..8, got {count}; 3 is almost as good as real-valued queries")
-    return count
+    return within("planes", planes, 1, 8, "3 is almost as good as real-valued queries")
 
 
 def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int, ...]:
@@ -280,3 +281,41 @@ def not_per_row(name: str, rows: Sequence[int], shape: Sequence[int]) -> ValueEr
         f"{name} must be an integer or broadcast to one integer per row, shape {list(rows)}, got {list(shape)}; "
         "insert dimensions of size 1"
     )
+
+
+# ---- Options, and arguments of an index ----------------------------------------------------------------------------
+
+
+def vectors_or_codes(**given: Any) -> tuple[NDArray[Any], bool, Restore]:
+    """Return an array, whether it has codes and not vectors (floats), and what restores its kind."""
+    (x,), restore = host_arrays(**given)
+    coded = x.dtype in CODES
+    if not coded and x.dtype.kind != "f":
+        raise TypeError(
+            f"expected vectors of floats or codes of int32 words, uint8 or int8, got {x.dtype}; "
+            "convert vectors with .astype('float32'), create codes with hashcore.pack"
+        )
+    return x, coded, restore
+
+
+def within(name: str, value: Any, low: int, high: int, remedy: str) -> int:
+    """Return an integer in low..high as an int."""
+    number = integer(name, value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be in {low}..{high}, got {number}; {remedy}")
+    return number
+
+
+def choice(name: str, value: Any, allowed: Any) -> Any:
+    """Return one of the allowed names."""
+    if not isinstance(value, str | None) or value not in allowed:  # comparing an array would give an array
+        wanted = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name} must be one of {wanted}, got {shown(value)}; choose one of them")
+    return value
+
+
+def shape(name: str, x: NDArray[Any], size: int, rows: bool = False) -> None:
+    """Raise ValueError unless the shape is [n, size] (rows) or [..., size]."""
+    if (x.ndim != 2 if rows else x.ndim < 1) or x.shape[-1] != size:
+        dims = f"[n, {size}]" if rows else f"[..., {size}]"
+        raise ValueError(f"{name} must have shape {dims} for this index, got {list(x.shape)}; reshape or rebuild it")

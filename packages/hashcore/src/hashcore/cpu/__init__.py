@@ -28,7 +28,6 @@ CPU caches, this Python code would take as long as the kernel.
 
 import functools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -51,9 +50,11 @@ Arguments = ParamSpec("Arguments")
 
 
 def kept(make: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
-    """Cache the last plans of a function by its positional arguments, which must be hashable."""
+    """Cache the last plans of a function by its positional arguments, which must be hashable.
+
+    Without a lock, which a fork could copy locked: each step with the dict is one that threads take in turn.
+    """
     plans: dict[Any, Plan] = {}
-    lock = threading.Lock()
 
     @functools.wraps(make)
     def get(*given: Arguments.args, **options: Arguments.kwargs) -> Plan:
@@ -61,10 +62,9 @@ def kept(make: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
         if found is None:
             found = make(*given, **options)
             if len(found.rows) <= ROWS:
-                with lock:
-                    while len(plans) >= PLANS:
-                        plans.pop(next(iter(plans)))
-                    plans[given] = found
+                plans[given] = found
+                for oldest in list(plans)[:-PLANS]:
+                    plans.pop(oldest, None)
         return found
 
     return get
@@ -158,8 +158,11 @@ def search(
     best: bool,
     blocks: Any = None,
     out: Pair | None = None,
+    only: NDArray[np.int64] | None = None,
 ) -> Pair:
     """Search arrays in any layout, rows that differ, and pages: ops.search.
+
+    only: without blocks, a bitmap of the keys that may be found by all rows (search_kernels.search_tasks).
 
     With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So little is
     done for integers that are the same for all rows.
@@ -181,6 +184,8 @@ def search(
         made = plan_search(*layouts, weights, alike, best, threads.most())
     if blocks is not None:
         made = _paged(made, keys, blocks)
+    elif only is not None:
+        made = made._replace(table=only)
     if out is not None:
         validation.outputs(*out, made.shape, np.int32, against[1][-2], [query, keys, blocks, *rows[:3]])
     if out is not None and out[1].dtype == np.int64 and all(x.flags.carray for x in out):

@@ -85,26 +85,20 @@ def lowest_bit(typing_context: Any, x: Any):
     return x(x), emit
 
 
-@intrinsic
-def prefetch(typing_context: Any, address: Any):
-    """Prefetch the cache line at an address, which need not be valid."""
+def _prefetcher(level: int) -> Any:
+    @intrinsic
+    def prefetch(typing_context: Any, address: Any):
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            _prefetch(builder, values[0], level)
+            return context.get_dummy_value()
 
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        _prefetch(builder, values[0])
-        return context.get_dummy_value()
+        return types.void(POSITION), emit
 
-    return types.void(POSITION), emit
+    return prefetch
 
 
-@intrinsic
-def prefetch_far(typing_context: Any, address: Any):
-    """Prefetch the cache line at an address, which need not be valid, to L2 only."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        _prefetch(builder, values[0], 2)
-        return context.get_dummy_value()
-
-    return types.void(POSITION), emit
+prefetch, prefetch_far = _prefetcher(3), _prefetcher(2)
+"""Prefetch the cache line at an address, which need not be valid; `prefetch_far` to L2 only."""
 
 
 @intrinsic

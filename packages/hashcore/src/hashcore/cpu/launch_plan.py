@@ -35,7 +35,8 @@ class Plan(NamedTuple):
         shape: of the result.
         tasks, workers: arguments of threads.run.
         parts: number of parts of the keys; a search selects from each part separately.
-        table: for keys in pages, the byte offset of each block of each row, int64, flat.
+        table: for keys in pages, the byte offset of each block of each row, int64, flat; else the bitmap of the keys
+            that may be found, or empty.
     """
 
     header: NDArray[np.int64]

@@ -13,7 +13,7 @@ from hashcore.cpu.launch_plan import CHUNK, MORE, PAGE
 from hashcore.cpu.parts import copy, hot, inner
 from hashcore.cpu.score_kernels import QUARTER, _address, _copy_planes, _operands, _score, _score_beside
 from hashcore.cpu.score_vectors import score_pairs
-from hashcore.cpu.select_kernels import LEVEL, _append, _entry, _shrink, _take, _write
+from hashcore.cpu.select_kernels import LEVEL, _append, _chosen, _count_chosen, _entry, _shrink, _take, _write
 
 RUN = 64  # consecutive keys of a sample
 SOON, LATER = 128, 512  # prefetch distances in keys, to L1 and L2: hardware prefetchers do not predict pages
@@ -31,12 +31,14 @@ AT, FROM, TO, WANTED, FLOOR, KEPT, PAGES = range(7)
 
 
 @inner
-def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, kept, histogram, top):
+def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, kept, histogram, top, only):
     """Score keys [a, b) for rows [r0, r1) of the block and append entries that reach their floors."""
     stay_a_function()
     step, _, pairs = codes
     for low in range(a, b, CHUNK):
         size, r = min(CHUNK, b - low), r0
+        if _count_chosen(only, low, low + size) == 0:
+            continue
         while r < r1:
             same, seen = _same(state, r, r1, low, low + size)
             if seen and not pairs:
@@ -48,26 +50,30 @@ def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, 
                 count = _make_room(q, size, state, kept[q], top, histogram)
                 if pairs:
                     keys = state[q, AT] + at * step
-                    count = _append_pairs(keys, planes[q], weights, buffer[q], state[q, FLOOR], at, end, kept[q], count)
+                    floor = state[q, FLOOR]
+                    count = _append_pairs(keys, planes[q], weights, buffer[q], floor, at, end, kept[q], count, only)
                     at += (end - at) // LANES * LANES
                     if at < end:
                         keys = state[q, AT] + at * step
                         _score(keys, codes, end - at, tile, weights, planes, q, np.int64(1), places, buffer)
-                        count = _append(buffer[q, : end - at], state[q, FLOOR], at, kept[q], count)
+                        count = _append(buffer[q, : end - at], floor, at, kept[q], count, only)
                     state[q, KEPT] = count
                 else:
-                    state[q, KEPT] = _append(buffer[q, at - low : end - low], state[q, FLOOR], at, kept[q], count)
+                    floor = state[q, FLOOR]
+                    state[q, KEPT] = _append(buffer[q, at - low : end - low], floor, at, kept[q], count, only)
             r += same
 
 
 @hot
-def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
+def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count, only):
     """Score keys [low, high) except a remainder below LANES, and append those that reach the floor."""
     stay_a_function()
     threshold = np.uint16(floor)  # fits: a floor is at most one above the top score, bounded by validation.score_bits
     p, w, out = _address(planes), _address(weights), _address(buffer)
     for i in range(low, high - LANES + 1, LANES):
-        mask = _score_beside(keys, p, w, len(weights), threshold, out, buffer)
+        mask = _chosen(only, i)
+        if mask:
+            mask &= _score_beside(keys, p, w, len(weights), threshold, out, buffer)
         keys += 16 * LANES
         if mask:
             count = _take(mask, buffer, np.int64(0), i, kept, count)
@@ -168,7 +174,7 @@ def _append_laid(q, low, high, state, codes, planes, weights, pages, work, count
     tile, places, buffer, kept, _, _ = work
     keys, laid = _lay_out(q, low, high - low, state, codes, pages)
     _score(keys, laid, high - low, tile, weights, planes, q, np.int64(1), places, buffer)
-    return _append(buffer[q, : high - low], state[q, FLOOR], low, kept[q], count)
+    return _append(buffer[q, : high - low], state[q, FLOOR], low, kept[q], count, pages[1][:0])
 
 
 @inner
@@ -213,8 +219,8 @@ def _place(keys, blocks, i, shift, inside):
 
 
 @inner
-def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top, pages):
-    """Return a score that somewhat more keys of row r reach than it wants, from a sample of runs of keys.
+def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top, pages, only, able):
+    """Return a score that somewhat more keys of row r reach than it wants, from a sample of runs of its `able` keys.
 
     0, which all keys reach, if a sample would not save time. The number of best keys in a sample is about Poisson
     distributed: three standard deviations are added.
@@ -223,7 +229,7 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
     step, keys, low, k = codes[0], state[r, AT], state[r, FROM], state[r, WANTED]
     n = state[r, TO] - low
     runs = min(max(n // 4096, 8), 128)
-    if n < 32 * RUN or 4 * k >= n or k == 0:
+    if n < 32 * RUN or 4 * k >= able or k == 0:
         return 0
     for run in range(runs):
         at = low + run * (n - RUN) // (runs - 1)
@@ -233,15 +239,19 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
     while top >> shift >= LEVEL:  # the finest bins that fit; coarse bins would let too many keys pass
         shift += 1
     histogram[: (top >> shift) + 1] = 0
+    sampled = np.int64(0)
     for run in range(runs):
         at, laid = low + run * (n - RUN) // (runs - 1), codes
         place = keys + at * step
         if pages[0]:
             place, laid = _lay_out(r, at, np.int64(RUN), state, codes, pages)
         _score(place, laid, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
+        bits = _chosen(only, at)
         for i in range(RUN):
-            histogram[buffer[r, i] >> shift] += 1
-    expected = k * runs * RUN / n
+            one = np.int64(bits >> np.uint64(i) & np.uint64(1))
+            histogram[buffer[r, i] >> shift] += one
+            sampled += one
+    expected = k * sampled / able
     rank, bin = np.int64(expected + 3 * np.sqrt(expected) + 4), top >> shift
     while bin > 0 and histogram[bin] < rank:
         rank -= histogram[bin]
@@ -273,8 +283,9 @@ def search_tasks(
     """Search in tasks [first, last), each a block of rows x a part of the keys.
 
     header, rows and table are those of a plan; query and keys are the addresses to which its offsets are added.
-    Row r sees keys [low, high), with scores in 0..top. The best k of each part are written to int32 and int64
-    [parts, rows, WIDTH] at the addresses scores and indices, in ascending index order or, if best, highest score
+    Row r sees keys [low, high), with scores in 0..top; without pages only those in the bitmap `table`, if it is not
+    empty: bit i % 64 of int64 i // 64 for key i, and an int64 more. The best k of each part are written to int32 and
+    int64 [parts, rows, WIDTH] at the addresses scores and indices, in ascending index order or, if best, highest score
     first.
     """
     n, top, width = header[launch_plan.N], header[launch_plan.TOP], header[launch_plan.WIDTH]
@@ -285,6 +296,7 @@ def search_tasks(
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
     kept, state = np.empty((block, room), np.uint64), np.zeros((block, 7), np.int64)
     pages = _pages(header, table)
+    only = table[:0] if header[PAGE] else table
     work = tile, places, buffer, kept, histogram, top
     for r in range(block):
         places[r] = _address(buffer[r])
@@ -296,15 +308,21 @@ def search_tasks(
             at, end = max(a, row[launch_plan.LOW]), max(a, min(b, row[launch_plan.HIGH]))
             _copy_planes(query + row[launch_plan.QUERY], header, own[r])
             state[r, AT], state[r, FROM], state[r, TO] = keys + row[launch_plan.KEYS], at, end
-            state[r, WANTED], state[r, KEPT] = min(row[launch_plan.K], max(0, end - at)), 0
+            able = _count_chosen(only, at, end)
+            state[r, WANTED], state[r, KEPT] = min(row[launch_plan.K], able), 0
             state[r, PAGES] = row[launch_plan.TABLE]
-            state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top, pages)
+            state[r, FLOOR] = _guess(
+                r, state, codes, own, weights, tile, places, buffer, histogram, top, pages, only, able
+            )
         ends = np.int64(0), count
         while ends[0] < ends[1]:
             if header[PAGE]:
                 _collect_paged(ends[0], ends[1], a, b, state, codes, own, weights, pages, work)
             else:
-                _collect(ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top)
+                _collect(
+                    *(ends[0], ends[1], a, b, state, codes, own, weights),
+                    *(tile, places, buffer, kept, histogram, top, only),
+                )
             ends = _misled(state, count)
         for r in range(count):
             found, wanted, floor = state[r, KEPT], min(state[r, WANTED], state[r, KEPT]), state[r, FLOOR]

@@ -14,21 +14,46 @@ from hashcore.cpu.launch_plan import MORE
 from hashcore.cpu.parts import hot, inner
 
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first with bins of 256 scores
-LAST, INDEX = np.uint64(1 << 63), np.uint64((1 << 48) - 1)
+LAST, INDEX, ALL = np.uint64(1 << 63), np.uint64((1 << 48) - 1), np.uint64((1 << 64) - 1)
+
+
+@inner
+def _chosen(only, i):
+    """Return the bits of keys [i, i + 64) in a bitmap of the keys that may be found, or all if it is empty."""
+    if len(only) == 0:
+        return ALL
+    word, shift = i >> 6, np.uint64(i & 63)
+    return np.uint64(only[word]) >> shift | np.uint64(only[word + 1]) << np.uint64(1) << (np.uint64(63) - shift)
+
+
+@inner
+def _count_chosen(only, low, high):
+    """Return how many of the keys [low, high) may be found."""
+    if len(only) == 0:
+        return max(high - low, 0)
+    count = np.int64(0)
+    for i in range(low, high, 64):
+        bits = _chosen(only, i)
+        if high - i < 64:
+            bits &= (np.uint64(1) << np.uint64(high - i)) - np.uint64(1)
+        count += np.int64(popcount(bits))
+    return count
 
 
 @hot
-def _append(s, floor, base, kept, count):
-    """Append the scores that reach the floor, with indices counted from base; return the new number of entries."""
+def _append(s, floor, base, kept, count, only):
+    """Append the scores that reach the floor, with indices counted from base, of keys that may be found; return the
+    new number of entries."""
     stay_a_function()
     threshold = s.dtype.type(floor)
     whole = len(s) // LANES * LANES
     for group in range(0, whole, LANES):
         mask = at_least(s, group, threshold)
         if mask:
+            mask &= _chosen(only, base + group)
             count = _take(mask, s, group, base + group, kept, count)
     for i in range(whole, len(s)):
-        if s[i] >= threshold:
+        if s[i] >= threshold and _chosen(only, base + i) & np.uint64(1):
             kept[count] = _entry(s[i], base + i)
             count += 1
     return count

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numba
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
 from hashcore.cpu import team
@@ -96,3 +97,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         if "no locator available" not in str(error):
             raise
     return kernel
+
+
+# A fork waits until no thread compiles, because a copy of numba's lock and of LLVM's would stay locked.
+os.register_at_fork(
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)

@@ -95,12 +95,12 @@ def topk(
     n, width = scores.shape[-1], values.shape[-1]
     if not values.numel():
         return
-    position = torch.arange(n, device=scores.device)
+    position = torch.arange(n, dtype=torch.int64, device=scores.device)
     low, high = (_each_row(x, default, n) for x, default in ((bounds.starts, 0), (bounds.lengths, n)))
     seen = (position >= low + bounds.sink) & (position < high - bounds.recent)
     entries = (scores.to(torch.int64) << 32 | (n - position)).masked_fill(~seen, NO_ENTRY)
     best = entries.topk(width, dim=-1).values
-    slot = torch.arange(width, device=scores.device)
+    slot = torch.arange(width, dtype=torch.int64, device=scores.device)
     unused = (best == NO_ENTRY) | (slot >= _each_row(k, width, width))
     found = (n - (best & 0xFFFFFFFF)).masked_fill(unused, n).sort(dim=-1).values
     unused = found == n

@@ -2,15 +2,16 @@
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import arguments, ops, validation
+from hashcore import arguments, ops, quantiser, validation
 from hashcore.index import file, rows
-from hashcore.index.encoder import Encoder, best_vectors, mean_of, require_finite, rotation
+from hashcore.index.encoder import Encoder, best_vectors, given_mean, mean_of, rotation
 
 if TYPE_CHECKING:
     import torch
@@ -23,23 +24,30 @@ else:
 class BitIndex:
     """Bit codes with ids, searched exhaustively and exactly by weighted matching bits.
 
-    Vectors are floats; codes are int32 words (hashcore.pack); they are told apart by dtype. Arguments may be numpy
-    arrays or torch CPU tensors; results have the kind of the queries.
+    Vectors are floats; codes are int32 words (hashcore.pack), or uint8 or int8 as numpy.packbits and
+    sentence-transformers write them (quantiser.from_bytes); they are told apart by dtype. Arguments may be numpy arrays
+    or torch CPU tensors; results have the kind of the queries.
 
     Any number of threads may search, read and change an index at the same time: a call works on the index as it was
-    when the call started, changes run one at a time, and each is visible completely or not at all.
+    when the call started, changes run one at a time, and each is visible completely or not at all. A copy, shallow or
+    deep, a pickle, or what a forked or spawned process gets is an index of its own, as it was at that time: changes of
+    one are not seen in the other. A pickle is for another process; to keep an index, save it.
 
     Args:
         dim: numbers per vector, D.
         bits: length of the code, a multiple of 32; by default D, for a rotation rounded up to a multiple of 32.
         encoder: 'rotation' takes the signs of (x - mean) R, R a random rotation in SO(D): several independent ones
-            concatenated if bits > D, the first columns if bits < D. 'sign' takes the signs of x - mean; bits must be D.
+            concatenated if bits > D, the first columns if bits < D. 'sign' takes the signs of x - mean; bits must be D,
+            a multiple of 8.
         seed: of the rotation.
         mean: subtracted from every vector and query before taking signs, shape [D]; default: zero.
         keep: 'float16' or 'float32' stores the vectors in that precision, for rerank; None stores codes only.
     Raises: ValueError or TypeError.
     Source: docs/algorithm.md, eq. 1, eq. 4, eq. 5 and Variants.
     """
+
+    _encoder: Encoder
+    _rows: rows.Rows
 
     def __init__(
         self,
@@ -51,32 +59,35 @@ class BitIndex:
         mean: Any = None,
         keep: str | None = None,
     ) -> None:
-        dim = _integer("dim", dim, 1, file.LARGEST, "give the number of dimensions of a vector")
-        rotated = _choice("encoder", encoder, ("rotation", "sign")) == "rotation"
-        kept = file.KEPT[_choice("keep", keep, file.KEPT)]
+        dim = validation.within("dim", dim, 1, file.LARGEST, "give the number of dimensions of a vector")
+        rotated = validation.choice("encoder", encoder, ("rotation", "sign")) == "rotation"
+        kept = file.KEPT[validation.choice("keep", keep, file.KEPT)]
         bits = -(-dim // 32) * 32 if bits is None and rotated else dim if bits is None else bits
-        bits = _integer("bits", bits, 1, file.LARGEST, "choose another code length")
-        if bits % 32:
+        bits = validation.within("bits", bits, 1, file.LARGEST, "choose another code length")
+        if bits % (32 if rotated else 8):
             raise ValueError(
-                f"bits must be a multiple of 32 (bits per word), got {bits}; "
-                "choose another, or with encoder='sign' pad the vectors or use encoder='rotation'"
+                f"bits must be a multiple of 32, or of 8 with encoder='sign', got {bits}; "
+                "choose another, pad the vectors or use encoder='rotation'"
             )
         if not rotated and bits != dim:
             raise ValueError(
                 f"encoder='sign' has one bit per dimension, got bits = {bits} for {dim} dimensions; "
                 "use encoder='rotation' for another number of bits"
             )
-        seed = _integer("seed", seed, 0, 2**63 - 1, "choose another")
-        mean = None if mean is None else _mean(mean, dim)
+        seed = validation.within("seed", seed, 0, 2**63 - 1, "choose another")
+        mean = None if mean is None else given_mean(mean, dim)
         matrix = rotation(dim, bits, seed) if rotated else None
-        self._restore(Encoder(dim, bits, mean, matrix, seed if rotated else None), rows.empty(bits // 32, dim, kept), 0)
+        encode = Encoder(dim, bits, mean, matrix, seed if rotated else None)
+        self.__setstate__({"_encoder": encode, "_rows": rows.empty(encode.words, dim, kept)})
 
-    def _restore(self, encoder: Encoder, content: rows.Rows, next_id: int) -> None:
-        self._encoder = encoder
-        self._rows = content
-        self._next_id = next_id
-        self._positions = rows.Positions()
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle is made of."""
+        return {name: x for name, x in vars(self).items() if name != "_changing"} | {"_rows": self._rows.alone()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self._changing = threading.Lock()
+        _indexes.add(self)
 
     @classmethod
     def from_vectors(
@@ -89,7 +100,7 @@ class BitIndex:
             centre: subtract the mean of these vectors from all vectors and queries.
             bits, options: as of the class.
         """
-        array, coded, _ = _read(vectors=vectors)
+        array, coded, _ = validation.vectors_or_codes(vectors=vectors)
         if array.ndim != 2 or coded:
             raise ValueError(
                 f"vectors must be floats of shape [n, D], got {array.dtype} {list(array.shape)}; "
@@ -105,10 +116,16 @@ class BitIndex:
 
     @classmethod
     def from_codes(cls, codes: Array, ids: Any = None) -> "BitIndex":
-        """Build an index of codes, int32 [n, W]. Vectors for it have one number per bit; their signs are the code."""
+        """Build an index of codes, int32 [n, W], or uint8 or int8 [n, B] of 8 B bits.
+
+        Vectors for it have one number per bit; their signs are the code.
+        """
         (array,), _ = arguments.host_arrays(codes=codes)
-        validation.codes("codes", array, "[n, W]")
-        index = cls(32 * array.shape[-1], encoder="sign")
+        if array.dtype not in validation.CODES:
+            raise TypeError(f"codes must be int32 words, uint8 or int8, got {array.dtype}; use hashcore.pack")
+        if array.ndim != 2 or not array.shape[-1]:
+            raise ValueError(f"codes must have shape [n, W] or [n, B], got {list(array.shape)}; reshape them")
+        index = cls(8 * array.itemsize * array.shape[-1], encoder="sign")
         index.add(array, ids)
         return index
 
@@ -125,44 +142,44 @@ class BitIndex:
         Raises: ValueError for a file that is damaged, truncated, or of another format or version; OSError.
         """
         index = cls.__new__(cls)
-        index._restore(*file.read(path, mmap, verify))
+        encoder, content = file.read(path, mmap, verify)
+        index.__setstate__({"_encoder": encoder, "_rows": content})
         return index
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index to one file, replacing path atomically. hashcore/index/file.py documents the format."""
-        with self._changing:
-            content, next_id = self._rows, self._next_id
-        file.write(path, self._encoder, content, next_id)
+        file.write(path, self._encoder, self._rows)
 
     def add(self, items: Array, ids: Any = None) -> None:
-        """Add vectors [n, D] or codes [n, W].
+        """Add vectors [n, D] or codes [n, W] or [n, B].
 
         Args:
-            items: floats or int32 words. An index with `keep` accepts vectors only.
+            items: floats, int32 words, or uint8 or int8. An index with `keep` accepts vectors only.
             ids: n distinct integers >= 0 that are not in the index; by default those after the largest id so far.
         Raises: ValueError or TypeError; the index is then unchanged.
         """
-        array, coded, _ = _read(items=items)
-        _require_shape("codes" if coded else "vectors", array, self.bits // 32 if coded else self.dim, rows=True)
+        array, coded, _ = validation.vectors_or_codes(items=items)
         if coded and self.keep:
             raise ValueError(f"an index with keep={self.keep!r} takes vectors, got codes; add the vectors instead")
+        if coded:
+            array = self._words("codes", array, rows=True)
+        else:
+            validation.shape("vectors", array, self.dim, rows=True)
         given = None if ids is None else rows.new_ids(ids, len(array))
         if len(array) == 0:
             return  # so that a mapped index stays mapped
         with self._changing:
             before = self._rows
             if given is None:
-                if len(array) > rows.LARGEST_ID + 1 - self._next_id:
-                    raise ValueError(f"no ids are left after {self._next_id - 1} for {len(array)} rows; pass ids=")
-                given = np.arange(self._next_id, self._next_id + len(array), dtype=np.int64)
-            elif given.min() < self._next_id and (known := self._positions.find(before, given) >= 0).any():
+                first = before.next_id
+                if len(array) > rows.LARGEST_ID + 1 - first:
+                    raise ValueError(f"no ids are left after {first - 1} for {len(array)} rows; pass ids=")
+                given = np.arange(first, first + len(array), dtype=np.int64)
+            elif given.min() < before.next_id and (known := before.find(given) >= 0).any():
                 raise ValueError(f"ids must be new, got {given[known][0]}, which is in the index; remove it first")
             after = before.with_room(len(array))
             self._fill(after, array, coded)
-            after = after.appended(given)
-            self._positions.added(before, after)
-            self._next_id = max(self._next_id, int(given.max()) + 1)
-            self._rows = after
+            self._rows = after.appended(given)
 
     def remove(self, ids: Any) -> None:
         """Remove one or several ids.
@@ -171,21 +188,18 @@ class BitIndex:
         """
         gone = rows.known_ids(ids)
         with self._changing:
-            before = self._rows
-            positions = self._positions.find(before, gone)
+            positions = self._rows.find(gone)
             if (positions < 0).any():
                 rows.refuse_unknown(int(gone[positions < 0][0]))
-            after = before.without(positions)
-            self._positions = rows.Positions()
-            self._rows = after
+            self._rows = self._rows.without(positions)
 
     def encode(self, vectors: Array) -> Any:
-        """Return the codes of vectors [..., D]: int32 [..., bits / 32]."""
-        array, coded, restore = _read(vectors=vectors)
+        """Return the codes of vectors [..., D]: int32 [..., W], W the bits / 32, rounded up."""
+        array, coded, restore = validation.vectors_or_codes(vectors=vectors)
         if coded:
-            raise TypeError("expected vectors of floats, got int32; these are codes already")
-        _require_shape("vectors", array, self.dim)
-        out = np.empty((array.size // self.dim, self.bits // 32), np.int32)
+            raise TypeError(f"expected vectors of floats, got {array.dtype}; these are codes already")
+        validation.shape("vectors", array, self.dim)
+        out = np.empty((array.size // self.dim, self._encoder.words), np.int32)
         self._encoder.encode(array.reshape(-1, self.dim), out)
         return restore(out.reshape(*array.shape[:-1], -1))
 
@@ -196,6 +210,8 @@ class BitIndex:
         *,
         planes: int | None = None,
         weights: Sequence[int] | None = None,
+        ids: Any = None,
+        without: Any = None,
         rerank: int | None = None,
         vectors: Array | None = None,
         metric: str = "dot",
@@ -204,11 +220,13 @@ class BitIndex:
         """Find the k best codes of each query.
 
         Args:
-            queries: vectors [..., D], quantised to bit planes (eq. 5); or codes [..., W], scored by matching bits
-                (eq. 2); or with weights planes [..., P, W], P planes per query (eq. 4).
-            k: number of codes to find, at most len(index).
+            queries: vectors [..., D], quantised to bit planes (eq. 5); or codes [..., W] or [..., B], scored by
+                matching bits (eq. 2); or with weights planes [..., P, W] or [..., P, B], P planes per query (eq. 4).
+            k: number of codes to find, at most as many as are searched.
             planes: for vectors, 1 to 8; more planes are closer to a real-valued query and take more time. Default 3.
             weights: one positive integer per plane.
+            ids, without: search only the rows with these ids, or all others; integers in one dimension, in any order,
+                each in the index. Found in the same pass over all codes, so that it takes about as long.
             rerank: find rerank * k candidates by their codes, and return the k best of them by exact scores. Needs
                 vector queries and the original vectors, from `keep` or from `vectors`.
             vectors: original vectors for rerank, floats [M, D]; row i belongs to id i. Only rows of candidates are
@@ -221,21 +239,29 @@ class BitIndex:
         """
         if removed:
             validation.refuse_removed("search", removed)
-        content = self._rows
-        array, coded, restore = _read(queries=queries)
-        k = _integer("k", k, 0, content.count, "there are no more codes in the index; clamp it")
+        content, only = self._rows, None
+        count, place = content.count, "in the index"
+        array, coded, restore = validation.vectors_or_codes(queries=queries)
+        if ids is not None and without is not None:
+            raise ValueError("expected ids= or without=, got both; pass the ids that are left as ids=")
+        if ids is not None or without is not None:
+            only, count = content.only(without if ids is None else ids, others=ids is None)
+            place = "among these ids" if without is None else "without these ids"
+        k = validation.within("k", k, 0, count, f"there are no more codes {place}; clamp it")
         codes, weights = self._planes(array, coded, planes, weights)
         if rerank is None:
             if vectors is not None or metric != "dot":
                 raise ValueError("vectors= and metric= need rerank=, got none; try rerank=4")
-            scores, positions = rows.best(codes, content, k, weights)
+            scores, positions = rows.best(codes, content, k, weights, only)
+            if self._encoder.padding:
+                scores -= self._encoder.padding * sum(weights or (1,))
         else:
-            times = _integer("rerank", rerank, 1, 2**31, "rerank * k candidates are scored exactly")
-            cosine = _choice("metric", metric, ("dot", "cosine")) == "cosine"
+            times = validation.within("rerank", rerank, 1, 2**31, "rerank * k candidates are scored exactly")
+            cosine = validation.choice("metric", metric, ("dot", "cosine")) == "cosine"
             if coded:
                 raise TypeError("rerank needs queries that are vectors, got codes; pass the original vectors")
             originals = self._originals(vectors, content)
-            _, candidates = rows.best(codes, content, min(times * k, content.count), weights)
+            _, candidates = rows.best(codes, content, min(times * k, count), weights, only)
             at = candidates if vectors is None else content.ids[candidates]
             if at.size and at.max() >= len(originals):
                 raise ValueError(
@@ -246,20 +272,28 @@ class BitIndex:
 
     def _planes(
         self, array: NDArray[Any], coded: bool, planes: int | None, weights: Sequence[int] | None
-    ) -> tuple[NDArray[np.int32], Sequence[int] | None]:
+    ) -> tuple[NDArray[np.int32], tuple[int, ...] | None]:
         """Return queries as codes, or as planes with their weights."""
         if not coded:
             if weights is not None:
                 raise ValueError("weights are for planes of int32 words, got vectors; omit weights")
-            _require_shape("queries", array, self.dim)
+            validation.shape("queries", array, self.dim)
             projected = self._encoder.project("queries", array.reshape(-1, self.dim))
-            return ops.planes(projected.reshape(*array.shape[:-1], self.bits), 3 if planes is None else planes)
+            projected = projected.reshape(*array.shape[:-1], 32 * self._encoder.words)
+            codes, weights = ops.planes(projected, 3 if planes is None else planes)
+            return self._encoder.masked(codes), weights
         if planes is not None:
             raise ValueError("planes= is for queries that are vectors, got codes; omit it or pass vectors")
-        _require_shape("queries", array, self.bits // 32)
+        array = self._words("queries", array)
         if weights is not None and array.ndim < 2:
             raise ValueError(f"with weights queries must have shape [..., P, W], got {list(array.shape)}; add planes")
-        return array, weights
+        return array, arguments.integers("weights", weights)
+
+    def _words(self, name: str, codes: NDArray[Any], rows: bool = False) -> NDArray[np.int32]:
+        """Return codes as words [..., W] with 0 in their padding."""
+        octets = codes.itemsize == 1
+        validation.shape(name, codes, self.bits // 8 if octets else self._encoder.words, rows)
+        return quantiser.from_bytes(codes) if octets else self._encoder.masked(codes)
 
     def _originals(self, vectors: Any, content: rows.Rows) -> NDArray[Any]:
         """Return the vectors for exact scores."""
@@ -267,10 +301,10 @@ class BitIndex:
             if content.vectors is None:
                 raise ValueError("rerank needs the original vectors, got none; pass vectors=, or build with keep=")
             return content.vectors
-        array, coded, _ = _read(vectors=vectors)
+        array, coded, _ = validation.vectors_or_codes(vectors=vectors)
         if coded:
-            raise TypeError("vectors= must be floats, got int32; pass the vectors that were added")
-        _require_shape("vectors=", array, self.dim, rows=True)
+            raise TypeError(f"vectors= must be floats, got {array.dtype}; pass the vectors that were added")
+        validation.shape("vectors=", array, self.dim, rows=True)
         return np.asarray(array)  # a plain array, so that results are not of class np.memmap
 
     def _fill(self, after: rows.Rows, array: NDArray[Any], coded: bool) -> None:
@@ -328,8 +362,7 @@ class BitIndex:
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int | np.integer) or not 0 <= number <= rows.LARGEST_ID:
             return False
-        with self._changing:
-            return bool(self._positions.find(self._rows, np.array([number], np.int64))[0] >= 0)
+        return bool(self._rows.find(np.array([number], np.int64))[0] >= 0)
 
     def __repr__(self) -> str:
         encoder = self._encoder
@@ -342,47 +375,13 @@ class BitIndex:
         )
 
 
-# ---- Arguments -----------------------------------------------------------------------------------------------------
+_indexes: weakref.WeakSet[BitIndex] = weakref.WeakSet()
 
 
-def _read(**given: Any) -> tuple[NDArray[Any], bool, arguments.Restore]:
-    """Return an array, whether it has codes (int32 words) and not vectors (floats), and what restores its kind."""
-    (x,), restore = arguments.host_arrays(**given)
-    if x.dtype != np.int32 and x.dtype.kind != "f":
-        raise TypeError(
-            f"expected vectors of floats or codes of int32 words, got {x.dtype}; "
-            "convert vectors with .astype('float32'), create codes with hashcore.pack"
-        )
-    return x, x.dtype == np.int32, restore
+def _after_fork() -> None:
+    """Renew all locks: another thread of the parent may have held them, and will never release them here."""
+    for index in _indexes:
+        index._changing = threading.Lock()  # pyright: ignore[reportPrivateUsage]
 
 
-def _integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
-    number = arguments.integer(name, value)
-    if not low <= number <= high:
-        raise ValueError(f"{name} must be in {low}..{high}, got {number}; {remedy}")
-    return number
-
-
-def _choice(name: str, value: Any, allowed: Any) -> Any:
-    if not isinstance(value, str | None) or value not in allowed:
-        wanted = ", ".join(map(repr, allowed))
-        raise ValueError(f"{name} must be one of {wanted}, got {arguments.shown(value)}; choose one of them")
-    return value
-
-
-def _require_shape(name: str, x: NDArray[Any], size: int, rows: bool = False) -> None:
-    """Raise ValueError unless the shape is [n, size] (rows) or [..., size]."""
-    if (x.ndim != 2 if rows else x.ndim < 1) or x.shape[-1] != size:
-        dims = f"[n, {size}]" if rows else f"[..., {size}]"
-        raise ValueError(f"{name} must have shape {dims} for this index, got {list(x.shape)}; reshape or rebuild it")
-
-
-def _mean(value: Any, dim: int) -> NDArray[np.float32]:
-    (array,), _ = arguments.host_arrays(mean=value)
-    validation.real("mean", array, "[D]")
-    if array.shape != (dim,):
-        raise ValueError(f"mean must have shape [{dim}], got {list(array.shape)}; average the vectors over their rows")
-    with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
-    require_finite("mean", array[None])
-    return array
+os.register_at_fork(after_in_child=_after_fork)

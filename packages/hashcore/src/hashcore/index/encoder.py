@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import quantiser
+from hashcore import arguments, quantiser, validation
 
 BLOCK = 4096  # vectors per block, so that float32 copies take little memory
 ROWS = 16
@@ -31,6 +31,8 @@ class Encoder:
 
     dim: numbers per vector. bits: numbers of f(x). mean: float32 [dim], or None for zero. matrix: float32 [dim, bits],
     or None for the identity. seed: seed of the matrix, or None.
+
+    A code has whole words: bits after the last are padding, 0 in codes and in queries, so that all match.
     """
 
     dim: int
@@ -39,8 +41,26 @@ class Encoder:
     matrix: NDArray[np.float32] | None = None
     seed: int | None = None
 
+    @property
+    def words(self) -> int:
+        """Words of a code."""
+        return -(-self.bits // 32)
+
+    @property
+    def padding(self) -> int:
+        """Bits of a code after the last."""
+        return 32 * self.words - self.bits
+
+    def masked(self, codes: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return codes [..., words] without what is in their padding; a copy only if there is padding."""
+        if not self.padding:
+            return codes
+        mask = np.full(self.words, -1, np.int32)
+        mask[-1] = (1 << (32 - self.padding)) - 1
+        return codes & mask
+
     def project(self, name: str, x: NDArray[Any], first: int = 0) -> NDArray[np.float32]:
-        """Return f of rows [n, dim] as float32 [n, bits].
+        """Return f of rows [n, dim] as float32 [n, bits], and zeros for the padding.
 
         Raises: ValueError if a row, or f of it, is not finite; the message counts rows from `first`.
         """
@@ -51,10 +71,10 @@ class Encoder:
         if self.matrix is not None:
             rows = project(rows, self.matrix)
         require_finite(name, rows, first)
-        return rows
+        return np.pad(rows, ((0, 0), (0, self.padding))) if self.padding else rows
 
     def encode(self, x: NDArray[Any], out: NDArray[np.int32]) -> None:
-        """Write the codes of rows [n, dim] to out, int32 [n, bits / 32], a block at a time."""
+        """Write the codes of rows [n, dim] to out, int32 [n, words], a block at a time."""
         for start in range(0, len(x), BLOCK):
             block = slice(start, start + BLOCK)
             out[block] = quantiser.pack(self.project("vectors", x[block], start))
@@ -85,6 +105,18 @@ def mean_of(x: NDArray[Any]) -> NDArray[np.float32]:
         return (total / len(x)).astype(np.float32)
 
 
+def given_mean(value: Any, dim: int) -> NDArray[np.float32]:
+    """Return a mean that was passed as float32 [dim]."""
+    (array,), _ = arguments.host_arrays(mean=value)
+    validation.real("mean", array, "[D]")
+    if array.shape != (dim,):
+        raise ValueError(f"mean must have shape [{dim}], got {list(array.shape)}; average the vectors over their rows")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    require_finite("mean", array[None])
+    return array
+
+
 def require_finite(name: str, x: NDArray[Any], first: int = 0) -> None:
     """Raise ValueError unless x [n, D], centred and rotated, is finite; rows are counted from `first`."""
     good = np.isfinite(x).all(axis=-1)
@@ -104,15 +136,8 @@ def project(x: NDArray[np.float32], matrix: NDArray[np.float32]) -> NDArray[np.f
     tasks = -(-len(x) // ROWS)
     if tasks:
         workers = threads.count(x.size * matrix.shape[1] // 2)  # 2 additions take as long as a popcount
-        threads.run(_project_tasks, tasks, workers, (_readonly(x), _readonly(matrix), out))
+        threads.run(_project_tasks, tasks, workers, (arguments.read_only(x), arguments.read_only(matrix), out))
     return out
-
-
-def _readonly(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a read-only view, because numba compiles again for every mix of writeable and read-only arguments."""
-    x = x.view()
-    x.flags.writeable = False
-    return x
 
 
 def _project_tasks(first, last, x, matrix, out):

@@ -11,6 +11,8 @@
     matrix   float32 [D, 32 W]    if flag MATRIX         vectors  float16 or float32 [n, D], if kept
     ids      int64 [n]            flag ASCENDING: they ascend
 
+Without a matrix a code has D bits, a multiple of 8; the bits after them are 0.
+
 Offsets of sections are not stored but follow from shapes; their sum must equal the file's length before anything is
 allocated or mapped. Every load verifies the header, mean and matrix; the other sections are verified by default.
 """
@@ -20,7 +22,6 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -37,7 +38,6 @@ FIELDS = struct.Struct("<8sII QQqq IIII")
 DIGEST = 32
 HEADER = 256
 ALIGN = 64
-BLOCK = 1 << 22  # bytes hashed and written per block
 SECTIONS = ("mean", "matrix", "ids", "codes", "vectors")
 SMALL = ("mean", "matrix")  # verified by every load: every query reads all of them
 MEAN, MATRIX, ASCENDING = 1, 2, 4
@@ -48,9 +48,9 @@ LARGEST = 2**20  # dimensions, and bits
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
-def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: int) -> None:
+def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows) -> None:
     """Write all rows to path atomically; on any failure, path keeps its old content."""
-    path = Path(path)
+    path, rows = Path(path), rows.alone()
     if path.is_dir():
         raise IsADirectoryError(f"expected a file to write, got the folder {path}; name a file in it")
     flags = MEAN * (encoder.mean is not None) + MATRIX * (encoder.matrix is not None) + ASCENDING * rows.ascending
@@ -59,18 +59,19 @@ def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: i
     shapes = _shapes(rows.count, words, encoder.dim, kept, flags)
     seed = -1 if encoder.seed is None else encoder.seed
     fields = FIELDS.pack(
-        *(MAGIC, VERSION, HEADER, _length(shapes), rows.count, next_id, seed, words, encoder.dim, kept, flags)
+        *(MAGIC, VERSION, HEADER, _length(shapes), rows.count, rows.next_id, seed, words, encoder.dim, kept, flags)
     )
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(bytes(HEADER))
-        digests = [_write_section(file, shapes[name], _pieces(name, encoder, rows)) for name in SECTIONS]
+        columns = encoder.mean, encoder.matrix, rows.ids, rows.codes, rows.vectors
+        digests = [_write_section(file, shapes[name], x) for name, x in zip(SECTIONS, columns, strict=True)]
         head = fields + b"".join(digests)
         file.seek(0)
         file.write(head + hashlib.sha256(head).digest())
 
 
-def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Encoder, Rows, int]:
-    """Read an index: encoder, rows and next id. Raises: ValueError, before any allocation, for an invalid file."""
+def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Encoder, Rows]:
+    """Read an index. Raises: ValueError, before any allocation, for an invalid file."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"expected a file that BitIndex.save wrote, got the folder {path}; name a file in it")
@@ -95,9 +96,11 @@ def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Enco
     if verify:
         _check_ids(path, arrays["ids"], next_id, bool(flags & ASCENDING))
     mean, matrix = (arrays[name] if flags & flag else None for name, flag in (("mean", MEAN), ("matrix", MATRIX)))
-    encoder = Encoder(dim, 32 * words, mean, matrix, None if seed < 0 else seed)
-    vectors = arrays["vectors"] if kept else None
-    return encoder, Rows(arrays["codes"], arrays["ids"], vectors, count, ascending=bool(flags & ASCENDING)), next_id
+    encoder = Encoder(dim, dim if matrix is None else 32 * words, mean, matrix, None if seed < 0 else seed)
+    codes, vectors = arrays["codes"], arrays["vectors"] if kept else None
+    if verify and encoder.padding and (codes != encoder.masked(codes)).any():
+        _refuse(path, "its codes have more bits than its vectors have dimensions")
+    return encoder, Rows(codes, arrays["ids"], vectors, count, next_id, bool(flags & ASCENDING))
 
 
 def _shapes(count: int, words: int, dim: int, kept: int, flags: int) -> Shapes:
@@ -124,29 +127,15 @@ def _length(shapes: Shapes) -> int:
     return HEADER + sum(_padded(*section) for section in shapes.values())
 
 
-def _pieces(name: str, encoder: Encoder, rows: Rows) -> Iterator[NDArray[Any]]:
-    """Yield a section in pieces, without spare capacity."""
-    column = getattr(encoder if name in SMALL else rows, name)
-    if column is None:
-        return
-    count = len(column) if name in SMALL else rows.count
-    step = max(1, BLOCK // max(1, column[:1].nbytes))
-    for start in range(0, count, step):
-        yield column[start : min(start + step, count)]
-
-
-def _write_section(
-    file: IO[bytes], section: tuple[tuple[int, ...], np.dtype[Any]], pieces: Iterable[NDArray[Any]]
-) -> bytes:
+def _write_section(file: IO[bytes], section: tuple[tuple[int, ...], np.dtype[Any]], column: Any) -> bytes:
+    """Write an array, or nothing for None, and its padding; return the digest of both."""
     shape, dtype = section
-    digest = hashlib.sha256()
-    for piece in pieces:
-        octets = np.ascontiguousarray(piece, dtype).reshape(-1).view(np.uint8).data
-        digest.update(octets)
-        file.write(octets)
+    octets = np.ascontiguousarray([] if column is None else column, dtype).reshape(-1).view(np.uint8).data
     padding = bytes(_padded(shape, dtype) - _bytes_of(shape, dtype))
-    digest.update(padding)
+    file.write(octets)
     file.write(padding)
+    digest = hashlib.sha256(octets)
+    digest.update(padding)
     return digest.digest()
 
 
@@ -166,7 +155,7 @@ def _header(path: Path, header: bytes, size: int) -> tuple[int, int, int, int, i
     sound = (
         (1 <= words <= LARGEST // 32 and 1 <= dim <= LARGEST)
         and (kept < len(KINDS) and flags < 8)
-        and (flags & MATRIX or dim == 32 * words)
+        and (flags & MATRIX or (dim % 8 == 0 and words == -(-dim // 32)))
         and (0 <= next_id <= LARGEST_ID + 1 and seed >= -1)
     )
     if not sound:

@@ -1,11 +1,10 @@
 """Immutable snapshots of the rows of an index: codes, ids and, if stored, vectors, in arrays with spare capacity.
 
 Additions write after `count`, which older snapshots do not read; removals copy the other rows. Both create a new Rows,
-and searches on old snapshots are not affected.
+and whoever has an older one (a search, a copy of the index, a forked process) is not affected.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,19 +21,27 @@ class Rows:
     """Columns with spare capacity.
 
     codes: int32 [capacity, W]. ids: int64 [capacity]. vectors: [capacity, D] or None. count: rows in use.
-    ascending: whether ids[:count] ascend.
+    next_id: what the next row gets by default. ascending: whether ids[:count] ascend.
+    places: positions of ids that do not ascend, added when first needed (about 100 bytes an id). Rows that were made
+        from each other by additions share it; it may lack ids or have later ones, so `find` checks what it says.
     """
 
     codes: NDArray[np.int32]
     ids: NDArray[np.int64]
     vectors: NDArray[Any] | None
     count: int = 0
+    next_id: int = 0
     ascending: bool = True
+    places: dict[int, int] = field(default_factory=dict)
 
     @property
     def columns(self) -> list[NDArray[Any]]:
         """The arrays: codes, ids and, if stored, vectors."""
         return [x for x in (self.codes, self.ids, self.vectors) if x is not None]
+
+    def alone(self) -> "Rows":
+        """Return the same rows without spare capacity: neither writes to the memory of the other."""
+        return self._of([x[: self.count] for x in self.columns], self.count)
 
     def with_room(self, extra: int) -> "Rows":
         """Return the same rows in arrays with room for `extra` more; new arrays have at least twice the capacity."""
@@ -45,14 +52,16 @@ class Rows:
         fresh = [np.empty((capacity, *x.shape[1:]), x.dtype.newbyteorder("=")) for x in self.columns]
         for new, old in zip(fresh, self.columns, strict=True):
             new[: self.count] = old[: self.count]
-        return self._of(fresh, self.count)
+        return replace(self._of(fresh, self.count), places=self.places)
 
     def appended(self, ids: NDArray[np.int64]) -> "Rows":
         """Return rows including those whose codes and vectors were written after the end, with these ids."""
         end = self.count + len(ids)
         self.ids[self.count : end] = ids
         ascending = self.ascending and _ascend(self.ids[max(self.count - 1, 0) : end])
-        return replace(self, count=end, ascending=ascending)
+        if self.places:
+            self.places.update(zip(ids.tolist(), range(self.count, end), strict=True))
+        return replace(self, count=end, next_id=max(self.next_id, int(ids.max()) + 1), ascending=ascending)
 
     def without(self, positions: NDArray[np.int64]) -> "Rows":
         """Return rows without these positions, in the same order, in arrays of their own."""
@@ -64,7 +73,39 @@ class Rows:
     def _of(self, columns: list[NDArray[Any]], count: int) -> "Rows":
         codes, ids, *vectors = columns
         ascending = self.ascending or _ascend(ids[:count])
-        return Rows(codes, ids, vectors[0] if vectors else None, count, ascending)
+        return Rows(codes, ids, vectors[0] if vectors else None, count, self.next_id, ascending)
+
+    def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position of each id, -1 if it is not present: by bisection if ids ascend, else by `places`."""
+        if self.count == 0:
+            return np.full(len(ids), -1)
+        ordered = self.ids[: self.count]
+        if self.ascending:
+            at = np.searchsorted(ordered, ids)
+        else:
+            if len(self.places) < self.count:
+                self.places.update(zip(ordered.tolist(), range(self.count), strict=True))
+            at = np.fromiter((self.places.get(i, 0) for i in ids.tolist()), np.int64, len(ids))
+        at = np.minimum(at, self.count - 1)
+        return np.where(ordered[at] == ids, at, -1)
+
+    def only(self, ids: Any, *, others: bool) -> tuple[NDArray[np.int64], int]:
+        """Return the bitmap of the rows with these ids, or of all others, as a search takes it, and their number.
+
+        Raises: ValueError for an id that is not present.
+        """
+        given, ordered = known_ids(ids), self.ids[: self.count]
+        marked = np.zeros(-(-self.count // 64) * 64 + 64, np.bool_)  # the kernels read two words of bits at once
+        if self.ascending and self.count and len(given):
+            missing = _mark(given, ordered, marked)
+        else:
+            at = self.find(given)
+            missing, marked[at] = bool((at < 0).any()), True
+        if missing:
+            refuse_unknown(int(given[self.find(given) < 0][0]))
+        if others:
+            marked[: self.count] ^= True
+        return np.packbits(marked, bitorder="little").view(np.int64), int(np.count_nonzero(marked))
 
 
 def empty(words: int, dim: int, kept: np.dtype[Any] | None) -> Rows:
@@ -73,45 +114,62 @@ def empty(words: int, dim: int, kept: np.dtype[Any] | None) -> Rows:
     return Rows(np.empty((0, words), np.int32), np.empty(0, np.int64), vectors)
 
 
-class Positions:
-    """Finds positions of ids: ascending ids by bisection, others in a table built on demand (about 100 bytes an id)."""
-
-    def __init__(self) -> None:
-        self._table: dict[int, int] | None = None
-
-    def find(self, rows: Rows, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the position of each id, -1 if it is not present."""
-        ordered = rows.ids[: rows.count]
-        if rows.ascending and rows.count:
-            at = np.minimum(np.searchsorted(ordered, ids), rows.count - 1)
-            return np.where(ordered[at] == ids, at, -1)
-        if self._table is None:
-            self._table = dict(zip(ordered.tolist(), range(rows.count), strict=True))
-        return np.fromiter((self._table.get(i, -1) for i in ids.tolist()), np.int64, len(ids))
-
-    def added(self, before: Rows, after: Rows) -> None:
-        """Update the table after an addition; after a removal, a new one is needed."""
-        if self._table is not None:
-            fresh = after.ids[before.count : after.count].tolist()
-            self._table.update(zip(fresh, range(before.count, after.count), strict=True))
-
-
 def _ascend(ids: NDArray[np.int64]) -> bool:
     return bool((ids[1:] > ids[:-1]).all())
 
 
+def _mark(ids: NDArray[np.int64], ordered: NDArray[np.int64], marked: NDArray[np.bool_]) -> bool:
+    """Mark the positions of ids among ordered ones, of which there are some; return whether an id is missing."""
+    from hashcore.cpu import threads  # numba takes half a second to import
+
+    given = arguments.read_only(ids), arguments.read_only(ordered), marked
+    return any(threads.run(_mark_tasks, len(ids), threads.count(16 * len(ids)), given))
+
+
+def _mark_tasks(first, last, ids, ordered, marked):
+    """Mark the positions of ids [first, last); return 1 if one of them is missing, and then marks mean nothing.
+
+    The id at position p is at least p above the first, and at most p + gaps, the numbers between first and last id that
+    are none. So few steps find an id if few were removed, and without gaps nothing is read.
+    """
+    count, least, most = np.int64(len(ordered)), ordered[0], ordered[-1]
+    gaps, missing = most - least - (count - 1), 0
+    if gaps == 0:
+        end = np.uint64(count)
+        for i in range(first, last):  # no branch: ids are read as fast as memory allows
+            step = np.uint64(ids[i] - least)
+            missing |= step >= end
+            marked[min(step, end)] = True
+        return missing
+    for i in range(first, last):
+        number = ids[i]
+        if number < least or number > most:
+            missing = 1
+            continue
+        low, high = max(number - least - gaps, 0), min(number - least, count - 1)
+        while low < high:
+            middle = (low + high) // 2
+            if ordered[middle] < number:
+                low = middle + 1
+            else:
+                high = middle
+        missing |= ordered[low] != number
+        marked[low] = True
+    return missing
+
+
 def best(
-    queries: NDArray[np.int32], content: Rows, k: int, weights: Sequence[int] | None
+    queries: NDArray[np.int32], content: Rows, k: int, weights: tuple[int, ...] | None, only: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Find the k best rows for codes [..., W], or planes [..., P, W] with weights.
+    """Find the k best rows, or those of a bitmap, for codes [..., W], or planes [..., P, W] with weights.
 
     Returns: scores int32 and positions int64, both [..., k], best first, ties to the lowest position.
     """
-    keys = content.codes[: content.count]
-    if weights is not None:
-        return ops.search(queries, keys, k, weights)
-    scores, positions = ops.search(queries.reshape(-1, queries.shape[-1]), keys, k)
-    return scores.reshape(*queries.shape[:-1], k), positions.reshape(*queries.shape[:-1], k)
+    if weights is None:
+        queries, weights = queries[..., None, :], (1,)
+    return ops.backend().search(
+        queries, content.codes[: content.count], weights, (k, None, None, 0, 0), True, only=only
+    )
 
 
 # ---- Ids that were passed ------------------------------------------------------------------------------------------
@@ -134,11 +192,11 @@ def new_ids(ids: Any, count: int) -> NDArray[np.int64]:
 
 
 def known_ids(ids: Any) -> NDArray[np.int64]:
-    """Return one or several ids as int64 [n] without duplicates."""
+    """Return one or several ids as int64 [n]."""
     array = _id_array(ids)
     if array.dtype == np.uint64 and array.size and int(array.max()) > LARGEST_ID:
         refuse_unknown(int(array.max()))
-    return np.unique(array.astype(np.int64))
+    return np.ascontiguousarray(array, np.int64)
 
 
 def refuse_unknown(number: int) -> NoReturn:
@@ -147,11 +205,13 @@ def refuse_unknown(number: int) -> NoReturn:
 
 
 def _id_array(ids: Any) -> NDArray[Any]:
-    if type(ids).__module__.partition(".")[0] == "torch":
+    if arguments.is_array(ids):
         (ids,), _ = arguments.host_arrays(ids=ids)
     array = np.atleast_1d(np.asarray(ids))
     if array.size == 0 and array.dtype.kind == "f":  # an empty list
         array = array.astype(np.int64)
-    if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise TypeError(f"ids must be integers in one dimension, got {array.dtype} {list(array.shape)}; flatten them")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"ids must be integers, got {array.dtype}; convert them with .astype('int64')")
+    if array.ndim != 1:
+        raise ValueError(f"ids must have one dimension, got shape {list(array.shape)}; flatten them")
     return array
