@@ -69,13 +69,13 @@ def _mask(other: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
                 start = None
         elif not torch.compiler.is_compiling():
             torch._assert_async((padding & (slots < ends[-1]) == wanted).all(), _HOLES)  # pyright: ignore[reportPrivateImportUsage]
-    slides = window is not None and offset - first + rows > window
-    if start is None and isinstance(offset, int) and offset - first + rows == n and not slides:
+    slides = window if window is not None and offset - first + rows > window else None
+    if start is None and isinstance(offset, int) and offset - first + rows == n and slides is None:
         return None
     ends = ends.expand(how["batch_size"], -1)
     starts = torch.zeros_like(ends) if start is None else start[:, None].minimum(ends)
-    if slides:
-        starts = starts.maximum(ends - window)
+    if slides is not None:
+        starts = starts.maximum(ends - slides)
     return torch.stack([starts.expand_as(ends), ends], -1)[:, None]
 
 
@@ -86,7 +86,8 @@ def _window(shown: Any) -> int | None:
     """Return the tokens that a row of a sliding window sees, its own included; None for any other mask function."""
     if getattr(shown, "__code__", None) is not _SLIDING.__code__:  # both are made by `and_masks`
         return None
-    parts, known = shown.__closure__[0].cell_contents, _SLIDING.__closure__[0].cell_contents
+    kind: Any = _SLIDING
+    parts, known = shown.__closure__[0].cell_contents, kind.__closure__[0].cell_contents
     if len(parts) != len(known) or parts[1] is not causal_mask_function:
         return None
     return parts[0].__closure__[0].cell_contents if parts[0].__code__ is known[0].__code__ else None
