@@ -212,7 +212,7 @@ def tasks(
     first: int, last: int, form: Any, call: Any, scaling: Any, softcap: Any, spans: Any, reads: Any, selected: Any,
     ready: Any, used: Any,
 ) -> int:  # pragma: no cover - compiled  # fmt: skip
-    """Run tasks [first, last) of T, for T rows and sets, or of 2 T without a given selection; return 1 if a given index is no token.
+    """Run tasks [first, last) of T, for T rows and sets, or of 2 T without a given selection.
 
     Of 2 T, the first T tasks select and the others attend, so that threads which share an odd number of tasks are busy
     for the same time. No task waits for another: one that attends before its selection is ready selects itself.
@@ -224,6 +224,7 @@ def tasks(
         reads: numbers of tokens that sets read, int64 [R or 1, SETS or 1]; without a given selection.
         selected: where indices are written, int64 [T, most]; with a given selection [0, most].
         ready: zeros, int64 [T]; used: for the number of tokens that were read, int64 [T].
+    Returns: 1 if a given index is no token, else 0.
     """
     sets, group, dim, dim_v, kind = form[SETS], form[GROUP], form[DIM], form[DIM_V], form[KIND]
     item, words, levels, count_tasks, rows = 2 if kind else 4, form[BITS] // 32, form[PLANES], len(ready), call[ROWS]
