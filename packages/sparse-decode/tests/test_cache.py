@@ -278,6 +278,23 @@ def test_what_a_static_layer_adds_stays_in_place_and_is_empty_after_a_reset():
     assert not layer.codes.any()
 
 
+@pytest.mark.parametrize("kind", RESIZABLE)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_leave_the_sums_with_the_tokens_that_are_cropped(kind, bad):
+    layer, other = make(kind), make(kind)
+    for one, last in ((layer, bad), (other, 1.0)):
+        update(one, 9, 0)
+        k, v = torch.full((2, 2, 2, 3, 16), 2.0)
+        k[1, :, 1] = last
+        one.update(k, v)
+        one.sums.advance(*stored(one), None, 12, k.device)
+        one.crop(-3)
+    found, expected = (one.sums.advance(*stored(one), None, 9, torch.device("cpu")) for one in (layer, other))
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x[0], y[0])
+        torch.testing.assert_close(x[1], y[1], atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_reset_the_means_are_those_of_the_new_text(kind):
     layer = make(kind)

@@ -19,6 +19,9 @@ def spare_rows(end: int) -> int:
 class GrowingBuffer:
     """Rows of the tokens so far, [B, H, T, X].
 
+    What was returned is never written again: callers may keep it. After `truncate`, the next rows therefore go to a new
+    tensor, with a copy of those that are left.
+
     Args:
         host: store the rows in host memory, pinned if they come from a GPU. The GPU writes asynchronously; call `wait`
             before reading on the CPU. The rows of one token are contiguous, so that they are written in one copy.
@@ -114,7 +117,8 @@ class GrowingBuffer:
 
     def truncate(self, length: int) -> None:
         """Drop the rows of tokens from `length` on."""
-        self.length = min(self.length, length)
+        if length < self.length:
+            self.length, self._own = length, False
         if not self.length:
             self._data = None  # the next sequence may have another batch size
 

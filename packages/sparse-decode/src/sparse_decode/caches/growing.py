@@ -1,7 +1,8 @@
 """A dynamic cache layer that grows in place, for dense layers in decode steps on the CPU.
 
 transformers' `DynamicLayer` copies all keys and values at each step. This subclass only overrides `update`. Anything
-else that changes `keys` and `values` (crops, presses, beams) assigns new tensors, which the next update adopts.
+else that changes `keys` and `values` (crops, presses, beams) assigns new tensors, which the next update copies: others
+may have kept what was returned before, so that it is never written again.
 """
 
 import copy
@@ -10,7 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from sparse_decode.caches.buffer import spare_rows
 from sparse_decode.modes import ordinary_tensors
@@ -42,7 +43,7 @@ class GrowingLayer(DynamicLayer):
         n, t = keys.shape[2], key_states.shape[2]
         room = self._room
         if keys is not self._shown[0] or values is not self._shown[1]:
-            room = None if room is None or not (_begins(keys, room[0]) and _begins(values, room[1])) else room
+            room = None
         if room is None or n + t > room[0].shape[2] or n + t > room[1].shape[2]:
             room = self._room = _roomy(keys, n + t), _roomy(values, n + t)
         room[0].narrow(2, n, t).copy_(key_states)
@@ -57,18 +58,12 @@ class GrowingLayer(DynamicLayer):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return itself, (plainly(self),)
+        return reduced(plainly(self))
 
 
-def itself(layer: CacheLayerMixin) -> CacheLayerMixin:
-    """Return a plain layer: what pickle calls to make one."""
-    return layer
-
-
-def _begins(x: Tensor, room: Tensor) -> bool:
-    """Whether x is a view of the first tokens of a buffer, as a crop leaves it."""
-    alike = x.data_ptr() == room.data_ptr() and x.stride() == room.stride() and x.shape[:2] == room.shape[:2]
-    return alike and x.shape[3] == room.shape[3] and x.dtype == room.dtype
+def reduced(plain: CacheLayerMixin) -> tuple[type, tuple[int, ...], dict[str, Any]]:
+    """Return what pickle stores of a plain layer: names of transformers alone."""
+    return type(plain), (plain.max_cache_len,) if isinstance(plain, StaticLayer) else (), vars(plain)
 
 
 def _roomy(x: Tensor, tokens: int) -> Tensor:

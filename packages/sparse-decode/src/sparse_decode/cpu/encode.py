@@ -60,11 +60,14 @@ def hash_tokens(weights: Weights, digits: Digits, x: Tensor, group: int, planes:
 
 
 class CpuEncoder:
-    """Hashes a few tokens on the CPU; caches array views of the layers' weights."""
+    """Hashes a few tokens on the CPU; caches array views of the layers' weights, which copies do not share."""
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[tuple[int, ...], Weights]] = {}
         self._digits: dict[int, tuple[Tensor, Digits]] = {}
+
+    def __reduce__(self) -> tuple[type["CpuEncoder"], tuple[()]]:
+        return CpuEncoder, ()
 
     def keys(self, layer: LayerHasher, k: Tensor) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
