@@ -50,6 +50,7 @@ class Pair:
         self.kind, self.chance = kind, chance
         self.layers = [plain(), plain()]
         self.kept = []
+        self.starts = None  # of the sequences, behind their padding
         self.batch = chance.randint(1, 3)
         if chance.random() < 0.5:
             self.append(chance.randint(1, 6))  # filled before it is attached
@@ -94,6 +95,7 @@ class Pair:
         if name == "reset":
             for layer in self.layers:
                 layer.reset()
+            self.starts = None
             self.batch = self.batch if self.kind == "static" else chance.randint(1, 3)
         elif n and name in ("crop", "reorder", "repeat", "select"):
             self._method(name)
@@ -125,24 +127,23 @@ class Pair:
         self.append(tokens, kind, name == "append_inference", poison)
 
     def _method(self, name: str) -> None:
-        chance = self.chance
+        chance, rows = self.chance, list(range(self.batch))
         if name == "crop":
-            tokens = chance.randint(0, min(self.length - 1, 5))
-            calls = "crop", -tokens
             if self.kind == "hybrid":
                 return  # its recurrent state cannot be cropped
+            call, given = "crop", -chance.randint(0, min(self.length - 1, 5))
         elif name == "reorder":
-            calls = "reorder_cache", torch.tensor([chance.randrange(self.batch) for _ in range(self.batch)])
+            rows = [chance.randrange(self.batch) for _ in rows]
+            call, given = "reorder_cache", torch.tensor(rows)
         elif name == "repeat":
-            if self.batch > 4:
-                return
-            calls = "batch_repeat_interleave", chance.randint(1, 2)
-            self.batch *= calls[1]
+            given = chance.randint(1, 2) if self.batch < 5 else 1
+            call, rows = "batch_repeat_interleave", [row for row in rows for _ in range(given)]
         else:
-            rows = chance.sample(range(self.batch), chance.randint(1, self.batch))
-            calls, self.batch = ("batch_select_indices", torch.tensor(rows)), len(rows)
+            rows = chance.sample(rows, chance.randint(1, self.batch))
+            call, given = "batch_select_indices", torch.tensor(rows)
         for layer in self.layers:
-            getattr(layer, calls[0])(calls[1])
+            getattr(layer, call)(given)
+        self.batch, self.starts = len(rows), None if self.starts is None else self.starts[rows]
 
     def _copy(self, way: str) -> None:
         before = self.layers[0]
@@ -177,8 +178,12 @@ class Pair:
             return
         _ = layer.codes
         first = max(0, n - self.chance.randint(1, 3))
+        if self.starts is None and self.chance.random() < 0.5:  # another text: other padding
+            self.starts = torch.tensor([self.chance.randint(0, 3) for _ in range(self.batch)])
         k, v = (x[:, :, :n].float() for x in (layer.keys, layer.values))
-        both = ([sums.advance(k, v, None, end, k.device) for end in (first, n)][-1] for sums in (layer.sums, Sums()))
+        both = (
+            [sums.advance(k, v, self.starts, end, k.device) for end in (first, n)][-1] for sums in (layer.sums, Sums())
+        )
         finite = torch.stack([x.isfinite().flatten(1).all(1) for x in (k, v)]).all(0)
         for found, expected in zip(*both, strict=True):
             torch.testing.assert_close(found[finite], expected[finite], atol=1e-3, rtol=1e-4)
