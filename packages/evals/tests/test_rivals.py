@@ -1,12 +1,13 @@
 """Quest and MagicPIG against slow transcriptions of their definitions, and against cases worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from evals.rivals import MagicPigSelector, QuestSelector
 from evals.rivals.magicpig import log_draw_probability
-from sparse_decode import Budget, Rows
+from sparse_decode import Budget, Rows, attend
 from sparse_decode.attach import attach_rows
 
 TENTH = Budget(0.1, sink=0, recent=0)
@@ -66,6 +67,29 @@ SELECTORS = {
     "magicpig": lambda: MagicPigSelector(2, 3, sink=1, local=2, prefill=8),
     "magicpig-bare": lambda: MagicPigSelector(2, 3, sink=0, local=0, prefill=8),
 }
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_sequence_that_is_not_finite_leaves_the_others_alone(name, bad):
+    def found(number):
+        rows, v = rows_of(50, 9)
+        q, k, values = (torch.cat([x, x.flip(-2)]) for x in (rows.q, rows.k, v))
+        for x in (q, k, values):
+            x[1, :, ::5, 2] = number
+        both = replace(rows, q=q, k=k, counts=rows.counts.expand(2, -1), interval=rows.interval.expand(2, -1, -1))
+        selector = SELECTORS[name]()
+        indices = selector.select(both)
+        out = (
+            selector.attend(both, values, indices)
+            if hasattr(selector, "attend")
+            else attend(q, k, values, indices, 1.0)
+        )
+        return {int(j) for j in indices[0].flatten()}, out[0]
+
+    (tokens, out), (others, expected) = found(bad), found(1.0)
+    assert tokens == others
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("name", SELECTORS)

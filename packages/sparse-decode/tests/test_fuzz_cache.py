@@ -5,6 +5,7 @@ from fuzz_cache import ALL_KINDS, run, run_round
 from sparse_decode.caches.cache import Coded
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of a fork beside threads, which is meant
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_attached_layers_are_plain_ones_with_fresh_codes(kind):
     assert sum(run_round(seed, kind) for seed in range(8)) == 320

@@ -118,6 +118,20 @@ def test_what_is_not_selected_or_owned_is_not_read(backend, size):
     assert backend.decode(layer, batch, budget).isnan().any()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(backend, bad):
+    budget, layer = BUDGETS["2 %"], layer_of()
+    batch = guarded(LENGTHS, 16, torch.bfloat16, layer)
+    clean, row = backend.decode(layer, batch, budget), LENGTHS.index(700)
+    last = int(batch.slots(row)[-1])
+    for x in (batch.pages.k, batch.pages.v):
+        x[last // 16, :, last % 16, 3] = bad
+    batch.q[row, :, 5] = bad
+    out = backend.decode(layer, batch, budget)
+    assert out[row].isnan().any()
+    assert torch.equal(out[[n for n in range(len(LENGTHS)) if n != row]], clean[[*range(row), *range(row + 1, 6)]])
+
+
 def test_a_bound_of_the_lengths_changes_nothing_but_room(monkeypatch):
     """A graph is captured for the longest context that an engine allows, and with rows that are not there."""
     layer, budget = layer_of(), LayerBudget(0.2, sink=2, recent=3)

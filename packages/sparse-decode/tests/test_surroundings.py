@@ -10,13 +10,15 @@ import torch
 import transformers
 from fake_gpu import fake_gpu
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, QueryHeadHasher, attach
+from sparse_decode import Budget, OracleSelector, QueryHeadHasher, RecentSelector, attach, interface
 from sparse_decode.attach import attach_rows
+from sparse_decode.budget import LayerBudget
 from sparse_decode.interface import register
 from sparse_decode.model import NAMES
 from sparse_decode.select import HashSelector
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 WHOLE = Budget(1.0)
 
@@ -97,6 +99,39 @@ def test_a_cache_takes_the_type_that_holds_all_it_was_given():
             assert found[1].dtype == expected[1].dtype
 
 
+@pytest.fixture(params=[torch.bfloat16, torch.float64])
+def default_dtype(request):
+    """Another default dtype of torch, as a caller sets it who makes a model."""
+    yield lambda: torch.set_default_dtype(request.param)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("variant", ["lsh", "paper", "planes", "transform", "oracle", "recent"])
+def test_the_default_dtype_changes_nothing(variant, default_dtype):
+    model, (ids, mask) = tiny_model(), prompts()
+    others = {"oracle": OracleSelector, "recent": RecentSelector}
+
+    def run():
+        if variant in others:
+            selector = others[variant]()
+        else:
+            selector = Hasher(HasherConfig(variant, ModelShape.of(model.config)))
+            for layer in selector.layers:
+                layer.remainder.copy_(Calibrated.coefficients)
+        found = []
+        with torch.no_grad(), attach_rows(model, selector, Budget(0.3), sparse_rows=0):
+            for kind in (lambda: DynamicCache(config=model.config), lambda: StaticCache(model.config, 40)):
+                cache = kind()
+                for first, last in ((0, 38), (38, 39), (39, 40)):
+                    given = {"attention_mask": mask[:, :last], "past_key_values": cache}
+                    found.append(model(ids[:, first:last], **given).logits)
+        return torch.cat(found, 1)
+
+    expected = run()
+    default_dtype()
+    assert torch.equal(run(), expected)
+
+
 def test_float64_is_refused():
     with pytest.raises(ValueError, match=r"needs float32, bfloat16 or float16, got torch.float64; convert the model"):
         attach(tiny_model().double(), SignHasher())
@@ -116,22 +151,57 @@ def test_copying_an_attached_model_is_refused_in_one_sentence(copied):
     assert torch.equal(generate(copy.deepcopy(model), ids), dense)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
-def test_the_cache_of_an_attached_model_can_be_kept(way):
+def saved(cache):
+    """Write a cache, and read it as a plain one is read, which needs the names of transformers alone."""
+    torch.save(cache, file := io.BytesIO())
+    with torch.serialization.safe_globals([DynamicCache, DynamicLayer, StaticCache, StaticLayer]):
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "growing", "host", "static"])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved])
+def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):
     model, (ids, _) = tiny_model(), prompts((40,))
     dense = generate(model, ids)
-    with attach(model, SignHasher(), WHOLE):
-        cache = DynamicCache(config=model.config)
+    monkeypatch.setattr(interface, "FROM", 4)
+    budget, kv = LayerBudget(1.0, dense_below=100 * (kind == "growing")), "host" if kind == "host" else "device"
+    with attach(model, SignHasher(), budget, kv=kv):
+        cache = StaticCache(model.config, 64) if kind == "static" else DynamicCache(config=model.config)
         model(ids[:, :30], past_key_values=cache)
-        if way == "deepcopy":
-            twin = copy.deepcopy(cache)
-        elif way == "pickle":
-            twin = pickle.loads(pickle.dumps(cache))
-        else:
-            torch.save(cache, file := io.BytesIO())
-            twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        model(ids[:, 30:31], past_key_values=cache)
+        assert kind.title() in type(cache.layers[0]).__name__
+        twin = way(cache)
         assert torch.equal(generate(model, ids, past_key_values=twin), dense)
         assert torch.equal(generate(model, ids, past_key_values=cache), dense)
+
+
+AFTERWARDS = {
+    "crop": lambda cache: cache.crop(-12),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+}
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+@pytest.mark.parametrize("act", AFTERWARDS)
+def test_tensors_that_a_cache_has_shown_are_not_written_again(act, kv, monkeypatch):
+    """In sparse and in dense layers, of which those of index 1 have been plain until they grew."""
+    monkeypatch.setattr(interface, "FROM", 4)
+    model, (ids, _) = tiny_model(), prompts((40, 40))
+    dense = model(ids).logits[:, 36:]
+    with attach(model, SignHasher(), WHOLE, dense_layers={1, 2}, kv=kv):
+        cache = DynamicCache(config=model.config)
+        for first, last in ((0, 30), *((n, n + 1) for n in range(30, 36))):
+            model(ids[:, first:last], past_key_values=cache)
+        kept = [(layer.keys, layer.values) for layer in cache.layers]
+        AFTERWARDS[act](cache)
+        for n in range(8):  # another text
+            model(ids[:, n : n + 1].repeat(2, 1)[: len(cache.layers[0].keys)], past_key_values=cache)
+    again = DynamicCache(config=model.config)
+    for layer, (keys, values) in enumerate(kept):
+        again.update(keys, values, layer)
+    torch.testing.assert_close(model(ids[:, 36:], past_key_values=again).logits, dense, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)), copy.copy])
@@ -148,6 +218,21 @@ def test_a_config_copied_while_attached_belongs_to_nobody(way):
     with attach(other, SignHasher(), WHOLE):
         assert torch.equal(generate(other, ids), dense)
     assert other.config._attn_implementation == "sdpa"
+
+
+def test_a_config_of_a_model_that_was_dropped_while_attached_is_free():
+    model, (ids, _) = tiny_model(), prompts((40,))
+    config, weights, dense = model.config, model.state_dict(), generate(model, ids)
+    attach(model, SignHasher(), WHOLE)
+    other = AutoModelForCausalLM.from_config(config).eval()
+    other.load_state_dict(weights)
+    assert other.config is config
+    with pytest.raises(ValueError, match="shares its config object; call detach"):
+        attach(other, SignHasher())
+    del model
+    with attach(other, SignHasher(), WHOLE):
+        assert torch.equal(generate(other, ids), dense)
+    assert type(config._attn_implementation) is str
 
 
 def test_a_model_saved_while_attached_is_a_plain_one(tmp_path):

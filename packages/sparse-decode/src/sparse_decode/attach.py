@@ -153,7 +153,7 @@ class Attachment:
         register()
         self._config = cast(Any, text_decoder(model).config)
         dense = dense_name(model)
-        name = AttentionName.of(NAMES[dense], dense)
+        name = AttentionName.of(NAMES[dense], dense, model)
         set_attention(model, name)
         self._name, self._undo = name, [feed_in_chunks(model)]
         if how.prompt == "sparse":
@@ -179,7 +179,7 @@ class Attachment:
             handle.remove()
         self._handles = []
         if self._name is not None:
-            self._name.live = False
+            self._name.end()
             if self._config._attn_implementation == self._name:  # the caller may have set another one
                 set_attention(self.model, self._name.dense)
             self._name = None

@@ -1,6 +1,7 @@
 """The budget: how many tokens each row reads; and the tally of tokens read so far."""
 
 import math
+import os
 from dataclasses import dataclass, fields, replace
 from threading import Lock
 from typing import Any, Literal, Self, cast
@@ -14,6 +15,8 @@ from sparse_decode.modes import in_graph, ordinary_tensors
 from sparse_decode.removed import OF_BUDGET, refuse
 
 _STEPS = 256  # a tally adds up the counts of so many steps at once
+_LOCK = Lock()  # of all tallies; held for microseconds
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 @dataclass(frozen=True)
@@ -165,27 +168,26 @@ class Tally:
 
     def __init__(self, device: torch.device | None = None):
         self.tensor: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        self._lock = Lock()
         self._later: list[tuple[Tensor, int]] = []  # counts of steps for each query head, not yet in `tensor`
         self._selected = self._visible = 0
 
     def totals(self) -> tuple[int, int]:
         """Return tokens selected and visible so far."""
-        with self._lock:
+        with _LOCK:
             self._add_up()
         selected, visible = cast(list[int], self.tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
         return selected + self._selected, visible + self._visible
 
     def reset(self) -> None:
         """Reset the counts to zero."""
-        with self._lock:
+        with _LOCK:
             self._later.clear()
             self.tensor.zero_()
             self._selected = self._visible = 0
 
     def add(self, selected: int, visible: int) -> None:
         """Add counts known to the host."""
-        with self._lock:
+        with _LOCK:
             self._selected += selected
             self._visible += visible
 
@@ -194,7 +196,7 @@ class Tally:
         if in_graph(counts.device):
             self.tensor.add_(counts, alpha=heads)
             return
-        with self._lock:
+        with _LOCK:
             if self.tensor.device != counts.device:
                 with ordinary_tensors():
                     self.tensor = self.tensor.to(counts.device)

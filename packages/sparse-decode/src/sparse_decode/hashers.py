@@ -22,7 +22,10 @@ class KeyQueryHasher(Protocol):
         ...
 
     def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
-        """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
+        """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights.
+
+        Also queries that are not finite: an error would stop all sequences of the batch.
+        """
         ...
 
     def require_match(self, model_config: Any) -> None:

@@ -211,8 +211,13 @@ class Sums:
         if not length:
             return self.forget()
         assert self.keys is not None
-        last = Moments.of(k, v, self.starts, length, self.length, self.keys.device)
-        self._put(self._moments().without(last), self.starts, length)
+        device = self.keys.device
+        rest = self._moments().without(Moments.of(k, v, self.starts, length, self.length, device))
+        bad = ~rest.spread.isfinite().flatten(1).all(1)
+        if bad.any():  # numbers that are not finite cannot be subtracted
+            anew = Moments.of(k, v, self.starts, 0, length, device)
+            rest = Moments(*(x.where(~bad.view(-1, *[1] * (x.ndim - 1)), y) for x, y in zip(rest, anew, strict=True)))
+        self._put(rest, self.starts, length)
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change`, a function on the batch dimension, to the sums; in place for those of a static cache."""

@@ -7,6 +7,7 @@
    measured at a few budgets, on captured rows of dense contexts, and falls about as a power of the budget.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
@@ -191,7 +192,7 @@ def divide(costs: Tensor, falls: Tensor) -> Tensor:
         return ((slopes - slope) * powers).exp().clamp(LEAST_SHARE, MOST_SHARE)
 
     # At the least cost, a further token gains alike wherever no bound holds. All are at one bound, then at the other.
-    low, high = ((slopes - torch.tensor(share).log() / powers) for share in (MOST_SHARE, LEAST_SHARE))
+    low, high = ((slopes - math.log(share) / powers) for share in (MOST_SHARE, LEAST_SHARE))
     low, high = low.min(), high.max()
     for _ in range(60):
         middle = (low + high) / 2
@@ -235,7 +236,7 @@ def head_errors(model: PreTrainedModel, hasher: Hasher, data: Capture, fraction:
     rows = [torch.randint(t // 4, t, (HEAD_ROWS,), generator=draw) for t in lengths]
     found: list[Tensor] = []
     for layer in range(hasher.config.shape.num_layers):
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float64)
         for context, at in enumerate(rows):
             k, scaling = data.keys(context, layer)
             read = (data.queries(context, layer, at), k, data.values(context, layer), at)

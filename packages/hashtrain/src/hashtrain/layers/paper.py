@@ -52,13 +52,13 @@ class Paper(LayerHasher):
         for name, size in type(self).shapes(config).items():
             if name != "remainder":
                 drawn = name.startswith("w") or config.init == "gaussian"
-                start = normal(size, generator) * START_STD if drawn else torch.zeros(size)
+                start = normal(size, generator) * START_STD if drawn else torch.zeros(size, dtype=torch.float32)
                 self.register_parameter(name, nn.Parameter(start))
 
     @torch.no_grad()
     def _start_as_rotation(self, generator: torch.Generator) -> None:
         # SiLU(x) - SiLU(-x) = x, so with W1 = [I, -I] and W2 = [R; -R] the untrained MLP is exactly x R.
-        d, eye = self.d, torch.eye(self.d)
+        d, eye = self.d, torch.eye(self.d, dtype=torch.float32)
         r = torch.stack([rotation(d, self.bits, generator) for _ in range(self.hkv)]).repeat_interleave(self.group, 0)
         self.b1.zero_()
         self.w1[:, :, : 2 * d] = torch.cat([eye, -eye], dim=1)

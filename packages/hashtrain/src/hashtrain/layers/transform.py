@@ -7,7 +7,7 @@ the textbook way to spend a fixed number of bits on a vector.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hashcore
 import torch
@@ -58,7 +58,7 @@ class Transform(LayerHasher):
         for name in Layout._fields:
             self.register_buffer(name, None, persistent=False)
         self._lay_out()
-        self.register_load_state_dict_post_hook(lambda loaded, _: loaded._lay_out())
+        self.register_load_state_dict_post_hook(_lay_out)
 
     @classmethod
     def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
@@ -116,7 +116,7 @@ class Transform(LayerHasher):
         return codes.repeat_interleave(self.group, 1) if per_query_head else codes
 
     def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
-        return hashcore.planes(self.query_weight(q, per_query_head), self.planes, check=not q.is_cuda)
+        return hashcore.planes(self.query_weight(q, per_query_head), self.planes, check=False)
 
     def soft_queries(self, q: Tensor) -> Tensor:
         return quantised(self.query_weight(q), self.planes)[0]
@@ -125,6 +125,11 @@ class Transform(LayerHasher):
         with torch.autocast(k.device.type, enabled=False):  # keys are centred after the product: too fine for bfloat16
             z, laid = self.key(k), self.layout()
         return digits(z, _spread(laid.coordinate, z), laid.power[:, None], laid.limit[:, None])
+
+
+def _lay_out(loaded: Any, _: object) -> None:
+    """Lay out the digits that were loaded; a function with a name, so that hashers can be pickled."""
+    loaded._lay_out()
 
 
 def _coordinates(config: HasherConfig) -> int:

@@ -193,7 +193,7 @@ class Training:
         bad = ~torch.stack([*q.aminmax(), *k.aminmax()]).isfinite().all()  # NaN is both extremes
         parts = self._pairs(q, k, positions, scaling)
         total = torch.stack([weight for *_, weight in parts]).double().sum()
-        loss = torch.zeros((), device=self.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for rows, pairs, weight in parts:
             share = torch.where(weight > 0, weight.double() / total, 0.0).float()
             part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * share
@@ -212,7 +212,7 @@ class Training:
                 p = preferences(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
                 drawn = config.max_top, config.max_rest, self.generator
                 pairs = sample_pairs(p, at, config.fraction, *drawn, config.of, (config.sink, config.recent))
-                valid = pairs.valid if config.loss == "ranking" else torch.ones(len(at), device=p.device)
+                valid = pairs.valid if config.loss == "ranking" else p.new_ones(len(at))
                 parts.append((rows, pairs, valid.sum()))
         return parts
 

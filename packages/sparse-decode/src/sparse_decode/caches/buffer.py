@@ -11,13 +11,11 @@ from sparse_decode.modes import ordinary_tensors
 _SLACK = 64  # rows, or an eighth of the tokens: growing then copies each row eight times on average
 
 
-def spare_rows(end: int) -> int:
-    """Return the number of spare rows of a buffer that grows to hold `end` rows."""
-    return max(_SLACK, end // 8)
-
-
 class GrowingBuffer:
     """Rows of the tokens so far, [B, H, T, X].
+
+    What was returned is never written again: callers may keep it. After `truncate`, the next rows therefore go to a new
+    tensor, with a copy of those that are left.
 
     Args:
         host: store the rows in host memory, pinned if they come from a GPU. The GPU writes asynchronously; call `wait`
@@ -90,7 +88,7 @@ class GrowingBuffer:
             )
         kind = rows.dtype if data is None else torch.promote_types(data.dtype, rows.dtype)
         if data is None or not self._own or end > data.shape[2] or kind != data.dtype:
-            grown = self._room(rows, end + spare_rows(end), kind)
+            grown = self._room(rows, end + max(_SLACK, end // 8), kind)
             if data is not None:
                 self.wait()
                 grown[:, :, : self.length] = self.view()
@@ -114,7 +112,8 @@ class GrowingBuffer:
 
     def truncate(self, length: int) -> None:
         """Drop the rows of tokens from `length` on."""
-        self.length = min(self.length, length)
+        if length < self.length:
+            self.length, self._own = length, False
         if not self.length:
             self._data = None  # the next sequence may have another batch size
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from sparse_decode.caches.buffer import GrowingBuffer, append_both
 from sparse_decode.caches.cache_encoder import Encoder, drop_codes
-from sparse_decode.caches.growing import itself
+from sparse_decode.caches.growing import reduced
 from sparse_decode.compiled import write_codes
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.sums import Sums
@@ -80,7 +80,7 @@ class Coded(CacheLayerMixin):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return itself, (self.plainly(),)
+        return reduced(self.plainly())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Coded":
         self.settle()

@@ -1,7 +1,8 @@
 """A dynamic cache layer that grows in place, for dense layers in decode steps on the CPU.
 
 transformers' `DynamicLayer` copies all keys and values at each step. This subclass only overrides `update`. Anything
-else that changes `keys` and `values` (crops, presses, beams) assigns new tensors, which the next update adopts.
+else that changes `keys` and `values` (crops, presses, beams) assigns new tensors, which the next update copies: others
+may have kept what was returned before, so that it is never written again.
 """
 
 import copy
@@ -12,11 +13,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
-from sparse_decode.caches.buffer import spare_rows
+from sparse_decode.caches.buffer import GrowingBuffer, append_both
 from sparse_decode.model import CACHE_NAMES, NO_COPY, Attention
-from sparse_decode.modes import ordinary_tensors
 
 FROM = 512
 """Below this many tokens, copying all of them takes less time than the Python code that avoids it."""
@@ -28,7 +28,7 @@ class GrowingLayer(DynamicLayer):
     _layer_type = None  # keeps Hugging Face from registering it in place of the plain one
     keys: Tensor | None
     values: Tensor | None
-    _room: tuple[Tensor, Tensor] | None = None
+    _buffers: tuple[GrowingBuffer, GrowingBuffer] | None = None
     _shown: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -42,16 +42,14 @@ class GrowingLayer(DynamicLayer):
         alike = key_states.shape[:2] == keys.shape[:2] and value_states.shape[:2] == values.shape[:2]
         if not alike or value_states.dtype != values.dtype:
             return super().update(key_states, value_states, *args, **kwargs)
-        n, t = keys.shape[2], key_states.shape[2]
-        room = self._room
-        if keys is not self._shown[0] or values is not self._shown[1]:
-            room = None if room is None or not (_begins(keys, room[0]) and _begins(values, room[1])) else room
-        if room is None or n + t > room[0].shape[2] or n + t > room[1].shape[2]:
-            room = self._room = _roomy(keys, n + t), _roomy(values, n + t)
-        room[0].narrow(2, n, t).copy_(key_states)
-        room[1].narrow(2, n, t).copy_(value_states)
-        self.keys, self.values = self._shown = room[0].narrow(2, 0, n + t), room[1].narrow(2, 0, n + t)
-        return self._shown
+        if self._buffers is None or keys is not self._shown[0] or values is not self._shown[1]:
+            self._buffers = GrowingBuffer(), GrowingBuffer()
+            for buffer, x in zip(self._buffers, (keys, values), strict=True):
+                buffer.adopt(x)
+        found = append_both(*self._buffers, key_states, value_states)
+        found = found or (self._buffers[0].append(key_states), self._buffers[1].append(value_states))
+        self.keys, self.values = self._shown = found
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicLayer:
         memo[id(self)] = twin = plainly(self)
@@ -60,7 +58,7 @@ class GrowingLayer(DynamicLayer):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return itself, (plainly(self),)
+        return reduced(plainly(self))
 
 
 class GrowHook:
@@ -91,30 +89,15 @@ def may_grow(hidden: Tensor) -> bool:
     return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
 
 
-def itself(layer: CacheLayerMixin) -> CacheLayerMixin:
-    """Return a plain layer: what pickle calls to make one."""
-    return layer
-
-
-def _begins(x: Tensor, room: Tensor) -> bool:
-    """Whether x is a view of the first tokens of a buffer, as a crop leaves it."""
-    alike = x.data_ptr() == room.data_ptr() and x.stride() == room.stride() and x.shape[:2] == room.shape[:2]
-    return alike and x.shape[3] == room.shape[3] and x.dtype == room.dtype
-
-
-def _roomy(x: Tensor, tokens: int) -> Tensor:
-    """Copy x [B, H, T, D] to a buffer with room for `tokens` tokens and some spare ones."""
-    batch, heads, n, width = x.shape
-    with ordinary_tensors():
-        room = torch.empty(batch, heads, tokens + spare_rows(tokens), width, dtype=x.dtype, device=x.device)
-        room.narrow(2, 0, n).copy_(x)
-    return room
+def reduced(plain: CacheLayerMixin) -> tuple[type, tuple[int, ...], dict[str, Any]]:
+    """Return what pickle stores of a plain layer: names of transformers alone."""
+    return type(plain), (plain.max_cache_len,) if isinstance(plain, StaticLayer) else (), vars(plain)
 
 
 def plainly(layer: GrowingLayer) -> DynamicLayer:
     """Return a plain layer with the same keys and values, without the spare room."""
     twin = object.__new__(DynamicLayer)
-    vars(twin).update((name, value) for name, value in vars(layer).items() if name not in ("_room", "_shown"))
+    vars(twin).update((name, value) for name, value in vars(layer).items() if name not in ("_buffers", "_shown"))
     if isinstance(layer.keys, Tensor) and isinstance(layer.values, Tensor):
         twin.keys, twin.values = layer.keys.clone(), layer.values.clone()
     return twin
@@ -129,6 +112,6 @@ def grow(layer: CacheLayerMixin, layers: WeakSet[CacheLayerMixin]) -> None:
 def stop_growing(layer: CacheLayerMixin) -> None:
     """Turn a layer back into a plain one, without copying its keys and values."""
     if isinstance(layer, GrowingLayer):
-        for name in ("_room", "_shown"):
+        for name in ("_buffers", "_shown"):
             vars(layer).pop(name, None)
         cast(Any, layer).__class__ = DynamicLayer

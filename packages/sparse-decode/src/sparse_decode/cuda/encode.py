@@ -56,6 +56,9 @@ class PlacedHasher:
         self.hasher = hasher
         self._copies: dict[tuple[int, torch.device], tuple[_Watch, LayerHasher]] = {}
 
+    def __reduce__(self) -> tuple[type["PlacedHasher"], tuple[Hasher]]:
+        return PlacedHasher, (self.hasher,)
+
     def layer(self, index: int, device: torch.device) -> LayerHasher:
         """Return one layer's hash functions on a device."""
         known = self._copies.get((index, device))
