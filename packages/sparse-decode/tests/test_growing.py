@@ -26,10 +26,10 @@ def filled(seed=0):
 def test_tokens_are_written_behind_the_others_and_after_a_crop_elsewhere():
     layer, draw = filled(), drawing(1)
     grow(layer, WeakSet())
-    places = []
+    places, kept = [], []
     for removed in (0, 2, 5):
         layer.crop(-removed)
-        kept = [(x, x.clone()) for x in (layer.keys, layer.values)]
+        kept += [(x, x.clone()) for x in (layer.keys, layer.values)]
         for _ in range(3):
             layer.update(draw(2, 2), draw(2, 2))
             places.append((layer.keys.data_ptr(), layer.values.data_ptr()))

@@ -318,7 +318,7 @@ def test_attach_makes_prompts_sparse_where_it_is_asked_to(monkeypatch):
 def test_sparse_prompts_are_refused_where_there_is_no_kernel(monkeypatch):
     with pytest.raises(ValueError, match="need a model in bfloat16 on a CPU with AVX512_BF16, got torch"):
         attach(tiny_model(), prompt="sparse")
-    with pytest.raises(ValueError, match="prompt must be .* got 'dense'"):
+    with pytest.raises(ValueError, match=r"prompt must be .* got 'dense'"):
         attach(tiny_model(), prompt="dense")
     monkeypatch.setattr(prompts_of_models, "supported", lambda: False)
     with pytest.raises(ValueError, match="bfloat16 on a CPU without it"):
