@@ -240,7 +240,7 @@ def load(
 
 def _require_bound(attachment: "Attachment", file: _File) -> None:
     """Raise ValueError if a file is of another model or hasher."""
-    remedy = "load it with what saved it, or save another"
+    remedy = "load it with what saved it, or delete it"
     for name, own in (("model", _model_digest(attachment.model)), ("hasher", _hasher_digest(attachment))):
         if own and (stored := file.facts[name]) != own:
             file.refuse(f"expected one of this {name} ({own[:12]}), got {stored[:12] or 'none'}", remedy)

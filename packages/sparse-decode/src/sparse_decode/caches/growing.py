@@ -95,9 +95,7 @@ def grow(layer: CacheLayerMixin, layers: WeakSet[CacheLayerMixin]) -> None:
     layers.add(layer)
 
 
-def grow_in(
-    layer: DynamicLayer, keys: Tensor, values: Tensor, tokens: int, layers: WeakSet[CacheLayerMixin]
-) -> None:
+def grow_in(layer: DynamicLayer, keys: Tensor, values: Tensor, tokens: int, layers: WeakSet[CacheLayerMixin]) -> None:
     """Make an empty layer hold the first tokens of buffers [B, H, N, D], and grow in their other rows."""
     layer.lazy_initialization(keys, values)
     grow(layer, layers)
