@@ -92,7 +92,8 @@ def filled(model: PreTrainedModel, given: argparse.Namespace) -> tuple[DynamicCa
     ids = torch.randint(config.vocab_size, (1, n), generator=torch.Generator().manual_seed(0))
     size = 1, config.num_key_value_heads, n, config.hidden_size // config.num_attention_heads
     for layer in range(config.num_hidden_layers):
-        cache.update(*(torch.empty(size, dtype=model.dtype).normal_() for _ in range(2)), layer)
+        keys, values = (torch.empty(size, dtype=model.dtype).normal_() for _ in range(2))
+        cache.update(keys, values, layer)
     return cache, ids
 
 

@@ -21,8 +21,9 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from sparse_decode.hashers import PerHead
 from sparse_decode.model import attention_modules
 from sparse_decode.modes import ordinary_tensors
 from sparse_decode.select import HashSelector, Selector
+from sparse_decode.step import SparseLayer
 
 if TYPE_CHECKING:
     from sparse_decode.attach import Attachment
@@ -50,7 +52,7 @@ FORMAT, VERSION = "sparse-decode session", "1"
 ROOM = 1024
 """Tokens that can be appended to a loaded session before a layer is copied to memory."""
 _ALIGN = 4096  # of the arrays' start: a page
-_BLANK = b"0" * 64  # in the place of a digest that is not known yet
+_BLANK = "0" * 64  # in the place of a digest that is not known yet
 _WHOLE = DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer
 _SUMS = "keys", "values", "spread", "starts"
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
@@ -81,7 +83,7 @@ class _File:
     Attributes: facts: the metadata.
     """
 
-    def __init__(self, path: Path, file: IO[bytes]):
+    def __init__(self, path: Path, file: BufferedReader):
         self._path, self._file = path, file
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -98,7 +100,7 @@ class _File:
             self.refuse(f'expected a header of a "{FORMAT}", got another')
         if (kind, version) != (FORMAT, VERSION):
             self.refuse(f'expected a "{FORMAT}" of version {VERSION}, got a "{kind}" of version {version}')
-        if hashlib.sha256(raw.replace(digest.encode(), _BLANK, 1)).hexdigest() != digest:
+        if hashlib.sha256(raw.replace(digest.encode(), _BLANK.encode(), 1)).hexdigest() != digest:
             self.refuse("the checksum of its header does not match")
         if size != end:
             self.refuse(f"expected {end} bytes, got {size}")
@@ -120,11 +122,8 @@ class _File:
         """Map an array: its pages are read when used, and copied when written."""
         entry = self._entries[name]
         first, last = entry["data_offsets"]
-        kind, shape = _TYPES[entry["dtype"]], entry["shape"]
-        if last - first != math.prod(shape) * kind.itemsize:
-            self.refuse(f"expected {math.prod(shape) * kind.itemsize} bytes of {name}, got {last - first}")
-        octets = np.memmap(self._file, np.uint8, "c", self.start + first, (last - first,))  # pyright: ignore[reportArgumentType, reportCallIssue]
-        return torch.from_numpy(octets).view(kind).view(shape)
+        octets: Any = np.memmap(cast(Any, self._file), np.uint8, "c", self.start + first, (last - first,))
+        return torch.from_numpy(octets).view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
     def read(self, name: str, device: torch.device) -> Tensor:
         """Read an array to a device."""
@@ -146,23 +145,30 @@ def save(attachment: "Attachment", cache: Any, path: str | os.PathLike[str], tok
     attachment.prepare(cache)
     room, arrays = -(-(n + ROOM) // 64) * 64 - n, {"tokens": _Array(ids)}
     for index, layer in enumerate(cache.layers):
-        at = f"layers.{index}."
         if layer.is_initialized:  # others use another layer's keys
-            own = room if type(layer) in _WHOLE else 0
-            arrays |= {at + "keys": _Array(layer.keys, own), at + "values": _Array(layer.values, own)}
-        if isinstance(layer, HostLayer):
-            layer._wait()
-        if isinstance(layer, CodedDynamicLayer):
-            arrays[at + "codes"] = _Array(layer.codes, room)
-            if attachment._plans[index].remainder is not None and not layer.sums.length:  # no step needed them yet
-                layer.sums.advance(layer.keys, layer.values, None, n, layer.codes.device)
-            found = {name: x for name in _SUMS if (x := getattr(layer.sums, name)) is not None}
-            found["length"] = torch.tensor([layer.sums.length])
-            arrays |= {f"{at}sums.{name}": _Array(x) for name, x in found.items()}
+            found = _of_layer(layer, attachment._plans.get(index), n, room)
+            arrays |= {f"layers.{index}.{name}": array for name, array in found.items()}
     facts = {"format": FORMAT, "version": VERSION, "model": _model_digest(attachment.model)}
     facts["hasher"] = _hasher_digest(attachment)
     ordered = dict(sorted(arrays.items(), key=lambda item: (not item[1].room, -item[1].tensor.dtype.itemsize)))
     replace(Path(path), lambda temporary: _write(temporary, ordered, facts))
+
+
+def _of_layer(layer: Any, plan: SparseLayer | None, n: int, room: int) -> dict[str, _Array]:
+    """Return the arrays of a layer of n tokens, by the ends of their names."""
+    keys, values = layer.keys, layer.values
+    room = room if type(layer) in _WHOLE else 0
+    found = {"keys": _Array(keys, room), "values": _Array(values, room)}
+    if isinstance(layer, HostLayer):
+        layer._wait()
+    if plan is not None and isinstance(layer, CodedDynamicLayer):
+        codes, sums = layer.codes, layer.sums
+        if plan.remainder is not None and not sums.length:  # no step has needed them yet
+            sums.advance(keys, values, None, n, codes.device)
+        found["codes"] = _Array(codes, room)
+        found["sums.length"] = _Array(torch.tensor([sums.length]))
+        found |= {f"sums.{name}": _Array(x) for name in _SUMS if (x := getattr(sums, name)) is not None}
+    return found
 
 
 def _require_savable(attachment: "Attachment", cache: Any) -> None:
@@ -170,10 +176,10 @@ def _require_savable(attachment: "Attachment", cache: Any) -> None:
     remedy = "use DynamicCache(config=model.config)"
     if type(cache) is not DynamicCache:
         raise ValueError(f"a session needs a DynamicCache, got {type(cache).__name__}; {remedy}")
-    made = DynamicCache(config=attachment.model.config).layers
+    made = DynamicCache(config=attachment.model.config).is_sliding
     for index, layer in enumerate(cache.layers):
-        like = made[index] if index < len(made) else DynamicLayer()
-        if type(layer) not in (*_WHOLE, DynamicSlidingWindowLayer) or layer.is_sliding != like.is_sliding:
+        known = type(layer) in (*_WHOLE, DynamicSlidingWindowLayer) and index < len(made)
+        if not known or cache.is_sliding[index] != made[index]:
             raise ValueError(f"a session cannot hold a {type(layer).__name__} in layer {index}; {remedy}")
     if not cache.get_seq_length():
         raise ValueError("a session needs a cache with tokens, got an empty one; run the prompt first")
@@ -181,10 +187,9 @@ def _require_savable(attachment: "Attachment", cache: Any) -> None:
 
 def _write(path: Path, arrays: dict[str, _Array], facts: dict[str, str]) -> None:
     """Write the arrays, then the header in front of them, which holds their digest."""
-    blank = _header(arrays, {**facts, "data": _BLANK.decode(), "header": _BLANK.decode()})
+    facts, digest = facts | {"data": _BLANK, "header": _BLANK}, hashlib.sha256()
     with path.open("wb") as file:
-        file.seek(len(blank))
-        digest = hashlib.sha256()
+        file.seek(len(_header(arrays, facts)))
         for array in arrays.values():
             hole = bytes(array.room * array.tensor[0, 0, 0].nbytes) if array.room else b""
             for rows in array.tensor.flatten(0, 1) if array.room else [array.tensor]:
@@ -193,15 +198,13 @@ def _write(path: Path, arrays: dict[str, _Array], facts: dict[str, str]) -> None
                 file.seek(len(hole), os.SEEK_CUR)
                 digest.update(octets)
                 digest.update(hole)
-        header = _header(arrays, {**facts, "data": digest.hexdigest(), "header": _BLANK.decode()})
-        sealed = header.replace(_BLANK, hashlib.sha256(header[8:]).hexdigest().encode(), 1)
+        header = _header(arrays, facts | {"data": digest.hexdigest()})
         file.seek(0)
-        file.write(sealed)
+        file.write(header.replace(_BLANK.encode(), hashlib.sha256(header[8:]).hexdigest().encode(), 1))
 
 
 def _header(arrays: dict[str, _Array], facts: dict[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": facts}
-    at = 0
+    entries, at = dict[str, Any](__metadata__=facts), 0
     for name, array in arrays.items():
         end = at + array.nbytes
         entries[name] = {"dtype": _NAMES[array.tensor.dtype], "shape": array.shape, "data_offsets": [at, end]}
