@@ -185,22 +185,28 @@ def test_without_the_checksum_of_the_arrays_that_of_the_header_still_counts(save
         attachment.load(path, verify=False)
 
 
+def with_adapter(model):
+    model.model.layers[0].mlp.active_adapters = ["other"]  # as a layer of peft says it
+    return model
+
+
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        (lambda model: (tiny_model(seed=1), hasher_for(model), {}), "expected one of this model "),
-        (lambda model: (model.bfloat16(), hasher_for(model), {}), "expected one of this model "),
-        (lambda model: (model, hasher_for(model, seed=1), {}), "expected one of this hasher "),
-        (lambda model: (model, hash_per_query_head(model), {}), "expected one of this hasher "),
-        (lambda model: (model, SignHasher(), {}), "a session needs a hashtrain.Hasher, .* got SignHasher"),
+        (lambda model: (tiny_model(seed=1), hasher_for(model)), "expected one of this model "),
+        (lambda model: (model.bfloat16(), hasher_for(model)), "expected one of this model "),
+        (lambda model: (with_adapter(model), hasher_for(model)), "expected one of this model "),
+        (lambda model: (model, hasher_for(model, seed=1)), "expected one of this hasher "),
+        (lambda model: (model, hash_per_query_head(model)), "expected one of this hasher "),
+        (lambda model: (model, SignHasher()), "a session needs a hashtrain.Hasher, .* got SignHasher"),
     ],
-    ids=["model", "dtype", "hasher", "heads", "no digest"],
+    ids=["model", "dtype", "adapter", "hasher", "heads", "no digest"],
 )
 def test_a_file_of_another_is_refused(saved, other, sentence):
     attachment, _, path = saved
     attachment.detach()
-    model, hasher, how = other(attachment.model)
-    with attach(model, hasher, Budget(0.2), **how) as foreign, pytest.raises(ValueError, match=sentence):
+    model, hasher = other(attachment.model)
+    with attach(model, hasher, Budget(0.2)) as foreign, pytest.raises(ValueError, match=sentence):
         foreign.load(path)
 
 

@@ -53,6 +53,7 @@ ROOM = 1024
 """Tokens that can be appended to a loaded session before a layer is copied to memory."""
 _ALIGN = 4096  # of the arrays' start: a page
 _BLANK = "0" * 64  # in the place of a digest that is not known yet
+_FOREIGN = "name a file that attachment.save wrote"
 _WHOLE = DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer
 _SUMS = "keys", "values", "spread", "starts"
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
@@ -88,7 +89,7 @@ class _File:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            self.refuse(f"expected a header that fits its {size} bytes, got one of {length}")
+            self.refuse(f"expected a header that fits its {size} bytes, got one of {length}", _FOREIGN)
         raw, self.start = file.read(length), 8 + length
         try:
             found = parse_json(raw.decode())
@@ -96,11 +97,11 @@ class _File:
             kind, version, digest = (self.facts[name] for name in ("format", "version", "header"))
             self._entries: dict[str, Any] = found
             end = self.start + max(entry["data_offsets"][1] for entry in found.values())
-        except (ValueError, KeyError, AttributeError, TypeError):
-            self.refuse(f'expected a header of a "{FORMAT}", got another')
+        except (ValueError, LookupError, AttributeError, TypeError):
+            self.refuse(f'expected a header of a "{FORMAT}", got another', _FOREIGN)
         if (kind, version) != (FORMAT, VERSION):
             self.refuse(f'expected a "{FORMAT}" of version {VERSION}, got a "{kind}" of version {version}')
-        if hashlib.sha256(raw.replace(digest.encode(), _BLANK.encode(), 1)).hexdigest() != digest:
+        if hashlib.sha256(raw.replace(str(digest).encode(), _BLANK.encode(), 1)).hexdigest() != digest:
             self.refuse("the checksum of its header does not match")
         if size != end:
             self.refuse(f"expected {end} bytes, got {size}")
