@@ -83,6 +83,18 @@ def test_a_loaded_session_continues_with_the_tokens_of_the_saved_cache(way, leng
         assert (tmp_path / "saved.kv").read_bytes() == stored
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, to which a session is copied")
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_a_session_continues_on_a_gpu(kv, tmp_path):
+    model, ids = tiny_model().to("cuda", torch.bfloat16), prompts((60,))[0].cuda()
+    with attach(model, hasher_for(model), Budget(0.2), dense_layers=1, kv=kv) as attachment:
+        cache = prefilled(model, ids[:, :-1])
+        attachment.save(cache, tmp_path / "saved.kv", ids[:, :-1])
+        loaded, _ = attachment.load(tmp_path / "saved.kv", ids)
+        assert torch.equal(*(generate(model, ids, past_key_values=held) for held in (loaded, cache)))
+
+
 def later(ids, mask):
     """A prompt that goes on behind another, and its mask."""
     new = torch.tensor([[7, 9, 11]]).expand(len(ids), -1)
