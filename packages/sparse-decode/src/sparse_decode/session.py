@@ -143,14 +143,14 @@ def save(attachment: "Attachment", cache: Any, path: str | os.PathLike[str], tok
             f"expected the tokens that the cache holds, [{batch}, {n}], got {[*ids.shape]}; leave out those that the "
             "model has not read yet"
         )
+    facts = {"format": FORMAT, "version": VERSION, "model": _model_digest(attachment.model)}
+    facts["hasher"] = _hasher_digest(attachment)
     attachment.prepare(cache)
     room, arrays = -(-(n + ROOM) // 64) * 64 - n, {"tokens": _Array(ids)}
     for index, layer in enumerate(cache.layers):
         if layer.is_initialized:  # others use another layer's keys
             found = _of_layer(layer, attachment._plans.get(index), n, room)
             arrays |= {f"layers.{index}.{name}": array for name, array in found.items()}
-    facts = {"format": FORMAT, "version": VERSION, "model": _model_digest(attachment.model)}
-    facts["hasher"] = _hasher_digest(attachment)
     ordered = dict(sorted(arrays.items(), key=lambda item: (not item[1].room, -item[1].tensor.dtype.itemsize)))
     replace(Path(path), lambda temporary: _write(temporary, ordered, facts))
 
@@ -235,11 +235,14 @@ def load(
         n = ids.shape[1]
         kept = n if tokens is None else _common(file, ids, _as_ids(tokens))
         cache = DynamicCache(config=attachment.model.config)
-        for found in attention_modules(attachment.model):
-            if f"layers.{found.layer}.keys" in file:
-                device = next((x.device for x in found.module.parameters()), attachment.model.device)
-                _fill(attachment, file, found.layer, cache.layers[found.layer], (n, kept), device)
-    return cache, ids[:, :kept].to(attachment.model.device)
+        own = attachment.model.device
+        placed = {
+            x.layer: next((p.device for p in x.module.parameters()), own) for x in attention_modules(attachment.model)
+        }
+        for index, layer in enumerate(cache.layers):
+            if f"layers.{index}.keys" in file:
+                _fill(attachment, file, index, layer, (n, kept), placed.get(index, own))
+    return cache, ids[:, :kept].to(own)
 
 
 def _require_bound(attachment: "Attachment", file: _File) -> None:
