@@ -29,6 +29,8 @@ QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 MASKED = "masked_key_indices"
 """Attribute by which AdaKV presses mask keys per head. Read from the module's `__dict__`: torch's own lookup of what a
 module does not have takes as long as an operator."""
+PROMPT_FRACTION = "sparse_decode_prompt_fraction"
+"""Attribute of a module whose prompts are sparse: the share of the tokens that are not always read."""
 EAGER = "eager", NAMES["eager"]
 """Names of attention that replace the model's eager attention, and its own name."""
 MOST_ROWS = 16
@@ -88,8 +90,11 @@ def attend_densely(
         factor = float(query.shape[3] ** -0.5 if factor is None else factor)
         if name in EAGER or (softcap is None and sinks is None):  # torch's own attention supports neither
             interval = None if mask is None else mask[:, 0]
-            run = attend_all if query.shape[2] <= MOST_ROWS else attend_rows
-            return run(query, key, value, factor, interval, softcap=softcap, sinks=sinks), None
+            given = query, key, value, factor, interval
+            if query.shape[2] <= MOST_ROWS:
+                return attend_all(*given, softcap=softcap, sinks=sinks), None
+            fraction = module.__dict__.get(PROMPT_FRACTION)
+            return attend_rows(*given, softcap=softcap, sinks=sinks, fraction=fraction), None
     given = as_mask(mask, query, key, name)
     return dense_attention(module)(module, query, key, value, given, scaling=scaling, dropout=dropout, **kwargs)
 

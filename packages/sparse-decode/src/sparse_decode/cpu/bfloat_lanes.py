@@ -328,6 +328,41 @@ def _largest(typing_context: Any, x: Any, at: Any, count: Any):
     return types.float32(x, types.intp, types.intp), emit
 
 
+@intrinsic
+def raised(
+    typing_context: Any, x: Any, step: Any, lines: Any, count: Any, factor: Any, less: Any, first: Any, best: Any
+):
+    """Raise best [count] to the largest of factor x - less over `lines` lines, `step` apart, and each LANES numbers.
+
+    less [first + lines] has a number for each line. NaN does not count.
+    """
+    _lines(x, less, best)
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, less, best = (_data(context, builder, signature.args[i], values[i]) for i in (0, 5, 7))
+        step, lines, count, factor, first = values[1], values[2], values[3], values[4], values[6]
+        by, scale = _Numbers(builder, step.type), _spread(builder, factor)
+
+        def join(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+        with cgutils.for_range(builder, count, intp=step.type) as loop:
+            most = cgutils.alloca_once_value(builder, _all(-math.inf))
+            builder.store(_all(-math.inf), most)
+            with cgutils.for_range(builder, lines, intp=step.type) as line:
+                here = by.sum(by.times(step, line.index), by.times(loop.index, LANES))
+                number = builder.load(builder.gep(less, [by.sum(first, line.index)]))
+                numbers = builder.load(_vector(builder, x, here, _FLOATS), align=4)
+                score = _fused(builder, numbers, scale, builder.fneg(_spread(builder, number)))
+                builder.store(join(builder.load(most), score), most)
+            found, place = _reduced(builder, builder.load(most), join), builder.gep(best, [loop.index])
+            builder.store(join(builder.load(place), found), place)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(x, n, n, n, types.float32, less, n, best), emit
+
+
 # Functions of their own, not inlined by numba: fastmath of a caller would change the order of sums.
 @inner
 def soften(x: Any, at: Any, count: Any, top: Any, factor: Any) -> Any:  # pragma: no cover - compiled

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_decode.cpu import prompt_kernels, tiles
+from sparse_decode.cpu import granule_kernels, prompt_kernels, tiles
 from sparse_decode.cpu.bfloat_lanes import BLOCK, supported
 from sparse_decode.cpu.dense import attend_all, place
 from sparse_decode.cpu.kernel_threads import run
@@ -29,12 +29,13 @@ from sparse_decode.intervals import causal
 
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, interval: Tensor | None = None, *,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, fraction: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend to all visible tokens, for any number of rows.
+    """Attend to all visible tokens, for any number of rows, or to a fraction of them.
 
     Args, returns and source: those of `dense.attend_all`. In bfloat16, if the processor has AVX512_BF16, keys and
-    values are laid out once for all rows; otherwise, rows go through `attend_all` in blocks.
+    values are laid out once for all rows; otherwise, rows go through `attend_all` in blocks, whatever the fraction.
+    fraction: of the tokens before the recent ones, that a block of rows reads (see granule_kernels.py); None: all.
     """
     (batch, hq, rows, dim), (hkv, n), dim_v = q.shape, k.shape[1:3], v.shape[3]
     bounds = causal(batch, rows, n, q.device) if interval is None else interval.expand(batch, -1, -1)
@@ -46,14 +47,15 @@ def attend_rows(
         limit[:] = sinks.detach().float().numpy().reshape(limit.shape)
     out, (address, reach, at) = torch.empty(batch, rows, hq, dim_v, dtype=q.dtype), place(q)
     laid_out = _laid_out(k, seen, True), _laid_out(v, seen, False)
-    each = max(1, prompt_kernels.LINES // (hq // hkv))
-    work = batch * hq * rows * n * (dim + dim_v)
-    factors = np.float32(scaling), np.float32(softcap or 0), limit
-    run(
-        prompt_kernels.attend, batch * hkv * -(-rows // each), work, tiles.granted(), tiles.CONFIGURATION, address,
-        reach, (*at, dim), LIKE[2], *laid_out, bounds.contiguous().numpy(), each, *factors,
-        out.view(torch.int16).numpy().view(np.uint16),
-    )  # fmt: skip
+    given = tiles.granted(), tiles.CONFIGURATION, address, reach, (*at, dim), LIKE[2], *laid_out
+    how, found = (np.float32(scaling), np.float32(softcap or 0), limit), out.view(torch.int16).numpy().view(np.uint16)
+    bounds, work = bounds.contiguous().numpy(), batch * hq * rows * n * (dim + dim_v)
+    if fraction is None:
+        each = max(1, prompt_kernels.LINES // (hq // hkv))
+        run(prompt_kernels.attend, batch * hkv * -(-rows // each), work, *given, bounds, each, *how, found)
+    else:
+        read = np.empty((batch, hkv, -(-rows // granule_kernels.ROWS)), np.int64)
+        run(granule_kernels.attend_some, read.size, work, *given, bounds, np.float32(fraction), *how, found, read)
     return out
 
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from sparse_decode.cpu.bfloat_lanes import BLOCK, largest, narrow, pair, products, soften, turn, weighed
 from sparse_decode.cpu.lanes import LANES, MOST_ROWS, WIDTH
 from sparse_decode.cpu.softmax import cap, greatest
-from sparse_decode.cpu.tiles import SIDE, configure, release, tile_products, tile_sums
+from sparse_decode.cpu.tiles import SIDE, configure, flat_products, flat_sums, release, tile_products, tile_sums
 
 CHUNK = 512
 """Tokens whose logits are in the cache at a time."""
@@ -119,57 +119,64 @@ def _soften(logits, at, size, scaling, stats, x, out, wide):  # pragma: no cover
 
 
 @numba.njit(inline="always")
-def _multiply(tiled, queries, words, x, k, at, blocks, logits):  # pragma: no cover - compiled
-    """Write the products of a group of lines from x on with the keys of a chunk."""
+def multiply(tiled, queries, words, x, lines, k, at, blocks, logits):  # pragma: no cover - compiled
+    """Write the products of a group of `lines` lines from x on with the keys of a chunk."""
     for block in range(blocks):
-        b = at + block * words * BLOCK
-        if tiled:
-            for half in range(0, BLOCK, SIDE):
-                tile_products(queries, x * words, words, k, b + half, BLOCK, words, logits, block * BLOCK + half, LINE)
-        else:
+        b, to = at + block * words * BLOCK, block * BLOCK
+        if not tiled:
+            one = np.float32(1)
             products(
-                MOST_ROWS, queries, x * words, words, k, b, BLOCK, words, np.float32(1), logits, block * BLOCK, LINE,
-                k, 0, 0, 0,
+                MOST_ROWS, queries, x * words, words, k, b, BLOCK, words, one, logits, to, LINE, k, 0, 0, 0
             )  # fmt: skip
+        elif lines <= LANES:
+            flat_products(queries, x * words, words, k, b, BLOCK, words, logits, to, LINE)
+        else:
+            for half in range(0, BLOCK, SIDE):
+                tile_products(queries, x * words, words, k, b + half, BLOCK, words, logits, to + half, LINE)
 
 
 @numba.njit(inline="always")
-def _weigh(tiled, weights, v, at, blocks, out, to, wide):  # pragma: no cover - compiled
+def _weigh(tiled, weights, lines, v, at, blocks, out, to, wide):  # pragma: no cover - compiled
     """Add the values of a chunk times the weights of a group of lines to out, from `to` on."""
-    if tiled:
-        for i in range(0, wide, SIDE):
-            tile_sums(weights, 0, LINE, v, at + i, wide, blocks * BLOCK // 2, out, to + i, wide)
-    else:
-        for i in range(0, wide, BLOCK):
+    depth = blocks * BLOCK // 2
+    for i in range(0, wide, BLOCK):
+        if not tiled:
+            one = np.float32(1)
             weighed(
-                MOST_ROWS, weights, 0, LINE, v, at + i, wide, blocks * BLOCK // 2, np.float32(1), out, to + i, wide,
-                v, 0, 0, 0,
+                MOST_ROWS, weights, 0, LINE, v, at + i, wide, depth, one, out, to + i, wide, v, 0, 0, 0
             )  # fmt: skip
+        elif lines <= LANES:
+            flat_sums(weights, 0, LINE, v, at + i, wide, depth, out, to + i, wide)
+        else:
+            for half in range(i, i + BLOCK, SIDE):
+                tile_sums(weights, 0, LINE, v, at + half, wide, depth, out, to + half, wide)
 
 
 @numba.njit(inline="always")
-def _begin(tiled, configuration):  # pragma: no cover - compiled
+def begin(tiled, configuration):  # pragma: no cover - compiled
     if tiled:
         configure(configuration)
 
 
 @hot(fastmath={"reassoc", "contract", "nsz"})
-def _attend(
-    tiled, k, k_at, v, v_at, bounds, count, words, wide, scaling, softcap, queries, logits, spare, stats, out
+def attend_span(
+    tiled, k, k_at, v, v_at, bounds, low, high, grid, count, words, wide, scaling, softcap, queries, logits, spare,
+    stats, out,
 ):  # pragma: no cover - compiled  # fmt: skip
-    """Attend for the lines of a task: rows with `bounds` [R, 2], `count` lines a row; k_at, v_at: of block 0."""
+    """Attend for the lines of a task to the tokens of [low, high) that each sees: bring stats and out up to date.
+
+    bounds [R, 2] of the rows; count: lines a row. k_at, v_at: of block 0. Chunks start at multiples of `grid`.
+    """
     each, lines, weights = SIDE if tiled else MOST_ROWS, len(bounds) * count, logits.view(np.uint32)
-    out[:], stats[:, 0], stats[:, 1] = 0, np.float32(-np.inf), np.float32(0)
-    low, high, shown_from, shown_to = bounds[0, 0], bounds[0, 1], bounds[0, 0], bounds[0, 1]
-    for r in range(1, len(bounds)):
-        low, high = min(low, bounds[r, 0]), max(high, bounds[r, 1])
+    shown_from, shown_to = low, high
+    for r in range(len(bounds)):
         shown_from, shown_to = max(shown_from, bounds[r, 0]), min(shown_to, bounds[r, 1])
-    for first in range(low // CHUNK * CHUNK, high, CHUNK):
+    for first in range(low // grid * grid, high, CHUNK):
         blocks, block = min(CHUNK, high - first + BLOCK - 1) // BLOCK, first // BLOCK
         size = blocks * BLOCK
         every = shown_from <= first and first + size <= shown_to
         for x in range(0, lines, each):
-            _multiply(tiled, queries, words, x, k, k_at + block * words * BLOCK, blocks, logits)
+            multiply(tiled, queries, words, x, lines - x, k, k_at + block * words * BLOCK, blocks, logits)
             for y in range(min(each, lines - x)):
                 at, r, scale = y * LINE, (x + y) // count, scaling
                 if softcap > 0:
@@ -178,13 +185,33 @@ def _attend(
                     cap(logits, at, size, softcap, spare)
                     scale = np.float32(1)
                 if not every:
-                    _hide(logits, at, size, bounds[r, 0] - first, bounds[r, 1] - first)
+                    _hide(logits, at, size, max(low, bounds[r, 0]) - first, min(high, bounds[r, 1]) - first)
                 _soften(logits, at, size, scale, stats, x + y, out, wide)
-            _weigh(tiled, weights, v, v_at + block * wide * BLOCK // 2, blocks, out, x * wide, wide)
+            at = v_at + block * wide * BLOCK // 2
+            _weigh(tiled, weights, lines - x, v, at, blocks, out, x * wide, wide)
+
+
+@numba.njit(inline="always")
+def seen_by_any(bounds):  # pragma: no cover - compiled
+    """Return the first and last (exclusive) of the tokens that any of these rows sees."""
+    low, high = bounds[0, 0], bounds[0, 1]
+    for r in range(1, len(bounds)):
+        low, high = min(low, bounds[r, 0]), max(high, bounds[r, 1])
+    return low, high
+
+
+@numba.njit(inline="always")
+def load(q, q_at, b, h, start, end, group, words, queries):  # pragma: no cover - compiled
+    """Copy the queries of rows [start, end) of a KV head's group to lines."""
+    numbers = queries.view(np.uint16)
+    for r in range(start, end):
+        for g in range(group):
+            at = b * q_at[0] + (h * group + g) * q_at[1] + r * q_at[2]
+            copy(q[at : at + q_at[5]], numbers[((r - start) * group + g) * words * 2 :])
 
 
 @hot
-def _write(out, stats, sinks, wide, words, target, at, steps, rows, group, width):  # pragma: no cover - compiled
+def write(out, stats, sinks, wide, words, target, at, steps, rows, group, width):  # pragma: no cover - compiled
     """Write the outputs of a task; a line that sees no token gets zeros."""
     line = words.view(np.uint16)[:width]
     for r in range(rows):
@@ -215,7 +242,7 @@ def attend(
     """
     q, k_line, v_line = numba.carray(pointer(q_address), q_reach, like.dtype), k.reshape(-1), v.reshape(-1)
     (batch, heads, blocks, key_words), value_words = k.shape, v.shape[3]
-    (hq, rows, dim), width, words, wide = q_at[3:], out.shape[3], key_words // BLOCK, value_words * 2 // BLOCK
+    (hq, rows, _), width, words, wide = q_at[3:], out.shape[3], key_words // BLOCK, value_words * 2 // BLOCK
     group, pieces, target = hq // heads, (rows + each - 1) // each, out.reshape(-1)
     room = (each * group + SIDE - 1) // SIDE * SIDE
     # By address: numba would count references to an array of its own, atomically, several times a line.
@@ -231,23 +258,21 @@ def attend(
     at += LINE * 4
     stats = numba.carray(pointer(at), (room, 2), np.float32)
     queries[:] = 0
-    numbers = queries.view(np.uint16)
-    _begin(tiled, configuration)
+    begin(tiled, configuration)
     for task in range(first, last):
         piece, b, h = pieces - 1 - task // (batch * heads), task // heads % batch, task % heads
-        start, end = piece * each, min(rows, (piece + 1) * each)
-        for r in range(start, end):
-            for g in range(group):
-                at = b * q_at[0] + (h * group + g) * q_at[1] + r * q_at[2]
-                copy(q[at : at + dim], numbers[((r - start) * group + g) * words * 2 :])
-        head = (b * heads + h) * blocks
-        _attend(
-            tiled, k_line, head * key_words, v_line, head * value_words, bounds[b, start:end], group, words, wide,
+        start, end, head = piece * each, min(rows, (piece + 1) * each), (b * heads + h) * blocks
+        load(q, q_at, b, h, start, end, group, words, queries)
+        own = bounds[b, start:end]
+        low, high = seen_by_any(own)
+        sums[:], stats[:, 0], stats[:, 1] = 0, np.float32(-np.inf), np.float32(0)
+        attend_span(
+            tiled, k_line, head * key_words, v_line, head * value_words, own, low, high, CHUNK, group, words, wide,
             scaling, softcap, queries, logits, spare, stats, sums,
         )  # fmt: skip
         at = ((b * rows + start) * hq + h * group) * width
         steps = hq * width, width
-        _write(sums, stats, sinks[h], wide, spare.view(np.uint32), target, at, steps, end - start, group, width)
+        write(sums, stats, sinks[h], wide, spare.view(np.uint32), target, at, steps, end - start, group, width)
     if tiled:
         release()
     space[0] = 0  # it is in use until here

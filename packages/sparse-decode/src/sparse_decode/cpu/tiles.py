@@ -23,14 +23,14 @@ from sparse_decode.cpu.bfloat_lanes import _Numbers, features
 from sparse_decode.cpu.lanes import LANES, _call, _data, _lines
 
 SIDE = 2 * LANES
-"""Rows and columns of a product per call: two tiles of A, two of B, four of C."""
+"""Most rows of a product per call: two tiles of A."""
 CONFIGURATION = np.zeros(64, np.uint8)
 """What `configure` loads: palette 1, and eight tiles of 16 rows of 64 bytes."""
 CONFIGURATION[0] = 1
 CONFIGURATION[16:32:2] = 64
 CONFIGURATION[48:56] = 16
 _SYSTEM_CALL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) of x86-64
-_A, _B, _C = (0, 1), (2, 3), ((4, 5), (6, 7))
+_A, _B, _C = (0, 1), (2, 3), (4, 5, 6, 7)
 
 
 @functools.cache
@@ -73,11 +73,13 @@ def release(typing_context: Any):
     return types.void(), emit
 
 
-def _summing(fresh: bool) -> Any:
-    """Return an intrinsic: C [SIDE, SIDE] = A [SIDE, depth] B [depth, SIDE] if fresh, else C + A B; depth in words.
+def _summing(fresh: bool, tall: bool) -> Any:
+    """Return an intrinsic: C = A B if fresh, else C + A B, of A [rows, depth] and B [depth, columns]; depth in words.
 
-    A and B are arrays of words, C of float32; LANES divides depth.
+    tall: 2 LANES rows and columns, else LANES rows and 4 LANES columns. A and B are arrays of words, C of float32;
+    LANES divides depth.
     """
+    shape = (2, 2) if tall else (1, 4)
 
     @intrinsic
     def product(
@@ -97,26 +99,27 @@ def _summing(fresh: bool) -> Any:
             def bytes_of(step: Any) -> Any:
                 return builder.mul(step, ir.Constant(wide, 4))
 
-            cells = [(i, j) for i in (0, 1) for j in (0, 1)]
+            cells = [(i, j) for i in range(shape[0]) for j in range(shape[1])]
             places = [at(c, by.sum(c_at, by.times(c_step, LANES * i), LANES * j)) for i, j in cells]
-            for (i, j), place in zip(cells, places, strict=True):
+            for number, place in zip(_C, places, strict=True):
                 if fresh:
-                    _instruct(builder, "tilezero", _tile(_C[i][j]))
+                    _instruct(builder, "tilezero", _tile(number))
                 else:
-                    _instruct(builder, "tileloadd64", _tile(_C[i][j]), place, bytes_of(c_step))
+                    _instruct(builder, "tileloadd64", _tile(number), place, bytes_of(c_step))
             turns = builder.udiv(depth, ir.Constant(depth.type, LANES))
             with cgutils.for_range(builder, turns, intp=depth.type) as loop:
                 word = by.times(loop.index, LANES)
-                for i in (0, 1):
+                for i in range(shape[0]):
                     place = at(a, by.sum(a_at, by.times(a_step, LANES * i), word))
                     _instruct(builder, "tileloadd64", _tile(_A[i]), place, bytes_of(a_step))
-                for j in (0, 1):
+                for j in range(shape[1]):
                     place = at(b, by.sum(b_at, by.times(b_step, word), LANES * j))
-                    _instruct(builder, "tileloadd64", _tile(_B[j]), place, bytes_of(b_step))
-                for i, j in cells:
-                    _instruct(builder, "tdpbf16ps", _tile(_C[i][j]), _tile(_A[i]), _tile(_B[j]))
-            for (i, j), place in zip(cells, places, strict=True):
-                _instruct(builder, "tilestored64", _tile(_C[i][j]), place, bytes_of(c_step))
+                    _instruct(builder, "tileloadd64", _tile(_B[j % 2]), place, bytes_of(b_step))
+                    for i in range(shape[0]):
+                        number = _C[cells.index((i, j))]
+                        _instruct(builder, "tdpbf16ps", _tile(number), _tile(_A[i]), _tile(_B[j % 2]))
+            for number, place in zip(_C, places, strict=True):
+                _instruct(builder, "tilestored64", _tile(number), place, bytes_of(c_step))
             return context.get_dummy_value()
 
         n = types.intp
@@ -125,5 +128,7 @@ def _summing(fresh: bool) -> Any:
     return product
 
 
-tile_products: Any = _summing(fresh=True)
-tile_sums: Any = _summing(fresh=False)
+tile_products: Any = _summing(fresh=True, tall=True)
+tile_sums: Any = _summing(fresh=False, tall=True)
+flat_products: Any = _summing(fresh=True, tall=False)
+flat_sums: Any = _summing(fresh=False, tall=False)

