@@ -217,7 +217,8 @@ class Attachment:
         """Write a cache to a session file, of which `load` maps keys, values and codes; an old file stays until then.
 
         Args: cache: a DynamicCache that this attachment's model has filled. tokens: those that it holds, integers [T]
-            or [B, T], with padding if there is some; its mask is not stored.
+            or [B, T], with padding if there is some; its mask is not stored. Nor is the budget, on which keys and
+            values of sparse rows depend.
         Raises: ValueError if the cache is of another kind, or the hasher is not one of hashtrain's, which have digests.
         """
         session.save(self, cache, path, tokens)
