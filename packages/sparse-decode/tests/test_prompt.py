@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attach, dense
 from sparse_decode import prompt as prompts_of_models
-from sparse_decode.cpu import bfloat_lanes, prompt, tiles
+from sparse_decode.cpu import bfloat_lanes, granule_kernels, prompt, tiles
 from sparse_decode.cpu.prompt import attend_rows
 from sparse_decode.intervals import causal, visible
 from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, generate, prompts, slow_but, tiny_model
@@ -233,3 +233,93 @@ def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
     rows.clear()
     generate(model, ids, mask, new_tokens=2)
     assert rows == [40, 1]
+
+
+def planted(n, rows, starts, fraction, seed):
+    """Draw a batch with heavy granules, as many as a block of rows chooses.
+
+    Returns: q, k, v, intervals, and read [B, Q, N]: the tokens that a row reads by the rules of granule_kernels.py.
+    """
+    batch, block, grain = len(starts), granule_kernels.ROWS, granule_kernels.GRANULE
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
+    q, k, v = draw(batch, 6, rows, 64), 0.3 * draw(batch, 2, n, 64), draw(batch, 2, n, 64)
+    q[..., 0] = 8.0
+    ends = torch.arange(n - rows + 1, n + 1).expand(batch, -1)
+    interval = torch.stack([torch.tensor(starts)[:, None].expand_as(ends), ends], -1)
+    read = visible(interval, n)[:, 0].clone()
+    order = torch.randperm(n // grain, generator=generator)
+    for b, start in enumerate(starts):
+        heavy = [g for g in order.tolist() if start + 64 <= g * grain < n - rows - 400]
+        first = -(-(start + granule_kernels.SINK) // grain) * grain
+        for r in range(0, rows, block):
+            last = max(first, (n - rows + r + 1 - granule_kernels.RECENT) // grain * grain)
+            count = (last - first) // grain
+            wanted = max(granule_kernels.LEAST, -(-int(fraction * count * 1000) // 1000))
+            if r == 0:
+                chosen = heavy[:wanted]
+                for g in chosen:  # in one KV head's keys the granules of the other hide
+                    k[b, :, g * grain + 3, 0] = 4.0
+            if wanted < count:
+                read[b, r : r + block, first:last] = False
+                for g in chosen:
+                    read[b, r : r + block, g * grain : (g + 1) * grain] = True
+    return q.bfloat16(), k.bfloat16(), v.bfloat16(), interval, read
+
+
+@pytest.mark.parametrize("name", KERNELS[:2])
+@pytest.mark.parametrize("starts", [[0], [0, 333]])
+def test_a_sparse_prompt_reads_the_heavy_granules_and_what_it_always_reads(name, starts):
+    with kernel(name):
+        q, k, v, interval, read = planted(1500, 40, starts, 0.0, 0)
+        out = attend_rows(q, k, v, 0.125, interval, fraction=1e-6)
+    expected = attend_all_reference(q.float(), k.float(), v.float(), 0.125, read[:, None])
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+    dense = attend_all_reference(q.float(), k.float(), v.float(), 0.125, visible(interval, 1500))
+    assert (out.float() - expected).abs().mean() < 0.2 * (dense - expected).abs().mean(), "not all tokens"
+
+
+@pytest.mark.parametrize("name", KERNELS[:2])
+def test_a_sparse_prompt_that_reads_all_is_exact_and_any_depends_on_no_threads(name, monkeypatch):
+    with kernel(name) as dtype:
+        q, k, v = case((2, 6, 2, 300, 1200, 64, 64), dtype)
+        interval = drawn_intervals(2, 300, 1200, None, 5)
+        options = {"softcap": 2.0, "sinks": torch.linspace(-1, 1, 6)}
+        exact = attend_rows(q, k, v, 0.2, interval, **options)
+        torch.testing.assert_close(attend_rows(q, k, v, 0.2, interval, fraction=1.0, **options), exact, **close(dtype))
+        some = attend_rows(q, k, v, 0.2, interval, fraction=0.1, **options)
+        assert not torch.equal(some, exact)
+        monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
+        torch.set_num_threads(3)
+        assert torch.equal(attend_rows(q, k, v, 0.2, interval, fraction=0.1, **options), some)
+
+
+def test_attach_makes_prompts_sparse_where_it_is_asked_to(monkeypatch):
+    if not bfloat_lanes.supported():
+        pytest.skip("needs a processor with AVX512_BF16")
+    model = tiny_model(max_position_embeddings=4096).bfloat16()
+    ids, asked = prompts((3000,))[0], []
+    plain = model(ids).logits
+    monkeypatch.setattr(dense, "attend_rows", lambda *q, **how: asked.append(how["fraction"]) or attend_rows(*q, **how))
+    for hasher, layers, expected in ((None, None, [0.1] * 4), (SignHasher(), [0, 3], [None, 0.1, 0.1, None])):
+        with attach(model, hasher, dense_layers=layers, prompt="sparse"):
+            found = model(ids).logits
+            assert asked == expected
+            asked.clear()
+            model(ids[:, :1000])
+            assert asked == [None] * 4, "too short"
+        assert not torch.equal(found, plain)
+        asked.clear()
+    with attach(model):
+        model(ids)
+    assert asked == [None] * 4
+
+
+def test_sparse_prompts_are_refused_where_there_is_no_kernel(monkeypatch):
+    with pytest.raises(ValueError, match="need a model in bfloat16 on a CPU with AVX512_BF16, got torch"):
+        attach(tiny_model(), prompt="sparse")
+    with pytest.raises(ValueError, match="prompt must be .* got 'dense'"):
+        attach(tiny_model(), prompt="dense")
+    monkeypatch.setattr(prompts_of_models, "supported", lambda: False)
+    with pytest.raises(ValueError, match="bfloat16 on a CPU without it"):
+        attach(tiny_model().bfloat16(), prompt="sparse")

@@ -32,9 +32,10 @@ from sparse_decode.model import (
     dense_name,
     require_attachable,
     set_attention,
+    sparse_modules,
 )
 from sparse_decode.planning import Options, as_budget, plan_layers, require_rows
-from sparse_decode.prompt import feed_in_chunks
+from sparse_decode.prompt import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.reach import ReachHook
 from sparse_decode.removed import OF_ATTACH, refuse
 from sparse_decode.select import Selector
@@ -49,6 +50,7 @@ def attach(
     dense_layers: int | Collection[int] | None = None,
     remainder: bool = True,
     kv: Literal["device", "host"] = "device",
+    prompt: Literal["exact", "sparse"] = "exact",
     **removed: object,
 ) -> "Attachment":
     """Make the full-attention layers of a causal language model sparse: prompts stay dense, decode steps are sparse.
@@ -72,12 +74,16 @@ def attach(
             row until the cache is discarded. On the CPU the sums are recomputed; a compiled step raises an error.
         kv: where the sparse layers of dynamic caches store keys and values. "host": in host memory, pinned if there is
             a GPU; codes stay on the device, and a sparse step copies only the selected rows to it.
+        prompt: "sparse": in the full-attention layers that `dense_layers` does not name, blocks of 16 rows of a prompt
+            read the first 16 and last 256 tokens that they see, and a tenth of the others, found by exact products of
+            every fourth row (kernels in cpu/granule_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
         removed: arguments of earlier versions; each is refused with what to do instead.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
     """
     refuse("attach", OF_ATTACH, removed)
-    return attach_rows(model, hasher, budget, sparse_rows=None, dense_layers=dense_layers, remainder=remainder, kv=kv)
+    how: dict[str, Any] = {"dense_layers": dense_layers, "remainder": remainder, "kv": kv, "prompt": prompt}
+    return attach_rows(model, hasher, budget, sparse_rows=None, **how)
 
 
 def attach_rows(
@@ -89,6 +95,7 @@ def attach_rows(
     dense_layers: int | Collection[int] | None = None,
     remainder: bool = True,
     kv: Literal["device", "host"] = "device",
+    prompt: Literal["exact", "sparse"] = "exact",
 ) -> "Attachment":
     """Attach as `attach` does, for evaluations: in every call, rows from a position of their sequence on are sparse.
 
@@ -100,10 +107,12 @@ def attach_rows(
     require_rows(dense_layers, sparse_rows)
     if kv not in ("device", "host"):
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
+    if prompt not in ("exact", "sparse"):
+        raise ValueError(f'prompt must be "exact" or "sparse", got {prompt!r}')
     dense = getattr(selector, "dense_layers", ()) if dense_layers is None else dense_layers
     dense = range(dense) if isinstance(dense, int) else dense
     own = as_budget(budget, selector, sparse_rows is None)
-    return Attachment(model, selector, Options(own, dense, RowRule(sparse_rows), kv == "host", remainder))
+    return Attachment(model, selector, Options(own, dense, RowRule(sparse_rows), kv == "host", remainder, prompt))
 
 
 class Attachment:
@@ -125,17 +134,19 @@ class Attachment:
         self._name: AttentionName | None = None
         self._growing = WeakSet[CacheLayerMixin]()
         self._dense: tuple[int, ...] = ()
+        if how.prompt == "sparse":
+            require_sparse_prompts(model)
         planned = plan_layers(model, selector, how)
         self._plans = planned.plans
         self.break_even: int | None = planned.break_even
         self.layers: tuple[int, ...] = tuple(planned.modules)
         self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
         if planned.modules or selector is None:
-            self._switch_on(planned.modules)
+            self._switch_on(planned.modules, how)
             if planned.modules and (reach := getattr(selector, "reach", None)) is not None:
                 self._handles.append(ReachHook(planned.modules[min(planned.modules)], reach).handle)
 
-    def _switch_on(self, modules: Mapping[int, Attention]) -> None:
+    def _switch_on(self, modules: Mapping[int, Attention], how: Options) -> None:
         """Set the model's attention, and hook its sparse layers."""
         model = self.model
         register()
@@ -143,7 +154,9 @@ class Attachment:
         dense = dense_name(model)
         name = AttentionName.of(NAMES[dense], dense)
         set_attention(model, name)
-        self._name, self._whole = name, feed_in_chunks(model)
+        self._name, self._undo = name, [feed_in_chunks(model)]
+        if how.prompt == "sparse":
+            self._undo.append(mark_sparse(sparse_modules(model, how.dense_layers)))
         dense_ones = dense_modules(model, modules)
         self._dense = tuple(found.layer for found in dense_ones)
         if not modules and dense_ones:
@@ -169,7 +182,8 @@ class Attachment:
             if self._config._attn_implementation == self._name:  # the caller may have set another one
                 set_attention(self.model, self._name.dense)
             self._name = None
-            self._whole()
+            for undo in self._undo:
+                undo()
         for plan in self._plans.values():
             plan.encoder.release()
         for layer in list(self._growing):

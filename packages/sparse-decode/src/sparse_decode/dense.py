@@ -31,6 +31,8 @@ MASKED = "masked_key_indices"
 module does not have takes as long as an operator."""
 PROMPT_FRACTION = "sparse_decode_prompt_fraction"
 """Attribute of a module whose prompts are sparse: the share of the tokens that are not always read."""
+SPARSE_FROM = 2048
+"""Tokens from which such prompts are sparse: below, there is less to gain than a tenth of the time."""
 EAGER = "eager", NAMES["eager"]
 """Names of attention that replace the model's eager attention, and its own name."""
 MOST_ROWS = 16
@@ -93,7 +95,7 @@ def attend_densely(
             given = query, key, value, factor, interval
             if query.shape[2] <= MOST_ROWS:
                 return attend_all(*given, softcap=softcap, sinks=sinks), None
-            fraction = module.__dict__.get(PROMPT_FRACTION)
+            fraction = module.__dict__.get(PROMPT_FRACTION) if key.shape[2] >= SPARSE_FROM else None
             return attend_rows(*given, softcap=softcap, sinks=sinks, fraction=fraction), None
     given = as_mask(mask, query, key, name)
     return dense_attention(module)(module, query, key, value, given, scaling=scaling, dropout=dropout, **kwargs)

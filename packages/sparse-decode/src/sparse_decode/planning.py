@@ -39,6 +39,7 @@ class Options:
     rule: RowRule
     on_host: bool
     remainder: bool
+    prompt: str = "exact"
 
 
 @dataclass

@@ -1,19 +1,27 @@
-"""Prompts of an attached model: `generate` feeds long ones in chunks, so that memory does not grow with their length.
+"""Prompts of an attached model: `generate` feeds long ones in chunks, and on a CPU they may be sparse.
 
-All layers run on one chunk before the next: what a chunk needs beside its keys and values is CHUNK rows of activations.
-Matrix products of CHUNK rows are also faster than those of all rows, which do not fit the CPU's caches.
+All layers run on one chunk before the next, so that memory does not grow with a prompt's length: what a chunk needs
+beside its keys and values is CHUNK rows of activations. Matrix products of CHUNK rows are also faster than those of all
+rows, which do not fit the CPU's caches.
 """
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from sparse_decode.cpu.bfloat_lanes import supported
+from sparse_decode.dense import PROMPT_FRACTION
+from sparse_decode.model import Attention
+
 CHUNK = 2048
 """Rows at a time."""
+FRACTION = 0.1
+"""Share of the tokens that a sparse prompt reads, of those that it does not always read."""
 _PREFILL = "_prefill"
 """The method of `generate` that runs the prompt. It can split it, but has to be told."""
 
@@ -41,4 +49,26 @@ def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
 
     if hasattr(kind, _PREFILL) and not getattr(model.config, "is_encoder_decoder", False):
         setattr(model, _PREFILL, prefill)
+    return undo
+
+
+def require_sparse_prompts(model: PreTrainedModel) -> None:
+    """Raise ValueError if the kernel of sparse prompts does not support the model's device, dtype or processor."""
+    place = "a CPU without it" if model.device.type == "cpu" and not supported() else f"device {model.device}"
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not supported():
+        raise ValueError(
+            f"sparse prompts need a model in bfloat16 on a CPU with AVX512_BF16, got {model.dtype} on {place}; leave "
+            "`prompt` out"
+        )
+
+
+def mark_sparse(modules: Mapping[int, Attention]) -> Callable[[], None]:
+    """Make the prompts of these attention modules sparse. Returns: a function that undoes it."""
+    for found in modules.values():
+        vars(found.module)[PROMPT_FRACTION] = FRACTION
+
+    def undo() -> None:
+        for found in modules.values():
+            vars(found.module).pop(PROMPT_FRACTION, None)
+
     return undo
