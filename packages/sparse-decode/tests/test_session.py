@@ -222,6 +222,13 @@ def test_a_file_of_another_is_refused(saved, other, sentence):
         foreign.load(path)
 
 
+def test_sparse_prompts_do_not_continue_exact_ones(saved):
+    attachment, _, path = saved
+    attachment.prompt = "sparse"  # which only some machines can run
+    with pytest.raises(ValueError, match=r"expected one of this kind of prompts \(sparse\), got exact"):
+        attachment.load(path)
+
+
 def test_codes_that_a_file_lacks_are_refused(tmp_path):
     model, (ids, _) = tiny_model(), prompts((20,))
     with attach(model, hasher_for(model), dense_layers=1) as attachment:

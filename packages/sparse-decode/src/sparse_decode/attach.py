@@ -122,6 +122,7 @@ class Attachment:
         model: the model.
         layers: indices of its sparse layers.
         remainder: whether any of them adds the remainder of its selections.
+        prompt: as in `attach`.
         break_even: the predicted context length from which a sparse step is faster than a dense one, and below which
             steps stay dense; None with a budget.
     """
@@ -130,6 +131,7 @@ class Attachment:
         require_attachable(model)
         self.model: PreTrainedModel = model
         self._on_host = how.on_host
+        self.prompt: str = how.prompt
         self._handles: list[RemovableHandle] = []
         self._name: AttentionName | None = None
         self._growing = WeakSet[CacheLayerMixin]()

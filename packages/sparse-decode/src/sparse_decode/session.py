@@ -143,8 +143,7 @@ def save(attachment: "Attachment", cache: Any, path: str | os.PathLike[str], tok
             f"expected the tokens that the cache holds, [{batch}, {n}], got {[*ids.shape]}; leave out those that the "
             "model has not read yet"
         )
-    facts = {"format": FORMAT, "version": VERSION, "model": _model_digest(attachment.model)}
-    facts["hasher"] = _hasher_digest(attachment)
+    facts = {"format": FORMAT, "version": VERSION, **_bound(attachment)}
     attachment.prepare(cache)
     room, arrays = -(-(n + ROOM) // 64) * 64 - n, {"tokens": _Array(ids)}
     for index, layer in enumerate(cache.layers):
@@ -248,7 +247,7 @@ def load(
 def _require_bound(attachment: "Attachment", file: _File) -> None:
     """Raise ValueError if a file is of another model or hasher."""
     remedy = "load it with what saved it, or delete it"
-    for name, own in (("model", _model_digest(attachment.model)), ("hasher", _hasher_digest(attachment))):
+    for name, own in _bound(attachment).items():
         if own and (stored := file.facts[name]) != own:
             file.refuse(f"expected one of this {name} ({own[:12]}), got {stored[:12] or 'none'}", remedy)
     for index, plan in attachment._plans.items():
@@ -298,6 +297,12 @@ def _fill(
 
 
 # ---- Binding ---------------------------------------------------------------------------------------------------------
+
+
+def _bound(attachment: "Attachment") -> dict[str, str]:
+    """Return what keys and codes depend on beside the tokens, by its name; "" for what does not matter here."""
+    model = _model_digest(attachment.model)
+    return {"model": model, "hasher": _hasher_digest(attachment), "kind of prompts": attachment.prompt}
 
 
 def _as_ids(tokens: Tensor | Sequence[int]) -> Tensor:
