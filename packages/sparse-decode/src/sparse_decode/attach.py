@@ -3,18 +3,21 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
+import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
 from hashtrain.adapters import other_adapter
 from hashtrain.models import text_decoder
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from sparse_decode import session
 from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import CODED, cache_layer, carry_codes
@@ -121,6 +124,7 @@ class Attachment:
         model: the model.
         layers: indices of its sparse layers.
         remainder: whether any of them adds the remainder of its selections.
+        prompt: as in `attach`.
         break_even: the predicted context length from which a sparse step is faster than a dense one, and below which
             steps stay dense; None with a budget.
     """
@@ -129,6 +133,7 @@ class Attachment:
         require_attachable(model)
         self.model: PreTrainedModel = model
         self._on_host = how.on_host
+        self.prompt: str = how.prompt
         self._handles: list[RemovableHandle] = []
         self._name: AttentionName | None = None
         self._growing = WeakSet[CacheLayerMixin]()
@@ -227,6 +232,31 @@ class Attachment:
             held = layer.memory() if isinstance(layer, CODED) else (_kv_bytes(layer), 0)
             kv, codes = kv + held[0], codes + held[1]
         return kv, codes
+
+    def save(self, cache: Cache, path: str | os.PathLike[str], tokens: Tensor | Sequence[int]) -> None:
+        """Write a cache to a session file, of which `load` maps keys, values and codes; an old file stays until then.
+
+        Args: cache: a DynamicCache that this attachment's model has filled. tokens: those that it holds, integers [T]
+            or [B, T], with padding if there is some; its mask is not stored. Nor is the budget, on which keys and
+            values of sparse rows depend.
+        Raises: ValueError if the cache is of another kind, or the hasher is not one of hashtrain's, which have digests.
+        """
+        session.save(self, cache, path, tokens)
+
+    def load(
+        self, path: str | os.PathLike[str], tokens: Tensor | Sequence[int] | None = None, *, verify: bool = True
+    ) -> tuple[DynamicCache, Tensor]:
+        """Return the cache of a session file, on the CPU mapped in place of read, and its tokens, int64 [B, T].
+
+        The file must not be written while the cache is in use; `save` replaces it, which is safe. An attachment without
+        a hasher takes keys and values only.
+
+        Args: tokens: a prompt to continue, [T] or [B, T]: the cache is cut to the tokens that begin it, but its last
+            one is never taken, because a model must run it. verify: compare the checksum of all arrays, for which the
+            whole file is read once; that of the header is always compared.
+        Raises: ValueError if the file is damaged, of another model or hasher, or does not begin the prompt.
+        """
+        return session.load(self, path, tokens, verify)
 
     def prepare(self, cache: Cache) -> Cache:
         """Make a cache carry codes before its first call. Needed only if that call is compiled.

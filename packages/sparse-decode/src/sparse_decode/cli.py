@@ -40,6 +40,7 @@ def _table(found: dict[str, Any]) -> Table:
         "new tokens": lambda run: f"{run['new_tokens']:,}",
         "tokens per second": lambda run: "-" if run["tokens_per_second"] is None else f"{run['tokens_per_second']:.1f}",
         "prefill": lambda run: f"{run['prefill_seconds']:.2f} s",
+        "tokens from the session": lambda run: f"{run['stored_tokens']:,}",
         "density": lambda run: "-" if run["density"] is None else f"{100 * run['density']:.2f} %",
         "keys and values": lambda run: f"{run['kv_bytes'] / 2**20:.1f} MiB",
         "codes": lambda run: f"{run['code_bytes'] / 2**20:.1f} MiB",

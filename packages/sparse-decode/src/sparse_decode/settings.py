@@ -17,6 +17,10 @@ class GenerateCommand:
 
     prompt_file: Path
     """The prompt: a UTF-8 text file."""
+    question: str | None = None
+    """Asked about the prompt, behind it and an empty line."""
+    session: Path | None = None
+    """File of the prompt's cache: written if there is none, else read, so that the prompt is not computed again."""
     max_new_tokens: int = 200
     """Maximal number of tokens to generate; fewer if the model ends its text."""
     model: str = DEMO
@@ -54,6 +58,8 @@ class GenerateCommand:
             dense_layers=0,
         )
         require_device_name(self.device)
+        if self.session is not None and self.max_prompt_tokens is not None:
+            raise UsageError("--session stores the whole prompt, got --max-prompt-tokens too; leave one of them out")
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}; 0.02 selects 2 %")
 

@@ -70,12 +70,13 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     """Load, generate and measure.
 
     Returns: the settings, the device and the type, and for `sparse` and, with --compare, `dense`: new tokens, seconds
-        of prefill, tokens per second after it, density, bytes of keys and values in all layers, bytes of codes.
+        of prefill, which include the session, tokens per second after it, density, bytes of keys and values in all
+        layers, bytes of codes, and tokens of the prompt that a session had stored.
     Raises: UsageError or ValueError if the prompt, the model or the hasher cannot be used.
     """
     text = read_text(command.prompt_file)
     model, tokenizer = _loaded(command)
-    ids = _tokens(command, text, model, tokenizer)
+    ids, document = _tokens(command, text, model, tokenizer)
     selector = load_selector(command.hasher, model)
     budget = Budget(command.fraction, command.min_tokens, sink=command.sink, recent=command.recent)
 
@@ -93,8 +94,9 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
             warm_up(model, ids)
             attachment.reset_density()
             streamers[name] = TimedStreamer(tokenizer, write)
-            cache = _run(model, ids, command.max_new_tokens, streamers[name])
-            found[name] = _measured(attachment, streamers[name], cache)
+            cache, stored = _begun(attachment, command.session, ids, document)
+            _run(model, ids, command.max_new_tokens, streamers[name], cache)
+            found[name] = {**_measured(attachment, streamers[name], cache), "stored_tokens": stored}
     if command.compare:
         pairs = zip(streamers["sparse"].tokens, streamers["dense"].tokens, strict=False)
         differ = [i for i, (a, b) in enumerate(pairs) if a != b]
@@ -122,17 +124,34 @@ def require_dtype(device: torch.device, dtype: torch.dtype | None) -> None:
 
 def warm_up(model: PreTrainedModel, ids: Tensor) -> None:
     """Run a step after the first tokens of a prompt [1, T], to compile kernels before timing starts."""
-    _run(model, ids[:, :_WARM_UP], 2, None)
+    _run(model, ids[:, :_WARM_UP], 2, None, DynamicCache(config=model.config))
 
 
-def _run(model: PreTrainedModel, ids: Tensor, tokens: int, streamer: TimedStreamer | None) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
+def _begun(attachment: Attachment, path: Path | None, ids: Tensor, document: int) -> tuple[DynamicCache, int]:
+    """Return a cache of the first tokens of a prompt [1, T], and how many of them a session file had stored.
+
+    Without such a file, the first `document` tokens are computed and stored there.
+    """
+    cache = DynamicCache(config=attachment.model.config)
+    if path is None:
+        return cache, 0
+    if path.exists():
+        cache, kept = attachment.load(path, ids)
+        return cache, kept.shape[1]
+    if not document:
+        raise UsageError("--session needs a prompt of at least 2 tokens, got 1; leave it out")
+    _run(attachment.model, ids[:, :document], 1, None, cache)
+    attachment.save(cache, path, ids[:, :document])
+    return cache, 0
+
+
+def _run(model: PreTrainedModel, ids: Tensor, tokens: int, streamer: TimedStreamer | None, cache: DynamicCache) -> None:
+    """Continue a prompt [1, T], of which the cache may hold the first tokens."""
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "do_sample": False}
     generation: Any = model.generation_config
     end: int | list[int] | None = generation.eos_token_id
     padding = end[0] if isinstance(end, list) else end
     model.generate(ids, max_new_tokens=tokens, streamer=streamer, pad_token_id=padding, **options)  # pyright: ignore[reportCallIssue]
-    return cache
 
 
 def _measured(attachment: Attachment, streamer: TimedStreamer, cache: DynamicCache) -> dict[str, Any]:
@@ -165,13 +184,19 @@ def read_text(path: Path, flag: str = "--prompt-file") -> str:
     return text
 
 
-def _tokens(command: GenerateCommand, text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Convert the prompt to ids [1, T] on the model's device."""
+def _tokens(
+    command: GenerateCommand, text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Tensor, int]:
+    """Convert the prompt to ids [1, T] on the model's device, and count those of its text, of all but the last."""
     room = getattr(cast(Any, text_decoder(model).config), "max_position_embeddings", None)
+    asked = "" if command.question is None else command.question
+    text += "\n\n" if asked else ""
     if command.max_prompt_tokens is None:
-        ids = token_ids(text, tokenizer, room, special=True)[None]
+        # Each by itself, so that the text has the same tokens before every question.
+        parts = token_ids(text, tokenizer, room, special=True), token_ids(asked, tokenizer)
+        ids, document = torch.cat(parts)[None], min(len(parts[0]), len(parts[0]) + len(parts[1]) - 1)
     else:
-        ids = _last_tokens(text, tokenizer, command.max_prompt_tokens)[None]
+        ids, document = _last_tokens(text + asked, tokenizer, command.max_prompt_tokens)[None], 0
     require_vocabulary(model, ids)
     if room is not None and ids.shape[1] + command.max_new_tokens > room:
         fitting = room - command.max_new_tokens
@@ -181,7 +206,7 @@ def _tokens(command: GenerateCommand, text: str, model: PreTrainedModel, tokeniz
             f"prompt and new tokens must fit the model's context of {room}, got {least}{ids.shape[1]} and "
             f"{command.max_new_tokens}; {remedy}"
         )
-    return ids.to(model.device)
+    return ids.to(model.device), document
 
 
 def _last_tokens(text: str, tokenizer: PreTrainedTokenizerBase, most: int) -> Tensor:

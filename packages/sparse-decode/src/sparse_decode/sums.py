@@ -163,6 +163,10 @@ class Sums:
             self.summed.fill_(length)
         self.length, self.ready = length, True
 
+    def restore(self, keys: Tensor, values: Tensor, spread: Tensor, starts: Tensor | None, length: int) -> None:
+        """Take sums over `length` tokens, as the attributes of these names hold them."""
+        self._put(Moments(keys.new_zeros(len(keys)), keys, values, spread), starts, length)
+
     def _moments(self) -> Moments:
         assert self.keys is not None
         assert self.values is not None

@@ -53,6 +53,11 @@ class GrowingBuffer:
         else:
             self._data, self.length, self._own = rows, rows.shape[2], False
 
+    def hold(self, data: Tensor, length: int) -> Tensor:
+        """Replace the content by the first rows of data [B, H, N, X], whose others are room; return the filled part."""
+        self._data, self.length, self._own = data, length, True
+        return self.view()
+
     def append(self, rows: Tensor) -> Tensor:
         """Append the rows of the next tokens, [B, H, t, X], and return the filled part, as `view`.
 

@@ -160,6 +160,14 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
         self.encoder.write(self._codes.extend(like), keys)
 
+    def hold(self, keys: Tensor, values: Tensor, codes: Tensor, length: int) -> None:
+        """Fill an empty layer with the first tokens of buffers [B, H, N, X], whose other rows are room to append."""
+        like = keys.new_empty(0, device=codes.device)
+        self.lazy_initialization(like, like)
+        self.keys, self.values = self._keys.hold(keys, length), self._values.hold(values, length)
+        self._codes.hold(codes, length)
+        self.mark()
+
     def memory(self) -> tuple[int, int]:
         """Return the bytes of keys and values, and of codes and sums."""
         self.settle()

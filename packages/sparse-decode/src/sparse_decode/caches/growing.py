@@ -109,6 +109,15 @@ def grow(layer: CacheLayerMixin, layers: WeakSet[CacheLayerMixin]) -> None:
     layers.add(layer)
 
 
+def grow_in(layer: DynamicLayer, keys: Tensor, values: Tensor, tokens: int, layers: WeakSet[CacheLayerMixin]) -> None:
+    """Make an empty layer hold the first tokens of buffers [B, H, N, D], and grow in their other rows."""
+    layer.lazy_initialization(keys, values)
+    grow(layer, layers)
+    growing = cast(GrowingLayer, layer)
+    growing._room = keys, values
+    growing.keys, growing.values = growing._shown = keys.narrow(2, 0, tokens), values.narrow(2, 0, tokens)
+
+
 def stop_growing(layer: CacheLayerMixin) -> None:
     """Turn a layer back into a plain one, without copying its keys and values."""
     if isinstance(layer, GrowingLayer):

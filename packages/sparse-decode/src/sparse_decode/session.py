@@ -1,0 +1,344 @@
+"""Session files: a prompt's cache on disk, so that its tokens are never computed twice.
+
+A file in the format of safetensors: the length of a header of JSON, the header, arrays. Nothing of it is pickled.
+
+    tokens                               int64 [B, n]
+    layers.L.keys, .values, .codes       [B, H, n + room, X]; the room is zeros, and a hole in the file
+    layers.L.keys, .values               of a layer with a sliding window: [B, H, up to its window, X]
+    layers.L.sums.keys, ...              what the remainder has summed (`Sums`), and the number of its tokens
+
+The header's metadata hold the digest of the model's weights, of the hasher, of all arrays, and of the header itself.
+Arrays with room are mapped privately, not read: a step reads the pages that it needs, later tokens are written to pages
+of memory in the room, and the file never changes. Beyond the room a layer is copied to memory.
+"""
+
+# Configs of transformers have no types.
+# pyright: reportUnknownMemberType=false
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+
+import numpy as np
+import torch
+from hashtrain import Hasher
+from hashtrain.data.capture import weights_hash
+from hashtrain.files.atomic import replace
+from hashtrain.files.untrusted import MAX_HEADER_BYTES, parse_json
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from sparse_decode.caches.cache import CodedDynamicLayer
+from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.caches.growing import GrowingLayer, grow_in
+from sparse_decode.caches.offload import HostLayer
+from sparse_decode.hashers import PerHead
+from sparse_decode.model import attention_modules
+from sparse_decode.modes import ordinary_tensors
+from sparse_decode.select import HashSelector, Selector
+from sparse_decode.step import SparseLayer
+
+if TYPE_CHECKING:
+    from sparse_decode.attach import Attachment
+
+FORMAT, VERSION = "sparse-decode session", "1"
+ROOM = 1024
+"""Tokens that can be appended to a loaded session before a layer is copied to memory."""
+_ALIGN = 4096  # of the arrays' start: a page
+_BLANK = "0" * 64  # in the place of a digest that is not known yet
+_FOREIGN = "name a file that attachment.save wrote"
+_WHOLE = DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer
+_SUMS = "keys", "values", "spread", "starts"
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+          "I32": torch.int32}  # fmt: skip
+_NAMES = {kind: name for name, kind in _TYPES.items()}
+
+
+class _Array(NamedTuple):
+    """An array to write: a tensor, and for [B, H, T, X] the spare rows behind those of each head."""
+
+    tensor: Tensor
+    room: int = 0
+
+    @property
+    def shape(self) -> list[int]:
+        *first, rows, width = [1, 1, *self.tensor.shape]
+        return [*first, rows + self.room, width][2:]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.tensor.dtype.itemsize
+
+
+class _File:
+    """A session file that is open for reading, with a header that was checked.
+
+    Args: path: its name, for errors.
+    Attributes: facts: the metadata.
+    """
+
+    def __init__(self, path: Path, file: BufferedReader):
+        self._path, self._file = path, file
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            self.refuse(f"expected a header that fits its {size} bytes, got one of {length}", _FOREIGN)
+        raw, self.start = file.read(length), 8 + length
+        try:
+            found = parse_json(raw.decode())
+            self.facts: dict[str, str] = found.pop("__metadata__")
+            kind, version, digest = (self.facts[name] for name in ("format", "version", "header"))
+            self._entries: dict[str, Any] = found
+            end = self.start + max(entry["data_offsets"][1] for entry in found.values())
+        except (ValueError, LookupError, AttributeError, TypeError):
+            self.refuse(f'expected a header of a "{FORMAT}", got another', _FOREIGN)
+        if (kind, version) != (FORMAT, VERSION):
+            self.refuse(f'expected a "{FORMAT}" of version {VERSION}, got a "{kind}" of version {version}')
+        if hashlib.sha256(raw.replace(str(digest).encode(), _BLANK.encode(), 1)).hexdigest() != digest:
+            self.refuse("the checksum of its header does not match")
+        if size != end:
+            self.refuse(f"expected {end} bytes, got {size}")
+
+    def refuse(self, reason: str, remedy: str = "delete it and save the session again") -> NoReturn:
+        """Raise ValueError with the file's name."""
+        raise ValueError(f"{self._path} is not a usable session file: {reason}; {remedy}")
+
+    def verify(self) -> None:
+        """Raise ValueError if any byte of an array has changed."""
+        self._file.seek(self.start)
+        if hashlib.file_digest(self._file, "sha256").hexdigest() != self.facts["data"]:
+            self.refuse("the checksum of its arrays does not match")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def mapped(self, name: str) -> Tensor:
+        """Map an array: its pages are read when used, and copied when written."""
+        entry = self._entries[name]
+        first, last = entry["data_offsets"]
+        octets: Any = np.memmap(cast(Any, self._file), np.uint8, "c", self.start + first, (last - first,))
+        return torch.from_numpy(octets).view(_TYPES[entry["dtype"]]).view(entry["shape"])
+
+    def read(self, name: str, device: torch.device) -> Tensor:
+        """Read an array to a device."""
+        return self.mapped(name).to(device, copy=True)
+
+
+# ---- Saving ----------------------------------------------------------------------------------------------------------
+
+
+def save(attachment: "Attachment", cache: Any, path: str | os.PathLike[str], tokens: Tensor | Sequence[int]) -> None:
+    """Write a session file: `Attachment.save`."""
+    _require_savable(attachment, cache)
+    ids, n, batch = _as_ids(tokens), cache.get_seq_length(), len(cache.layers[0].keys)
+    if ids.shape != (batch, n):
+        raise ValueError(
+            f"expected the tokens that the cache holds, [{batch}, {n}], got {[*ids.shape]}; leave out those that the "
+            "model has not read yet"
+        )
+    facts = {"format": FORMAT, "version": VERSION, **_bound(attachment)}
+    attachment.prepare(cache)
+    room, arrays = -(-(n + ROOM) // 64) * 64 - n, {"tokens": _Array(ids)}
+    for index, layer in enumerate(cache.layers):
+        if layer.is_initialized:  # others use another layer's keys
+            found = _of_layer(layer, attachment._plans.get(index), n, room)
+            arrays |= {f"layers.{index}.{name}": array for name, array in found.items()}
+    ordered = dict(sorted(arrays.items(), key=lambda item: (not item[1].room, -item[1].tensor.dtype.itemsize)))
+    replace(Path(path), lambda temporary: _write(temporary, ordered, facts))
+
+
+def _of_layer(layer: Any, plan: SparseLayer | None, n: int, room: int) -> dict[str, _Array]:
+    """Return the arrays of a layer of n tokens, by the ends of their names."""
+    keys, values = layer.keys, layer.values
+    room = room if type(layer) in _WHOLE else 0
+    found = {"keys": _Array(keys, room), "values": _Array(values, room)}
+    if isinstance(layer, HostLayer):
+        layer._wait()
+    if plan is not None and isinstance(layer, CodedDynamicLayer):
+        codes, sums = layer.codes, layer.sums
+        if plan.remainder is not None and not sums.length:  # no step has needed them yet
+            sums.advance(keys, values, None, n, codes.device)
+        found["codes"] = _Array(codes, room)
+        found["sums.length"] = _Array(torch.tensor([sums.length]))
+        found |= {f"sums.{name}": _Array(x) for name in _SUMS if (x := getattr(sums, name)) is not None}
+    return found
+
+
+def _require_savable(attachment: "Attachment", cache: Any) -> None:
+    """Raise ValueError if a cache is empty, or of a kind that a file cannot hold."""
+    remedy = "use DynamicCache(config=model.config)"
+    if type(cache) is not DynamicCache:
+        raise ValueError(f"a session needs a DynamicCache, got {type(cache).__name__}; {remedy}")
+    made = DynamicCache(config=attachment.model.config).is_sliding
+    for index, layer in enumerate(cache.layers):
+        known = type(layer) in (*_WHOLE, DynamicSlidingWindowLayer) and index < len(made)
+        if not known or cache.is_sliding[index] != made[index]:
+            raise ValueError(f"a session cannot hold a {type(layer).__name__} in layer {index}; {remedy}")
+    if not cache.get_seq_length():
+        raise ValueError("a session needs a cache with tokens, got an empty one; run the prompt first")
+
+
+def _write(path: Path, arrays: dict[str, _Array], facts: dict[str, str]) -> None:
+    """Write the arrays, then the header in front of them, which holds their digest."""
+    facts, digest = facts | {"data": _BLANK, "header": _BLANK}, hashlib.sha256()
+    with path.open("wb") as file:
+        file.seek(len(_header(arrays, facts)))
+        for array in arrays.values():
+            hole = bytes(array.room * array.tensor[0, 0, 0].nbytes) if array.room else b""
+            for rows in array.tensor.flatten(0, 1) if array.room else [array.tensor]:
+                octets = rows.cpu().contiguous().view(torch.uint8).numpy().data
+                file.write(octets)
+                file.seek(len(hole), os.SEEK_CUR)
+                digest.update(octets)
+                digest.update(hole)
+        header = _header(arrays, facts | {"data": digest.hexdigest()})
+        file.seek(0)
+        file.write(header.replace(_BLANK.encode(), hashlib.sha256(header[8:]).hexdigest().encode(), 1))
+
+
+def _header(arrays: dict[str, _Array], facts: dict[str, str]) -> bytes:
+    entries, at = dict[str, Any](__metadata__=facts), 0
+    for name, array in arrays.items():
+        end = at + array.nbytes
+        entries[name] = {"dtype": _NAMES[array.tensor.dtype], "shape": array.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+# ---- Loading ---------------------------------------------------------------------------------------------------------
+
+
+def load(
+    attachment: "Attachment", path: str | os.PathLike[str], tokens: Tensor | Sequence[int] | None, verify: bool
+) -> tuple[DynamicCache, Tensor]:
+    """Read a session file: `Attachment.load`."""
+    path = Path(path)
+    if not path.is_file():
+        got = "another kind of file" if path.exists() else "none"
+        raise ValueError(f"expected a session file at {path}, got {got}; write one with attachment.save")
+    with path.open("rb") as opened, ordinary_tensors():
+        file = _File(path, opened)
+        _require_bound(attachment, file)
+        if verify:
+            file.verify()
+        ids = file.read("tokens", torch.device("cpu"))
+        n = ids.shape[1]
+        kept = n if tokens is None else _common(file, ids, _as_ids(tokens))
+        cache = DynamicCache(config=attachment.model.config)
+        own = attachment.model.device
+        placed = {
+            x.layer: next((p.device for p in x.module.parameters()), own) for x in attention_modules(attachment.model)
+        }
+        for index, layer in enumerate(cache.layers):
+            if f"layers.{index}.keys" in file:
+                _fill(attachment, file, index, layer, (n, kept), placed.get(index, own))
+    return cache, ids[:, :kept].to(own)
+
+
+def _require_bound(attachment: "Attachment", file: _File) -> None:
+    """Raise ValueError if a file is of another model or hasher."""
+    remedy = "load it with what saved it, or delete it"
+    for name, own in _bound(attachment).items():
+        if own and (stored := file.facts[name]) != own:
+            file.refuse(f"expected one of this {name} ({own[:12]}), got {stored[:12] or 'none'}", remedy)
+    for index, plan in attachment._plans.items():
+        if plan.selector.needs_codes and f"layers.{index}.codes" not in file:
+            file.refuse(f"expected codes of layer {index}, got none", "attach with the dense_layers that saved it")
+
+
+def _common(file: _File, stored: Tensor, ids: Tensor) -> int:
+    """Return how many of the stored tokens [B, n] begin the prompt ids [B, T], of which at least one is to be run."""
+    if len(ids) != len(stored):
+        file.refuse(f"expected a prompt of {len(stored)} sequences, got {len(ids)}", "pass the same batch")
+    most = min(stored.shape[1], ids.shape[1] - 1)
+    alike = (stored[:, :most] == ids[:, :most]).all(0)
+    kept = int(alike.cumprod(0).sum())
+    if not kept:
+        file.refuse("expected tokens that begin this prompt, got others from the first on", "name another file")
+    return kept
+
+
+def _fill(
+    attachment: "Attachment", file: _File, index: int, layer: Any, tokens: tuple[int, int], device: torch.device
+) -> None:
+    """Fill a layer of a new cache. Args: tokens: how many the file holds, and how many of them to take."""
+    at, plan, (n, kept) = f"layers.{index}.", attachment._plans.get(index), tokens
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        keys, values = file.read(at + "keys", device), file.read(at + "values", device)
+        if kept < n and keys.shape[2] < n:
+            remedy = "begin the prompt with all of them"
+            file.refuse(f"expected a prompt with its {n} tokens, got {kept}: sliding layers cannot be cut", remedy)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys[:, :, :kept], values[:, :, :kept]
+        layer.cumulative_length = kept
+        return
+    keys, values = file.mapped(at + "keys"), file.mapped(at + "values")
+    if plan is None or not plan.selector.needs_codes:
+        return grow_in(layer, keys.to(device), values.to(device), kept, attachment._growing)
+    held = carry_codes(layer, plan.encoder, HostLayer if attachment._on_host else None)
+    if held.on_host and device.type == "cuda":
+        keys, values = keys.pin_memory(), values.pin_memory()
+    elif not held.on_host:
+        keys, values = keys.to(device), values.to(device)
+    if length := int(file.mapped(at + "sums.length")):
+        parts = (file.read(f"{at}sums.{name}", device) if f"{at}sums.{name}" in file else None for name in _SUMS)
+        held.sums.restore(*parts, length=length)
+        held.sums.drop(keys[:, :, :n], values[:, :, :n], kept)
+    held.hold(keys, values, file.mapped(at + "codes").to(device), kept)
+
+
+# ---- Binding ---------------------------------------------------------------------------------------------------------
+
+
+def _bound(attachment: "Attachment") -> dict[str, str]:
+    """Return what keys and codes depend on beside the tokens, by its name; "" for what does not matter here."""
+    model = _model_digest(attachment.model)
+    return {"model": model, "hasher": _hasher_digest(attachment), "kind of prompts": attachment.prompt}
+
+
+def _as_ids(tokens: Tensor | Sequence[int]) -> Tensor:
+    """Return tokens as int64 [B, T] on the CPU."""
+    ids = torch.as_tensor(tokens).cpu()
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2 or ids.is_floating_point():
+        raise ValueError(f"tokens must be integers [T] or [B, T], got {ids.dtype} {tuple(ids.shape)}")
+    return ids.long()
+
+
+def _model_digest(model: PreTrainedModel) -> str:
+    """Identify a model by its config, its weights, and the adapters that are on."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("a session needs the model's weights in memory, got some that are loaded when called")
+    adapters = [
+        (tuple(on), bool(getattr(module, "disable_adapters", False)))
+        for module in model.modules()
+        if isinstance(on := getattr(module, "active_adapters", None), list)
+    ]
+    return hashlib.sha256(f"{weights_hash(model)} {adapters}".encode()).hexdigest()
+
+
+def _hasher_digest(attachment: "Attachment") -> str:
+    """Identify the hasher of an attachment by its config and weights; "" if it stores no codes."""
+    plan = next(iter(attachment._plans.values()), None)
+    selector: Selector | None = None if plan is None else plan.selector
+    if selector is None or not selector.needs_codes:
+        return ""
+    given: Any = selector.hasher if isinstance(selector, HashSelector) else selector
+    hasher = given.hasher if isinstance(given, PerHead) else given
+    if not isinstance(hasher, Hasher):
+        raise ValueError(f"a session needs a hashtrain.Hasher, whose weights identify it, got {type(hasher).__name__}")
+    per_query_head = cast(Any, selector).per_query_head
+    digest = hashlib.sha256(json.dumps([asdict(hasher.config), per_query_head], sort_keys=True).encode())
+    for name, tensor in sorted(hasher.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
