@@ -10,6 +10,7 @@ from hashtrain.evaluation.remainder import (
     add_remainder,
     calibrate,
     estimated_share,
+    fit_weight,
     linear_values,
     log_weight,
     measure,
@@ -135,3 +136,14 @@ def test_the_slope_is_that_of_normal_keys_and_linear_values():
     calibrate(hasher, 0, Linear())
     # A selection removes the best tokens, so the others lean slightly less towards the query.
     assert ((hasher.remainder[:, -1] > 0.6) & (hasher.remainder[:, -1] < 1.0)).all()
+
+
+@pytest.mark.parametrize("least", [-4.0, -12.0, -math.inf])
+def test_estimated_shares_sum_to_the_exact_ones(least):
+    """Also where some rows leave nothing out, and no statistic tells which."""
+    logits = torch.full((2, 2, 60), least)
+    logits[..., ::6] = 1.0
+    count = torch.tensor
+    e = Evidence(torch.zeros(2, 2, 60), torch.full((2, 2, 60), 3.0), torch.zeros(2, 2, 60), count(1000), count(20))
+    share = torch.sigmoid(log_weight(fit_weight([(e, e.lse + logits)]).view(2, 2, 1, 5), e) - e.lse)
+    torch.testing.assert_close(share.sum(-1).float(), torch.sigmoid(logits).sum(-1), rtol=0.02, atol=0)

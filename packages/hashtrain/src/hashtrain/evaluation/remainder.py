@@ -23,6 +23,8 @@ from hashtrain.training.target import always_read_tokens, logits
 FRACTIONS = (0.005, 0.01, 0.02, 0.05)
 """Budgets of the rows used in the fit; it holds between them."""
 MAX_CONTEXTS, _ROWS, _FIRST_ROW = 32, 32, 64
+_ROUNDS, _LEAST_LOGIT = 12, -16.0
+"""Rounds of the fit of the weight; the least share that it tells from none: float32 sums do not know smaller ones."""
 
 
 class Evidence(NamedTuple):
@@ -107,11 +109,10 @@ def add_remainder(out: Tensor, lse: Tensor, value: Tensor, log_weight: Tensor) -
 def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> None:
     """Fit `hasher.remainder` on captured queries, keys and values: for each query head the weight, then the slope.
 
-    Both are weighted least squares. For the weight, rows count by how much the estimate matters: share (1 - share), the
-    derivative of the remainder's softmax share. For the slope, all rows count alike, whatever the norm of their output.
+    For the slope, weighted least squares: all rows count alike, whatever the norm of their output.
     """
     samples = list(_samples(hasher, layer, data, seed))
-    hasher.remainder[:, :-1] = _fit_weight(samples)
+    hasher.remainder[:, :-1] = fit_weight([(rows.evidence, rows.exact) for rows in samples])
     hasher.remainder[:, -1] = _fit_slope(hasher, samples)
 
 
@@ -148,20 +149,48 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Itera
             yield _Rows(e, exact, selected, dense, mean, tilt)
 
 
-def _fit_weight(samples: Sequence[_Rows]) -> Tensor:
-    """Return the five coefficients of each query head, float64 [Hq, 5]."""
-    features, logs, weights = list[Tensor](), list[Tensor](), list[Tensor]()
-    for e, exact, *_ in samples:
-        share = torch.sigmoid(exact - e.lse)
-        features.append(_features(e).flatten(0, 1))
-        logs.append((exact - (e.visible - e.selected).log()).flatten(0, 1))
-        weights.append((share * (1 - share)).flatten(0, 1))
-    x, y, w = (torch.cat(found, dim=1).double().cpu() for found in (features, logs, weights))
-    known = y.isfinite()  # false where every visible token was selected
-    root = torch.where(known, w, 0.0).sqrt()[..., None]
-    y = torch.where(known, y, 0.0)[..., None]
-    # gelsd allows dependent columns, as when every context is short or every count is 1.
-    return cast(Tensor, torch.linalg.lstsq(x * root, y * root, driver="gelsd").solution)[..., 0]
+def fit_weight(samples: Sequence[tuple[Evidence, Tensor]]) -> Tensor:
+    """Fit each query head's coefficients of `log_weight` (eq. 15) by logistic regression of the share r (eq. 16).
+
+    1. Weighted least squares on the logit of the exact share, with weights r (1 - r), the sigmoid's slope there.
+    2. Rows that leave nothing out have no weight then: overestimating their share is free, and whole heads are. With
+       the sigmoid's secant, from the estimate to the exact logit, as weight, the normal equations say that the errors
+       of the shares, not of their logits, sum to zero. Weights go half of the way there in each round: all of it, they
+       may swing.
+
+    Args: samples: the evidence of some rows and their exact `log_weight`, both [Hkv, G, R] or broadcast to it.
+    Returns: float64 [Hq, 5].
+    """
+    parts = list[tuple[Tensor, ...]]()
+    for e, exact in samples:
+        offset = (e.visible - e.selected).log() - e.lse  # from the estimate of one token to the logit of the share
+        parts.append(tuple(x.flatten(0, 1) for x in (_features(e), exact - e.lse, offset.expand_as(exact))))
+    x, wanted, offset = (torch.cat(found, dim=1).double().cpu() for found in zip(*parts, strict=True))
+    counts = offset.isfinite()  # false where every visible token was selected
+    offset, wanted = torch.where(counts, offset, 0.0), wanted.clamp(min=_LEAST_LOGIT)
+
+    def solved(weight: Tensor) -> Tensor:
+        root = torch.where(counts, weight, 0.0).sqrt()[..., None]
+        # gelsd allows dependent columns, as when every context is short or every count is 1.
+        return cast(Tensor, torch.linalg.lstsq(x * root, (wanted - offset)[..., None] * root, driver="gelsd").solution)
+
+    weight = _slope(wanted)
+    found = solved(weight)
+    for _ in range(_ROUNDS):
+        weight = (weight + _secant((x @ found)[..., 0] + offset, wanted)) / 2
+        found = solved(weight)
+    return found[..., 0]
+
+
+def _slope(logit: Tensor) -> Tensor:
+    """Return the derivative of the sigmoid."""
+    return torch.sigmoid(logit) * torch.sigmoid(-logit)
+
+
+def _secant(a: Tensor, b: Tensor) -> Tensor:
+    """Return the slope of the sigmoid's secant between two logits; where they are equal, of its tangent."""
+    near = (a - b).abs() < 1e-4
+    return torch.where(near, _slope(b), (torch.sigmoid(a) - torch.sigmoid(b)) / torch.where(near, 1.0, a - b))
 
 
 def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
