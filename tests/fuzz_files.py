@@ -12,10 +12,10 @@ from evals.results import Row, read_result, rows_to_text
 from evals.runner import RunFolder
 from fuzz_damage import altered, damaged, folder, found, one_of
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.artefact.convert import convert
-from hashtrain.artefact.hasher import make_layer
+from hashtrain.convert import convert
 from hashtrain.data.capture import Capture
-from hashtrain.settings.toml import with_config
+from hashtrain.hasher import make_layer
+from hashtrain.run.toml import with_config
 from hashtrain.training.checkpoint import load_stored, save_stored
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training

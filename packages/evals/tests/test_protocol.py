@@ -8,7 +8,7 @@ from evals.settings import Always
 from evals.tasks import ppl
 from evals.tasks.ppl import Cell, budget_of, measure
 from hashtrain.data.capture import replacing
-from hashtrain.settings.recipes import EXACT
+from hashtrain.run.recipes import EXACT
 from hashtrain.training.target import top_count
 from hashtrain.usage import UsageError
 from rich.console import Console

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.evaluation.metrics import fails
+from hashtrain.hasher import make_layer
 from hashtrain.training import choose as module
 from hashtrain.training.choose import choose
 from hashtrain_runs import Whole

@@ -8,8 +8,8 @@ import pytest
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.cli import _parse, main, next_command, parse
 from hashtrain.run.prepare import _check_model
-from hashtrain.settings.recipes import ALL
-from hashtrain.settings.train_command import PAPER, TrainCommand
+from hashtrain.run.recipes import ALL
+from hashtrain.run.settings import PAPER, TrainCommand
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
 

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 from hashtrain import Hasher
-from hashtrain.artefact.convert import convert
+from hashtrain.convert import convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.artefact import hasher as hasher_module
+from hashtrain import hasher as hasher_module
 from hashtrain.config import VARIANTS
 from hashtrain.layers import shapes
 from hypothesis import given, settings

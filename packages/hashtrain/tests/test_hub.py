@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.artefact import hasher as hasher_module
+from hashtrain import hasher as hasher_module
 from huggingface_hub import snapshot_download
 
 SHAPE = ModelShape(2, 4, 2, 32)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig
-from hashtrain.artefact.hasher import make_layer
 from hashtrain.cli import main, parse
-from hashtrain.settings.recipes import ALL, EXACT
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.hasher import make_layer
+from hashtrain.run.recipes import ALL, EXACT
+from hashtrain.run.settings import TrainCommand
 from hashtrain.training.loss import squared_error
 from hashtrain.training.target import attention, sample_pairs
 from hashtrain.training.trainer import Training

@@ -1,7 +1,7 @@
 """What a run says of its worst rows: sentences, table and card, from made-up metrics."""
 
 from hashtrain import HasherConfig, ModelShape
-from hashtrain.reporting.report import card, quality_table, sentences
+from hashtrain.run.report import card, quality_table, sentences
 
 
 def layer(low, lost):

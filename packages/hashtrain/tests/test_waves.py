@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 from hashtrain import Hasher, ModelShape, TrainConfig
-from hashtrain.artefact.hasher import make_layer
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig
 from hashtrain.data.capture import capture_one, context_bytes
 from hashtrain.data.captured import EVERYTHING, Capture, Kept
 from hashtrain.evaluation import cost, remainder
+from hashtrain.hasher import make_layer
 from hashtrain.layers import transform
 from hashtrain.run import pipeline, waves
 from hashtrain.run import prepare as prepare_module
+from hashtrain.run.settings import PAPER, TrainCommand
 from hashtrain.run.waves import Reads, training_reads, validation_reads
-from hashtrain.settings.train_command import PAPER, TrainCommand
 from hashtrain.training import choose
 from hashtrain.training.train_config import rows_of_steps
 from hashtrain.training.trainer import Training

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -12,15 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain import ModelShape
+from hashtrain import ModelShape, device
 from hashtrain.cli import main
-from hashtrain.machine import allocator, distribute, workers
-from hashtrain.machine.distribute import device_for, here
-from hashtrain.machine.workers import default_workers, run_jobs
+from hashtrain.device import device_for, here
 from hashtrain.run import prepare, waves
 from hashtrain.run.prepare import workers_of
+from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import Reads
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.run.workers import default_workers, run_jobs
 from hashtrain_runs import command
 from safetensors.torch import load_file
 from worker_jobs import die, fail, its_number, square
@@ -42,7 +40,7 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
 @pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
 def test_what_workers_are_forked_from_leaves_ctrl_c_to_its_parent():
     """Interrupted in its imports it would print a traceback."""
-    code = "import signal\nfrom hashtrain.machine import workers\nfrom worker_jobs import square\n"
+    code = "import signal\nfrom hashtrain.run import workers\nfrom worker_jobs import square\n"
     code += "workers.PRELOADED = ('says_interrupts',)\n"
     code += "if __name__ == '__main__':\n    workers.run_jobs(square, [1, 2], 2, lambda *_: None)\n"
     code += "    print('parent', signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
@@ -75,10 +73,10 @@ def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, mo
 
 def test_each_worker_has_a_device_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(distribute, "require_compiler", lambda: None)
-    for number, device in enumerate(("cuda:0", "cuda:1", "cuda:0")):
-        monkeypatch.setattr(workers, "number", number)
-        assert (str(here("cuda")), str(here("cuda:1")), str(here("cpu"))) == (device, "cuda:1", "cpu")
+    monkeypatch.setattr(device, "require_compiler", lambda: None)
+    for number, own in enumerate(("cuda:0", "cuda:1", "cuda:0")):
+        monkeypatch.setattr(device, "worker", number)
+        assert (str(here("cuda")), str(here("cuda:1")), str(here("cpu"))) == (own, "cuda:1", "cpu")
     for wanted in ("cuda:2", f"cuda:{10**30}"):
         with pytest.raises(ValueError, match=f"{wanted} does not exist: this machine has 2 CUDA devices, cuda:0"):
             device_for(wanted, 0)
@@ -106,7 +104,7 @@ def test_a_killed_worker_is_one_sentence():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_process_that_started_them(how):
-    code = "from hashtrain.machine import workers; from worker_jobs import linger\n"
+    code = "from hashtrain.run import workers; from worker_jobs import linger\n"
     code += "if __name__ == '__main__':\n"
     code += "    workers.PRELOADED = (workers.__name__,)\n"  # this job needs no more
     code += "    workers.run_jobs(linger, [1, 2], 2, lambda pid: print(pid, flush=True))"
@@ -129,24 +127,6 @@ def alive(pid):
         return False
     with open(f"/proc/{pid}/stat") as file:
         return file.read().split()[2] != "Z"
-
-
-def faults(keep):
-    """Return the page faults of a new process that frees 64 MB repeatedly."""
-    # By path: importing the package would dominate the time.
-    code = f"import resource, runpy, numpy\nkeep = runpy.run_path({allocator.__file__!r})['keep_freed_memory']\n"
-    code += f"{keep} and print(keep())\n"
-    code += "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-    code += "numpy.ones(1 << 23)\nbegan = faults()\nfor _ in range(50): numpy.ones(1 << 23)\nprint(faults() - began)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
-def test_freed_memory_is_kept():
-    said, kept = faults(keep=True)
-    assert said == "True"
-    assert int(kept) < int(faults(keep=False)[0]) / 10
 
 
 def test_there_is_a_worker_a_core_up_to_six(monkeypatch):

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from hashtrain import command_line
 from hashtrain.demo import DEMO, base_model, model_path
-from hashtrain.settings.recipes import RECIPES
-from hashtrain.settings.train_command import GONE, PAPER, TrainCommand
+from hashtrain.run.recipes import RECIPES
+from hashtrain.run.settings import GONE, PAPER, TrainCommand
 from hashtrain.usage import UsageError, guarded, require_folder
 
 
@@ -50,7 +50,7 @@ lists the flags."""
 
 
 def _run(arguments: list[str]) -> int:
-    from hashtrain.settings.toml import with_config
+    from hashtrain.run.toml import with_config
 
     command = parse(with_config(_named(arguments)))
     if isinstance(command, TrainCommand | ConvertCommand):
@@ -103,9 +103,9 @@ def _console() -> Console:
 
 
 def _convert(command: ConvertCommand) -> dict[str, Any]:
-    from hashtrain.artefact.convert import convert
-    from hashtrain.artefact.hasher import require_own
     from hashtrain.config import ModelShape
+    from hashtrain.convert import convert
+    from hashtrain.hasher import require_own
     from hashtrain.models import load_config
 
     made = command.out / "paper"  # the layout of `hashtrain`, which `evals --hashers` expects
@@ -151,7 +151,7 @@ def next_command(command: TrainCommand) -> str:
 
 
 def _inspect(command: InspectCommand) -> dict[str, Any]:
-    from hashtrain.artefact.hasher import Hasher
+    from hashtrain.hasher import Hasher
 
     hasher = Hasher.from_pretrained(command.folder)
     return {**asdict(hasher.config), "parameters": sum(t.numel() for t in hasher.state_dict().values())}

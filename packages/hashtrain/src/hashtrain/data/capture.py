@@ -23,9 +23,9 @@ from hashtrain.config import ModelShape
 from hashtrain.data.captured import EVERYTHING, KEY, Kept
 from hashtrain.data.captured import Capture as Capture
 from hashtrain.data.offsets import offset, positions
+from hashtrain.device import finish as wait_for
+from hashtrain.device import to_device, to_host
 from hashtrain.files.atomic import save_tensors
-from hashtrain.machine.distribute import finish as wait_for
-from hashtrain.machine.distribute import to_device, to_host
 from hashtrain.models import text_decoder
 
 T = TypeVar("T")

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hashtrain.artefact.hasher import Hasher
 from hashtrain.data.capture import replacing
 from hashtrain.data.captured import Capture
 from hashtrain.data.offsets import offset
 from hashtrain.data.offsets import positions as moved_to
 from hashtrain.evaluation.remainder import attend, grouped_product
+from hashtrain.hasher import Hasher
 from hashtrain.layers import LayerHasher
 from hashtrain.training.target import logits
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from hashtrain.config import RECENT, SINK, Heads
 from hashtrain.data.captured import Capture
 from hashtrain.layers import LayerHasher
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.run.settings import TrainCommand
 from hashtrain.training.target import always_read, always_read_tokens, attention, by_heads, logits, top_count
 
 

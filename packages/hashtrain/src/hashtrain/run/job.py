@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 import hashtrain
-from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig
 from hashtrain.data.captured import Capture
+from hashtrain.device import here
 from hashtrain.evaluation.metrics import evaluate_layer
 from hashtrain.evaluation.remainder import calibrate
+from hashtrain.hasher import make_layer
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.transform import Transform
-from hashtrain.machine.distribute import here
-from hashtrain.settings.recipes import Recipe
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.run.recipes import Recipe
+from hashtrain.run.settings import TrainCommand
 from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored
 from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig

@@ -10,24 +10,24 @@ from typing import Any
 from rich.console import Console
 
 import hashtrain
-from hashtrain.artefact.hasher import Hasher
 from hashtrain.config import RECENT, SINK, HasherConfig, ModelShape
 from hashtrain.demo import DEMO, base_model
+from hashtrain.device import here
 from hashtrain.evaluation.cost import head_shares, layer_costs, layer_shares, steps_of
 from hashtrain.evaluation.metrics import failing, summarise
 from hashtrain.files.atomic import write_text
+from hashtrain.hasher import Hasher
 from hashtrain.layers import starts_from_data
-from hashtrain.machine.distribute import here
-from hashtrain.machine.workers import run_jobs
-from hashtrain.reporting.progress import live, tracking
-from hashtrain.reporting.report import card, quality_table, sentences
 from hashtrain.run.job import LayerJob, LayerResult, make, result, training_of
 from hashtrain.run.prepare import Prepared, estimate, prepare
+from hashtrain.run.progress import live, tracking
+from hashtrain.run.recipes import Recipe
+from hashtrain.run.report import card, quality_table, sentences
+from hashtrain.run.settings import TrainCommand
+from hashtrain.run.toml import as_toml, environment
 from hashtrain.run.waves import loaded, make_all
+from hashtrain.run.workers import run_jobs
 from hashtrain.run.workfolder import begin, end, locked
-from hashtrain.settings.recipes import Recipe
-from hashtrain.settings.toml import as_toml, environment
-from hashtrain.settings.train_command import TrainCommand
 
 # Requested values: the first two are stored as found; the others change no result or are stored per hasher.
 _NOT_IN_METRICS = {"contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate", "dry_run", "disk"}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hashtrain.artefact.hasher import require_own
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import context_bytes, context_key, free_disk, require_disk, weights_hash
 from hashtrain.data.corpus import held_out_sources, numbered_contexts, python_sources, split
@@ -18,14 +17,15 @@ from hashtrain.data.offsets import reach_of
 from hashtrain.data.shares import room_for
 from hashtrain.data.texts import read_texts, require_apart
 from hashtrain.demo import base_model
+from hashtrain.device import here
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
+from hashtrain.hasher import require_own
 from hashtrain.layers import BY_VARIANT, shapes
-from hashtrain.machine.distribute import here
-from hashtrain.machine.workers import default_workers
 from hashtrain.models import require_vocabulary
 from hashtrain.run.job import LayerJob
+from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import Source, loaded, training_reads, validation_reads, waves
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.run.workers import default_workers
 from hashtrain.training.train_config import TrainConfig
 
 

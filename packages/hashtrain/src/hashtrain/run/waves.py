@@ -27,13 +27,13 @@ from hashtrain.config import ModelShape
 from hashtrain.data.capture import capture_one, context_bytes, context_key
 from hashtrain.data.captured import EVERYTHING, Capture, Kept
 from hashtrain.data.offsets import offset
+from hashtrain.device import here
 from hashtrain.evaluation.metrics import rows_of_contexts
 from hashtrain.layers import BY_VARIANT
-from hashtrain.machine.distribute import here
-from hashtrain.machine.workers import run_jobs
 from hashtrain.models import load_model
 from hashtrain.run.job import training_of
-from hashtrain.settings.train_command import TrainCommand
+from hashtrain.run.settings import TrainCommand
+from hashtrain.run.workers import run_jobs
 from hashtrain.training.train_config import TrainConfig, rows_of_steps
 
 _DTYPE = torch.bfloat16

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hashtrain.config import RECENT, SINK, Heads
-from hashtrain.machine.distribute import to_device
+from hashtrain.device import to_device
 from hashtrain.training.train_config import draw_rest, draw_tops
 
 _GROUP = 8

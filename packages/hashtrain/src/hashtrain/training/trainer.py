@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hashtrain.data.captured import Capture
+from hashtrain.device import to_device
 from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
-from hashtrain.machine.distribute import to_device
 from hashtrain.training.checkpoint import Checkpoint, Snapshots, copied
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
 from hashtrain.training.target import Pairs, preferences, sample_pairs

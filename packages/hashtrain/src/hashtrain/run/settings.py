@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import DEMO, model_path
-from hashtrain.settings.recipes import ALL, RECIPES, Recipe
+from hashtrain.run.recipes import ALL, RECIPES, Recipe
 from hashtrain.usage import UsageError, meant, require_counts, require_device_name, require_seed
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}

@@ -10,7 +10,7 @@ from typing import Any
 
 import hashtrain
 from hashtrain.files.untrusted import read_text
-from hashtrain.settings.train_command import GONE, TrainCommand
+from hashtrain.run.settings import GONE, TrainCommand
 from hashtrain.usage import UsageError, sentence
 
 _NOT_STORED = {"config", "dry_run"}

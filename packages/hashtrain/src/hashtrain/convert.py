@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hashtrain.artefact.hasher import Hasher
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.files.untrusted import first_line
+from hashtrain.hasher import Hasher
 
 _PER_LAYER = 4
 _TRAINED = 8192
