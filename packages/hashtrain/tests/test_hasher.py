@@ -106,13 +106,6 @@ def test_every_changed_byte_is_one_sentence_or_harmless(stored, share, flip):
         weights.write_bytes(whole)
 
 
-def test_loading_draws_nothing(tmp_path, monkeypatch):
-    made = make("paper")
-    made.save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.linalg, "qr", lambda *a: pytest.fail("a small file could ask for a rotation of any size"))
-    assert torch.equal(Hasher.from_pretrained(tmp_path).state_dict()["layers.1.w2"], made.state_dict()["layers.1.w2"])
-
-
 def test_missing_folder_and_broken_json(tmp_path):
     with pytest.raises(ValueError, match="no hasher at"):
         Hasher.from_pretrained(tmp_path / "none")

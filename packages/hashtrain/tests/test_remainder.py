@@ -7,7 +7,6 @@ import torch
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.evaluation.remainder import (
     Evidence,
-    add_remainder,
     calibrate,
     estimated_share,
     fit_weight,
@@ -60,14 +59,6 @@ def test_measure_agrees_with_sums_written_out(rows):
             torch.testing.assert_close(found.mean_key[at], logits.mean(), atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(exact[at], logits[rest].logsumexp(0))
             assert (found.visible[row], found.selected[head // 2, 0, row]) == (seen, count)
-
-
-def test_a_row_that_selected_all_it_sees_has_no_remainder():
-    e = evidence(visible=4, selected=4)
-    weight = log_weight(torch.ones(5), e)
-    assert weight.item() == -math.inf
-    out = torch.tensor([[1.0, 2.0]])
-    torch.testing.assert_close(add_remainder(out, e.lse, torch.tensor([9.0, 9.0]), weight), out, rtol=0, atol=0)
 
 
 def test_a_token_left_out_weighs_at_most_the_mean_selected_one():

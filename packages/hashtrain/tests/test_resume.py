@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     assert main([*arguments, "--out", str(out)]) == 2
     monkeypatch.undo()
     monkeypatch.setattr("hashtrain.run.waves.capture_one", fail)
-    monkeypatch.setattr("hashtrain.run.job.evaluate_layer", fail)
+    monkeypatch.setattr("hashtrain.run.job.layer_quality", fail)
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted
 

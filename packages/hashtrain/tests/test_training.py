@@ -33,8 +33,8 @@ class Skewed(Whole):
         return self.contexts[context]
 
 
-def layer_of(variant, init="rotation"):
-    config = HasherConfig(variant, SHAPE, bits=64, hidden=64, init=init)
+def layer_of(variant):
+    config = HasherConfig(variant, SHAPE, bits=64, hidden=64)
     return BY_VARIANT[variant](config, torch.Generator().manual_seed(0))
 
 
@@ -47,21 +47,14 @@ def iou(layer, data):
 SETTINGS = TrainConfig(fraction=0.05, steps=60, rows=16, max_top=8, max_rest=32, min_position=50, learning_rate=5e-3)
 
 
-@pytest.mark.parametrize(("variant", "init"), [("planes", "rotation"), ("paper", "rotation"), ("paper", "random")])
-def test_training_raises_iou_on_rows_it_never_saw(variant, init):
-    data, layer = Skewed(), layer_of(variant, init)
+@pytest.mark.parametrize(("variant", "gain"), [("planes", 0.05), ("paper", 0.05), ("linear", 0.02)])
+def test_training_raises_iou_on_rows_it_never_saw(variant, gain):
+    data, layer = Skewed(), layer_of(variant)
     before = iou(layer, data)
     losses = train_layer(layer, 0, data, SETTINGS)
     assert len(losses) == 60
     assert sum(losses[-10:]) < sum(losses[:10])
-    assert iou(layer, data) > before + 0.05
-
-
-def test_a_rotation_learns():
-    data, layer = Skewed(), layer_of("linear")
-    before = iou(layer, data)
-    train_layer(layer, 0, data, SETTINGS)
-    assert iou(layer, data) > before + 0.02
+    assert iou(layer, data) > before + gain
 
 
 def test_keys_alone_are_trained_first_and_what_they_were_then_is_kept():
@@ -85,10 +78,11 @@ def test_the_slope_of_products_is_that_of_the_logits():
     layer.start(data, 0)
     (q, k, scaling), rows = data.read(0, 0), torch.arange(100, 116)
     training = Training(layer, 0, data, SETTINGS)
-    ((part, pairs, _),) = training._pairs(q[:, :, rows], k, rows, scaling)
-    top, rest = pair_scores(layer, part, k, pairs)
+    q = q[:, :, rows]
+    pairs = training._pairs(q, k, rows, scaling)
+    top, rest = pair_scores(layer, q, k, pairs)
     expected = ranking_loss(top, rest, pairs.valid, scaling)
-    torch.testing.assert_close(_loss(layer, part, k, pairs, scaling, SETTINGS), expected)
+    torch.testing.assert_close(_loss(layer, q, k, pairs, scaling, SETTINGS), expected)
 
 
 def poisoned(at):
@@ -148,27 +142,6 @@ def test_a_loss_that_rises_with_the_queries_slows_them_down(risen, share, tmp_pa
     resumed.run(until=41)
     keys, queries = (group["lr"] for group in resumed.optimizer.param_groups)
     assert queries == pytest.approx(share * keys)
-
-
-@pytest.mark.parametrize("loss", ["ranking", "reconstruction"])
-def test_chunks_add_up_to_the_gradient_of_the_mean_over_all_rows(loss):
-    """One row per chunk, with the pairs that each chunk drew, against one loss over all rows."""
-    config = TrainConfig(fraction=0.05, steps=1, rows=4, chunk=1, max_top=4, max_rest=16, min_position=50, loss=loss)
-    layer = layer_of("planes")
-    training = Training(layer, 0, Skewed(), config)
-    drawn = []
-    pairs_of = training._pairs
-    training._pairs = lambda *args: drawn.append(pairs_of(*args)) or drawn[-1]
-    q, k, scaling = training.data.read(0, 0)
-    at = torch.tensor([60, 200, 333, 399])
-    got = training._gradients(q[:, :, at], k, at, scaling)
-    gradients = [p.grad.clone() for p in layer.parameters()]
-    means = torch.stack([_loss(layer, rows, k, pairs, scaling, config) for rows, pairs, _ in drawn[0]])
-    weights = torch.tensor([float(weight) for *_, weight in drawn[0]])
-    wanted = (means * weights).sum() / weights.sum()
-    for found, expected in zip(gradients, torch.autograd.grad(wanted, list(layer.parameters())), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
-    assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_bf16_trains_as_well_and_keeps_its_weights_in_float32():

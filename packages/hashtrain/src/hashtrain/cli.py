@@ -1,10 +1,10 @@
-"""The command line: `hashtrain [train|convert|inspect] ...`."""
+"""The command line: `hashtrain [train|convert] ...`."""
 
 import json
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,29 +30,19 @@ class ConvertCommand:
     """Folder for the hasher, which is stored below it as `paper`; pass it to `evals --hashers`."""
 
 
-@dataclass(frozen=True)
-class InspectCommand:
-    """Read a hasher and print its config."""
-
-    folder: Annotated[Path, tyro.conf.Positional]
-    """The hasher's folder."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0, or 2 with one sentence on stderr if the input cannot be used."""
     return guarded("hashtrain", lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-_HELP = """Learned hashing of the KV cache: train hashers for a model, inspect them.
+_HELP = """Learned hashing of the KV cache: train hashers for a model.
 
 Without a subcommand it trains: `hashtrain --model NAME` is `hashtrain train --model NAME`, and `hashtrain train --help`
 lists the flags."""
 
 
 def _run(arguments: list[str]) -> int:
-    from hashtrain.run.toml import with_config
-
-    command = parse(with_config(_named(arguments)))
+    command = parse(arguments)
     if isinstance(command, TrainCommand | ConvertCommand):
         require_folder(command.out)
     if isinstance(command, TrainCommand):
@@ -115,7 +105,7 @@ def _convert(command: ConvertCommand) -> dict[str, Any]:
     words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out), "--methods", "paper"]
     words += ["--model", command.model] if command.model != DEMO else []
     _console().print(f"stored in {made}; next:\n{shlex.join(words)}", highlight=False, soft_wrap=True)
-    return _inspect(InspectCommand(made))
+    return {"out": str(made)}
 
 
 def _train(command: TrainCommand) -> dict[str, Any]:
@@ -126,10 +116,8 @@ def _train(command: TrainCommand) -> dict[str, Any]:
     if "dry_run" in metrics:
         return metrics
     console.print(f"stored in {command.out}; next:\n{next_command(command)}", highlight=False, soft_wrap=True)
-    mean = {
-        name: {h: result[h]["mean"] for h in ("kv_head", "query_head")} for name, result in metrics["hashers"].items()
-    }
-    best = max(mean, key=lambda name: mean[name]["kv_head"]["iou"])
+    mean = {name: result["kv_head"]["mean"] for name, result in metrics["hashers"].items()}
+    best = max(mean, key=lambda name: mean[name]["iou"])
     return {"out": str(command.out), "seconds": metrics["seconds"], "best": best, "mean": mean}
 
 
@@ -150,17 +138,9 @@ def next_command(command: TrainCommand) -> str:
     return shlex.join(words)
 
 
-def _inspect(command: InspectCommand) -> dict[str, Any]:
-    from hashtrain.hasher import Hasher
-
-    hasher = Hasher.from_pretrained(command.folder)
-    return {**asdict(hasher.config), "parameters": sum(t.numel() for t in hasher.state_dict().values())}
-
-
 COMMANDS: dict[str, tuple[Any, Callable[[Any], dict[str, Any]]]] = {
     "train": (TrainCommand, _train),
     "convert": (ConvertCommand, _convert),
-    "inspect": (InspectCommand, _inspect),
 }
 """By name, a command's settings, and what runs it and returns the last line of standard output as JSON."""
 

@@ -29,6 +29,8 @@ from hashtrain.files.atomic import save_tensors
 from hashtrain.models import text_decoder
 
 T = TypeVar("T")
+_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+"""Names of the output projection in attention modules."""
 Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
 # Our name for each attention implementation. Hugging Face looks for "sdpa" and "flash" in names: avoid them.
 _NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
@@ -206,6 +208,20 @@ def run_context(
     observe(model, ids, sink, first)
     wait_for(device)
     return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
+
+
+@torch.no_grad()
+def output_projections(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the output projection of each attention layer, [Hq Dv, hidden], as far as it has a usual name."""
+    found: dict[str, Tensor] = {}
+    for module in cast("list[Any]", [*text_decoder(model).modules()]):
+        layer = getattr(module, "layer_idx", None)
+        project = next((x for name in _OUTPUT if (x := getattr(module, name, None)) is not None), None)
+        if isinstance(layer, int) and project is not None and str(layer) not in found:
+            size = getattr(project, "in_features", None) or project.weight.shape[0]  # of a Conv1D, the latter
+            one = torch.eye(size, device=model.device, dtype=model.dtype)
+            found[str(layer)] = project(one) - project(torch.zeros_like(one[:1]))  # without its bias
+    return found
 
 
 def context_bytes(

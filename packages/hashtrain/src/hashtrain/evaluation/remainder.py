@@ -21,7 +21,7 @@ from hashtrain.layers import LayerHasher
 from hashtrain.training.target import always_read_tokens, logits
 
 FRACTIONS = (0.005, 0.01, 0.02, 0.05)
-"""Budgets of the rows used in the fit; it holds between them."""
+"""Budgets of the rows used in calibration; the fit holds between them."""
 MAX_CONTEXTS, _ROWS, _FIRST_ROW = 32, 32, 64
 _ROUNDS, _LEAST_LOGIT = 12, -16.0
 """Rounds of the fit of the weight; the least share that it tells from none: float32 sums do not know smaller ones."""
@@ -93,34 +93,50 @@ def grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
     return cast(Tensor, (rows.flatten(-3, -2) @ shared).unflatten(-2, rows.shape[-3:-1]))
 
 
-def add_remainder(out: Tensor, lse: Tensor, value: Tensor, log_weight: Tensor) -> Tensor:
-    """Add the remainder to softmax attention over a selection, as one more token with that value and weight.
+@torch.no_grad()
+def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0, output: Tensor | None = None) -> Tensor:
+    """Fit `hasher.remainder` on captured queries, keys and values, and measure what each KV head's selection costs.
+
+    One pass over rows of the first `MAX_CONTEXTS` contexts at `FRACTIONS`: for each query head the weight, then the
+    slope by weighted least squares, where all rows count alike, whatever the norm of their output; then the errors.
 
     Args:
-        out: attention over the selection, [..., D]; value: `linear_values`, broadcast against it.
-        lse: log sum exp of the selected logits, [...]; log_weight: `log_weight`, [...].
-    Returns: float32 [..., D].
-    Source: docs/algorithm.md, eq. 16.
-    """
-    return torch.lerp(out.float(), value.float(), torch.sigmoid(log_weight - lse)[..., None])
-
-
-@torch.no_grad()
-def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> None:
-    """Fit `hasher.remainder` on captured queries, keys and values: for each query head the weight, then the slope.
-
-    For the slope, weighted least squares: all rows count alike, whatever the norm of their output.
+        output: the layer's output projection, [Hq Dv, hidden]; None: errors are those of attention itself.
+    Returns: the squared errors of the layer's output through each KV head alone, at each budget, summed over the rows
+        in the last three quarters of their contexts: float64 [2, Hkv, 4], without the remainder and with it.
     """
     samples = list(_samples(hasher, layer, data, seed))
     hasher.remainder[:, :-1] = fit_weight([(rows.evidence, rows.exact) for rows in samples])
     hasher.remainder[:, -1] = _fit_slope(hasher, samples)
+    slopes = by_head(hasher, hasher.remainder[:, -1])[..., None]
+    errors = torch.zeros(2, hasher.hkv, len(FRACTIONS), dtype=torch.float64)
+    for number, rows in enumerate(samples):  # by context, then by budget
+        share = estimated_share(hasher, rows.evidence)[..., None]
+        both = rows.selected, torch.lerp(rows.selected, rows.mean + slopes * rows.tilt, share)
+        found = torch.stack([_squared((out - rows.dense) * rows.late[:, None], output) for out in both])
+        errors[:, :, number % len(FRACTIONS)] += found.cpu()
+    return errors
+
+
+def _squared(gap: Tensor, output: Tensor | None) -> Tensor:
+    """Return the squared norm of what each KV head adds to the layer's output, [Hkv, G, R, Dv]: float64 [Hkv]."""
+    added = gap.transpose(1, 2).flatten(2)
+    if output is not None:
+        added = added @ cast(Tensor, output.unflatten(0, (len(gap), -1)))
+    return added.double().square().sum((1, 2))
+
+
+def by_head(hasher: LayerHasher, x: Tensor) -> Tensor:
+    """View numbers of query heads, [Hq, ...], beside rows: [Hkv, G, 1, ...]."""
+    return cast(Tensor, x.unflatten(0, (hasher.hkv, hasher.group)))[:, :, None]
 
 
 class _Rows(NamedTuple):
     """Rows of a context at one budget, all [Hkv, G, R] or with one more dimension.
 
     `exact` is the exact `log_weight`; `selected` and `dense` are attention to the selection alone and to all tokens,
-    `mean` is the mean value, and `tilt` what a slope of 1 adds to it.
+    `mean` is the mean value, and `tilt` what a slope of 1 adds to it; `late`, bool [R], says which rows are in the last
+    three quarters, where budgets are of more than a few tokens.
     """
 
     evidence: Evidence
@@ -129,6 +145,7 @@ class _Rows(NamedTuple):
     dense: Tensor
     mean: Tensor
     tilt: Tensor
+    late: Tensor
 
 
 def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
@@ -144,9 +161,8 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Itera
         found = logits(q, k, rows, scaling)[0]
         dense = grouped_product(found.softmax(-1), values)
         for e, exact, shown, tokens in measure(hasher, q, k, rows, scaling, FRACTIONS, found):
-            taken = values[torch.arange(len(values), device=device)[:, None, None], tokens]  # [Hkv, R, K, Dv]
-            selected = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
-            yield _Rows(e, exact, selected, dense, mean, tilt)
+            selected = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), _taken(values, tokens))
+            yield _Rows(e, exact, selected, dense, mean, tilt, rows >= k.shape[2] // 4)
 
 
 def fit_weight(samples: Sequence[tuple[Evidence, Tensor]]) -> Tensor:
@@ -196,7 +212,7 @@ def _secant(a: Tensor, b: Tensor) -> Tensor:
 def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
     """Return the slope of each query head that brings attention closest to dense, float64 [Hq]."""
     product = square = torch.zeros(hasher.hkv, hasher.group, dtype=torch.float64, device=hasher.remainder.device)
-    for e, _, selected, dense, mean, tilt in samples:
+    for e, _, selected, dense, mean, tilt, _ in samples:
         share = estimated_share(hasher, e)[..., None]
         missing = dense - torch.lerp(selected, mean, share)
         size = dense.square().sum(-1, keepdim=True).clamp(min=1e-12)
@@ -213,27 +229,28 @@ def attend(
     v: Tensor,
     positions: Tensor,
     scaling: float,
-    fractions: Sequence[float],
-    exact: Tensor | None = None,
-    own: Tensor | None = None,
-) -> Iterator[Tensor]:
-    """Attend from some rows to what they select, with the remainder if it is fitted: [Hkv, G, R, Dv] per fraction.
+    fraction: float,
+    exact: Tensor,
+    own: Tensor,
+) -> Tensor:
+    """Attend from some rows to what they select, with the remainder if it is fitted: [Hkv, G, R, Dv].
 
     Args:
         v: all values, [1, Hkv, T, Dv]; own: each row's own value in place of the one in `v`, [Hkv, R, Dv].
         others: as for `measure`.
     """
-    values, (hkv, group) = v[0].float(), (hasher.hkv, hasher.group)
-    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hkv, group)))[:, :, None, :-1]
-    mean = cast(
-        Tensor, linear_values(q, k, v, positions, hasher.remainder[:, -1] * scaling)[0].unflatten(0, (hkv, group))
-    )
-    for known, _, shown, tokens in measure(hasher, q, k, positions, scaling, fractions, exact):
-        taken = values[torch.arange(hkv, device=q.device)[:, None, None], tokens]  # [Hkv, R, K, Dv]
-        if own is not None:
-            taken = torch.where((tokens == positions[:, None])[..., None], own[:, :, None], taken)
-        out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
-        yield add_remainder(out, known.lse, mean, log_weight(coefficients, known)) if hasher.calibrated else out
+    e, _, shown, tokens = next(measure(hasher, q, k, positions, scaling, (fraction,), exact))
+    taken = torch.where((tokens == positions[:, None])[..., None], own[:, :, None], _taken(v[0].float(), tokens))
+    out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
+    if not hasher.calibrated:
+        return out
+    value = torch.add(*_linear_parts(q, k, v, positions, hasher.remainder[:, -1] * scaling))[0]
+    return torch.lerp(out, value, estimated_share(hasher, e)[..., None])
+
+
+def _taken(values: Tensor, tokens: Tensor) -> Tensor:
+    """Return the values [Hkv, T, Dv] of tokens [Hkv, R, K]: [Hkv, R, K, Dv]."""
+    return values[torch.arange(len(values), device=values.device)[:, None, None], tokens]
 
 
 @torch.no_grad()
@@ -296,8 +313,7 @@ def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -
 
 def estimated_share(hasher: LayerHasher, e: Evidence) -> Tensor:
     """Return the remainder's estimated share of the softmax, [Hkv, G, R]."""
-    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hasher.hkv, hasher.group)))[:, :, None, :-1]
-    return torch.sigmoid(log_weight(coefficients, e) - e.lse)
+    return torch.sigmoid(log_weight(by_head(hasher, hasher.remainder[:, :-1]), e) - e.lse)
 
 
 def _features(e: Evidence) -> Tensor:

@@ -15,14 +15,9 @@ BY_VARIANT: dict[str, type[Lsh | Linear | Paper | Planes | Transform]] = {
     "transform": Transform,
 }
 
-__all__ = ["BY_VARIANT", "REMAINDER_TERMS", "LayerHasher", "rotation", "shapes", "starts_from_data"]
+__all__ = ["BY_VARIANT", "REMAINDER_TERMS", "LayerHasher", "rotation", "shapes"]
 
 
 def shapes(config: HasherConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of one layer, without creating any; used to check a file before loading it."""
     return BY_VARIANT[config.variant].shapes(config)
-
-
-def starts_from_data(variant: str) -> bool:
-    """Return whether a variant is initialised from captured queries and keys."""
-    return BY_VARIANT[variant].start is not LayerHasher.start

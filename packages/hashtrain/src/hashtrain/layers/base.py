@@ -4,7 +4,6 @@
 # pyright: reportUnknownMemberType=false
 
 import math
-from collections.abc import Callable
 from typing import cast
 
 import hashcore
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 
 from hashtrain.config import MAX_DIGITS, HasherConfig, Heads
 from hashtrain.data.captured import Capture
-from hashtrain.layers.surrogate import estimator
 
 REMAINDER_TERMS = 6
 """Five coefficients for eq. 15 and the slope for eq. 16."""
@@ -50,8 +48,6 @@ class LayerHasher(nn.Module):
 
     target_heads: Heads = "kv"
     """Kind of target: `kv` sums attention over the group, as deployed; `query` treats each head separately."""
-    estimator = "straight-through"
-    """Default surrogate for the sign in training (`hashtrain.layers.surrogate`); the config can override it."""
     estimates_products = False
     """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
     has_codes = True
@@ -66,7 +62,6 @@ class LayerHasher(nn.Module):
         self.d: int = shape.head_dim
         self.bits: int = config.bits
         self.group: int = shape.group
-        self.sign: Callable[[Tensor], Tensor] = estimator(config.estimator or self.estimator, config.gamma)
         self.register_buffer("remainder", torch.zeros(self.hq, REMAINDER_TERMS))
 
     @property
@@ -135,10 +130,6 @@ class LayerHasher(nn.Module):
         """Score queries against keys that `encode_keys` has hashed, for the same kind of heads: as `scores`."""
         planes, weights = self.encode_queries(q, per_query_head)
         return hashcore.score(planes, codes[:, :, None], weights=weights)
-
-    def by_query_head(self, codes: Tensor) -> Tensor:
-        """Return the codes per query head [B, Hq, T, W] of keys hashed per KV head, without hashing them again."""
-        return codes.repeat_interleave(self.group, 1)
 
     def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W], or [B, Hq, T, W] per query head."""

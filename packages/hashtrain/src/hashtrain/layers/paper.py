@@ -1,14 +1,13 @@
 """The paper's hash function: one code per query head."""
 
-from typing import cast
-
 import hashcore
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hashtrain.config import START_STD, HasherConfig, Heads
-from hashtrain.layers.base import Draw, LayerHasher, normal, rotation, uniform
+from hashtrain.layers.base import Draw, LayerHasher, normal, uniform
+from hashtrain.layers.surrogate import softsign
 
 
 class Paper(LayerHasher):
@@ -19,7 +18,6 @@ class Paper(LayerHasher):
     """
 
     target_heads: Heads = "query"
-    estimator = "softsign"
     w1: nn.Parameter
     b1: nn.Parameter
     w2: nn.Parameter
@@ -35,8 +33,6 @@ class Paper(LayerHasher):
         self.w1 = nn.Parameter(uniform((h, d, hidden), d, generator))
         self.b1 = nn.Parameter(uniform((h, 1, hidden), d, generator))
         self.w2 = nn.Parameter(uniform((h, hidden, bits), hidden, generator))
-        if config.init == "rotation" and generator is not None:
-            self._start_as_rotation(generator)
 
     @classmethod
     def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
@@ -54,16 +50,6 @@ class Paper(LayerHasher):
                 drawn = name.startswith("w") or config.init == "gaussian"
                 start = normal(size, generator) * START_STD if drawn else torch.zeros(size)
                 self.register_parameter(name, nn.Parameter(start))
-
-    @torch.no_grad()
-    def _start_as_rotation(self, generator: torch.Generator) -> None:
-        # SiLU(x) - SiLU(-x) = x, so with W1 = [I, -I] and W2 = [R; -R] the untrained MLP is exactly x R.
-        d, eye = self.d, torch.eye(self.d)
-        r = torch.stack([rotation(d, self.bits, generator) for _ in range(self.hkv)]).repeat_interleave(self.group, 0)
-        self.b1.zero_()
-        self.w1[:, :, : 2 * d] = torch.cat([eye, -eye], dim=1)
-        self.w2[:, :d], self.w2[:, d : 2 * d] = r, -r
-        self.w2[:, 2 * d :] = 0
 
     def values(self, x: Tensor) -> Tensor:
         """Apply each query head's MLP to its own slice: [B, Hq, T, D] -> [B, Hq, T, bits]."""
@@ -87,15 +73,12 @@ class Paper(LayerHasher):
         codes = self._codes(k.repeat_interleave(self.group, 1))
         return codes if per_query_head else self._concatenated(codes)
 
-    def by_query_head(self, codes: Tensor) -> Tensor:
-        return cast(Tensor, codes.unflatten(-1, (self.group, -1))).transpose(2, 3).flatten(1, 2)
-
     def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
         codes = self._codes(q)
         return (codes if per_query_head else self._concatenated(codes)).unsqueeze(-2), (1,)
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return self.sign(self.values(q))
+        return softsign(self.values(q))
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        return self.sign(self.values(k))
+        return softsign(self.values(k))

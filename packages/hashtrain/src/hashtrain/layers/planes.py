@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from hashtrain.config import HasherConfig
-from hashtrain.layers.base import Draw, LayerHasher, SkipMlp, rotation, uniform
-from hashtrain.layers.surrogate import quantised
+from hashtrain.layers.base import Draw, LayerHasher, SkipMlp, rotation
+from hashtrain.layers.surrogate import quantised, signs
 
 
 class Planes(LayerHasher):
@@ -16,10 +16,8 @@ class Planes(LayerHasher):
         super().__init__(config)
         self.planes: int = config.planes
         r = torch.stack([rotation(self.d, self.bits, generator) for _ in range(self.hkv)])
-        self.key: SkipMlp = SkipMlp(_start(r, config, generator), config.hidden, generator)
-        self.query: SkipMlp = SkipMlp(
-            _start(r.repeat_interleave(self.group, 0), config, generator), config.hidden, generator
-        )
+        self.key: SkipMlp = SkipMlp(r, config.hidden, generator)
+        self.query: SkipMlp = SkipMlp(r.repeat_interleave(self.group, 0), config.hidden, generator)
 
     @classmethod
     def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
@@ -44,9 +42,4 @@ class Planes(LayerHasher):
         return rounded / largest
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        return self.sign(self.key(k))
-
-
-def _start(rotations: Tensor, config: HasherConfig, generator: Draw) -> Tensor:
-    """Return the initial linear part: the rotations, or torch's default initialisation."""
-    return rotations if config.init == "rotation" else uniform(tuple(rotations.shape), config.shape.head_dim, generator)
+        return signs(self.key(k))

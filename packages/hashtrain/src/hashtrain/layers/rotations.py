@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from hashtrain.config import HasherConfig
 from hashtrain.layers.base import Draw, LayerHasher, rotation
+from hashtrain.layers.surrogate import softsign
 
 
 class Lsh(LayerHasher):
@@ -39,13 +40,11 @@ class Lsh(LayerHasher):
 class Linear(Lsh):
     """A trained matrix, started as a rotation: the best linear hash function (the paper's "LSH, after")."""
 
-    estimator = "softsign"  # as in the paper
-
     def _keep(self, rotations: Tensor) -> None:
         self.rotation: Tensor = nn.Parameter(rotations)
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return self.sign(self.by_group(q.float()) @ self.rotation[:, None]).mean(2)
+        return softsign(self.by_group(q.float()) @ self.rotation[:, None]).mean(2)
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        return self.sign(k.float() @ self.rotation)
+        return softsign(k.float() @ self.rotation)

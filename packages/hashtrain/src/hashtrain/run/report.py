@@ -1,55 +1,44 @@
-"""A run's report: the table and the sentences on the terminal, and each hasher's card."""
+"""A run's report: the table and the sentences on the terminal, each hasher's card, its settings and environment."""
 
-from collections.abc import Collection
+import json
+import os
+import platform
 from typing import Any
 
+import torch
+import transformers
 from rich.table import Table
 
+import hashtrain
 from hashtrain.config import HasherConfig
+from hashtrain.run.settings import TrainCommand
 
 Metrics = dict[str, Any]
-_COLUMNS, _NAMED = 6, 8
-_FIGURES = "IoU / attention mass / in the worst head: its 5th percentile / rows that find less than half of it"
-_HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
+_NAMED = 8
 
 
-def quality_table(metrics: Metrics, heads: str) -> Table:
-    """Lay out how well each hasher selects, by layer, and over its sparse layers."""
-    rows = [*range(metrics["layers"]), None]
-    cells = {
-        name: [figures(found[heads], found["dense_layers"], layer) for layer in rows]
-        for name, found in metrics["hashers"].items()
-    }
-    table = Table(title=f"{_FIGURES}; held out, {_HEADS[heads]}")
-    if len(cells) > _COLUMNS:  # too many columns for a terminal: show only the means
-        for title in ("hasher", "mean of the sparse layers"):
-            table.add_column(title)
-        for name, line in cells.items():
-            table.add_row(name, line[-1])
-        return table
-    for title in ("layer", *cells):
-        table.add_column(title, justify="right")
-    for layer in range(metrics["layers"]):
-        table.add_row(str(layer), *(line[layer] for line in cells.values()))
-    table.add_section()
-    table.add_row("mean", *(line[-1] for line in cells.values()))
+def quality_table(metrics: Metrics) -> Table:
+    """Lay out how well each hasher selects in the layers that are sparse; layer by layer it is in its card."""
+    table = Table(title="held out, per KV head; all but the last: of the layers that are sparse")
+    titles = (
+        "hasher",
+        "IoU",
+        "attention mass",
+        "5th percentile, worst head",
+        "lost rows, worst head",
+        "dense layers",
+        "KL",
+    )
+    for title in titles:
+        table.add_column(title)
+    for name, found in metrics["hashers"].items():
+        dense, own = found["dense_layers"], found["kv_head"]
+        layers = [layer for number, layer in enumerate(own["layers"]) if number not in dense]
+        low, lost = min(at["low"] for at in layers), max(max(at["lost_by_head"]) for at in layers)
+        means = f"{own['mean']['iou']:.3f}", f"{own['mean']['mass']:.3f}", f"{low:.2f}", percent(lost)
+        whole = f"{found['cost']['all']:.3f}" if "cost" in found else ""
+        table.add_row(name, *means, ", ".join(map(str, dense)) or "none", whole)
     return table
-
-
-def figures(found: Metrics, dense: Collection[int], layer: int | None = None) -> str:
-    """Return the IoU and mass of a layer, and of its worst head the 5th percentile of the mass and the lost rows.
-
-    Args:
-        found: a hasher's results for one kind of head.
-        dense: its dense layers, marked as such.
-        layer: None for the means over the layers that are not dense, with the worst head of all of them.
-    """
-    sparse = [number for number in range(len(found["layers"])) if number not in dense]
-    layers = [found["layers"][number] for number in (sparse if layer is None else [layer])]
-    shown = found["mean"] if layer is None else layers[0]
-    worst = min(at["low"] for at in layers), max(max(at["lost_by_head"]) for at in layers)
-    text = f"{shown['iou']:.3f} / {shown['mass']:.3f} / {worst[0]:.2f} / {percent(worst[1])}"
-    return text + " (dense)" * (layer in dense)
 
 
 def percent(part: float) -> str:
@@ -58,28 +47,16 @@ def percent(part: float) -> str:
 
 
 def sentences(metrics: Metrics) -> list[str]:
-    """Say of each hasher which heads fail, which got other weights than the last, and which layers stay dense."""
+    """Say of each hasher which heads fail, which got other weights than the last, and which lost their remainder."""
     lines: list[str] = []
     for name, result in metrics["hashers"].items():
-        layers, said = result["kv_head"]["layers"], list[str]()
-        if failed := result["failing"]:
-            of = ", ".join(
-                f"layer {n} head {head} ({layers[n]['low_by_head'][head]:.2f}, "
-                f"{percent(layers[n]['lost_by_head'][head])})"
-                for n, head in failed[:_NAMED]
-            )
-            more = " ..." * (len(failed) > _NAMED)
-            said.append(f"Heads that fail, with the 5th percentile of the mass and the share of such rows: {of}{more}.")
-        if repaired := result["repaired"]:
-            of = ", ".join(f"layer {n} head {h} ({what})" for n, heads in repaired.items() for h, what in heads.items())
-            said.append(f"Repaired: {of}.")
-        if cost := result.get("cost"):
-            dense, bare = (", ".join(map(str, cost[kind])) or "none" for kind in ("dense", "bare"))
-            said.append(
-                f"If every layer is sparse, the next token's distribution moves by {cost['all']:.3f} nats (KL)."
-            )
-            said.append(f"Layers to keep dense: {dense}; without a remainder: {bare}.")
-        lines += [f"{name}: {' '.join(said)}"] if said else []
+        failing = [f"layer {n} head {head}" for n, head in result["failing"]]
+        failing = failing[:_NAMED] + ["..."] * (len(failing) > _NAMED)
+        given = [f"layer {n} head {h} ({what})" for n, heads in result["repaired"].items() for h, what in heads.items()]
+        bare = [f"layer {n}" for n in result.get("cost", {}).get("bare", ())]
+        said = {"heads that fail": failing, "not the last weights": given, "without a remainder": bare}
+        found = "; ".join(f"{what}: {', '.join(where)}" for what, where in said.items() if where)
+        lines += [f"{name}: {found}"] if found else []
     return lines
 
 
@@ -114,3 +91,17 @@ half of the mass of an exact selection, both of the layer's worst head.
     from hashtrain import Hasher
     hasher = Hasher.from_pretrained("this/folder")
 """
+
+
+def as_toml(command: TrainCommand) -> str:
+    """Return the settings as TOML."""
+    given = {key: value for key, value in vars(command).items() if value is not None}
+    plain = {key: [*map(str, value)] if isinstance(value, tuple) else value for key, value in given.items()}
+    return "".join(f"{key} = {json.dumps(x, ensure_ascii=False, default=str)}\n" for key, x in plain.items())
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Return the software versions and the hardware of this run."""
+    versions = {module.__name__: module.__version__ for module in (hashtrain, torch, transformers)}
+    own = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()}
+    return {**versions, **own, "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"}

@@ -13,7 +13,7 @@ The number of waves changes no bit: between waves, a layer's training is in its 
 import functools
 import math
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,16 +28,15 @@ from hashtrain.data.capture import capture_one, context_bytes, context_key
 from hashtrain.data.captured import EVERYTHING, Capture, Kept
 from hashtrain.data.offsets import offset
 from hashtrain.device import here
-from hashtrain.evaluation.metrics import rows_of_contexts
 from hashtrain.layers import BY_VARIANT
 from hashtrain.models import load_model
-from hashtrain.run.job import training_of
+from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.workers import run_jobs
 from hashtrain.training.train_config import TrainConfig, rows_of_steps
 
 _DTYPE = torch.bfloat16
-_DECISIVE = ("steps", "rows", "chunk", "max_top", "max_rest", "min_position", "seed")
+_DECISIVE = ("steps", "rows", "max_top", "max_rest", "min_position", "seed")
 """Settings of a training that decide which rows it draws."""
 
 
@@ -50,23 +49,16 @@ class Reads:
     contexts: int
     whole: int
     """Number of first contexts that are stored whole."""
-    steps: int
-    rows: int
+    steps: int = 0
+    rows: int = 0
     """Most rows drawn in one step."""
-    draw: Callable[[int], Tensor]
+    draw: Callable[[int], Tensor] | None = None
     """Returns the rows of each step in a layer, int32 [steps, rows]."""
-
-    @property
-    def all_queries(self) -> bool:
-        """Whether so many rows are read that all are stored; such a capture also serves other schedules."""
-        return 2 * self._drawn > self.tokens
 
     def kept(self, context: int) -> Kept:
         """Return what is stored of a context."""
         if context < self.whole:
             return EVERYTHING
-        if self.all_queries:
-            return Kept(values=False)
         return Kept(tuple(rows[context :: self.contexts].unique() for rows in self._by_layer), values=False)
 
     def stored_in(self, wave: range) -> list[int]:
@@ -76,18 +68,14 @@ class Reads:
 
     def bytes(self, contexts: Iterable[int]) -> int:
         """Return an upper bound of the bytes that captures of these contexts take: rows drawn twice are stored once."""
-        rows = None if self.all_queries else self._drawn
-        few = context_bytes(self.shape, self.tokens, _DTYPE, rows, values=False)
+        drawn = math.ceil(self.steps / self.contexts) * self.rows
+        few = context_bytes(self.shape, self.tokens, _DTYPE, drawn, values=False)
         every = context_bytes(self.shape, self.tokens, _DTYPE)
         return sum(every if context < self.whole else few for context in contexts)
 
-    @property
-    def _drawn(self) -> int:
-        return math.ceil(self.steps / self.contexts) * self.rows
-
     @cached_property
     def _by_layer(self) -> list[Tensor]:
-        return [self.draw(layer) for layer in range(self.shape.num_layers)]
+        return [self.draw(layer) for layer in range(self.shape.num_layers)] if self.draw else []
 
 
 @dataclass(frozen=True)
@@ -226,10 +214,18 @@ def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whol
     return Reads(shape, command.context, contexts, whole, command.steps, command.rows * most, draw)
 
 
-def validation_reads(command: TrainCommand, shape: ModelShape, contexts: int) -> Reads:
-    """Return what the evaluation reads of held-out contexts: the same rows in every layer."""
+def held_out_rows(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
+    """Draw the rows to evaluate in each held-out context, the same for every hasher and layer: int64 [rows]."""
+    generator = torch.Generator("cpu").manual_seed(command.seed)
+    for _ in range(contexts):
+        size = (command.held_out_rows,)
+        yield torch.randint(command.first_row, command.context, size, generator=generator, device="cpu")
 
-    def draw(layer: int) -> Tensor:
-        return torch.stack([*rows_of_contexts(command, contexts)]).int()
 
-    return Reads(shape, command.context, contexts, 0, contexts, command.held_out_rows, draw)
+def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
+    """Return the training schedule of a recipe, with its learning rate."""
+    names = ("fraction", "steps", "warmup", "rows", "seed")
+    settings: dict[str, Any] = {name: getattr(command, name) for name in names}
+    settings |= {"min_position": command.context // 16, "precision": "bf16" if device.startswith("cuda") else "fp32"}
+    settings |= {**recipe.training, "learning_rate": command.learning_rate or recipe.learning_rate}
+    return TrainConfig(**settings)

@@ -62,10 +62,6 @@ class Checkpoint:
         with open_tensors(self.path, _REMEDY) as file:
             return file.get_slice("losses").get_shape()[0]
 
-    def remove(self) -> None:
-        """Delete the file."""
-        self.path.unlink(missing_ok=True)
-
 
 def save_stored(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Replace `path` by tensors and a JSON state. Raises: OSError if it cannot be written."""

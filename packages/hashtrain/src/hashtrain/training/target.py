@@ -78,11 +78,7 @@ def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: He
         heads: `kv` sums over the group (eq. 9), giving [B, Hkv, R, T]; `query` keeps [B, Hq, R, T].
     Returns: float32; invisible tokens get -1, below every visible one.
     """
-    return by_heads(logits(q, k, positions, scaling).softmax(-1), positions, heads)
-
-
-def by_heads(p: Tensor, positions: Tensor, heads: Heads) -> Tensor:
-    """Return probabilities [B, Hkv, G, R, T] as `attention` does. For `query`, in place: p has -1, too."""
+    p = logits(q, k, positions, scaling).softmax(-1)
     unseen = torch.arange(p.shape[-1], device=positions.device) > positions[:, None]
     return (p.sum(2) if heads == "kv" else p.flatten(1, 2)).masked_fill_(unseen, -1.0)
 

@@ -24,9 +24,6 @@ class TrainConfig:
     """Optimiser steps per layer; each reads one context."""
     rows: int = 64
     """Query rows per step."""
-    chunk: int = 64
-    """Rows whose attention and pairs are in memory at once (`hashtrain.run.prepare.step_bytes`). Gradients are
-    summed over the chunks of a step, so the result is the gradient of its mean loss."""
     precision: str = "fp32"
     """`bf16` computes the hash functions under autocast; weights, scores and moments stay float32."""
     keys_first: float = 0.0
@@ -62,7 +59,7 @@ class TrainConfig:
             ("of", self.of in ("visible", "length"), "visible or length"),
             ("precision", self.precision in ("fp32", "bf16"), "fp32 or bf16"),
             ("learning_rate", self.learning_rate > 0, "above 0"),
-            *((name, getattr(self, name) >= 1, "at least 1") for name in ("steps", "rows", "chunk")),
+            *((name, getattr(self, name) >= 1, "at least 1") for name in ("steps", "rows")),
             *((name, getattr(self, name) >= 1, "at least 1") for name in ("max_top", "max_rest")),
             *((name, getattr(self, name) >= 0, "0 or more") for name in ("sink", "recent", "min_position")),
         ):
@@ -115,7 +112,6 @@ def rows_of_steps(config: TrainConfig, layer: int, heads: int, tokens: int) -> T
     generator, found = generator_of(config.seed, layer), torch.empty(config.steps, config.rows, dtype=torch.int32)
     for step in range(config.steps):
         found[step] = draw_rows(config, tokens, generator)
-        for start in range(0, config.rows, config.chunk):
-            draw_tops((1, heads, min(config.chunk, config.rows - start), config.max_top), generator)
-            draw_rest(tokens, config.max_rest, generator)  # uses the same number of random bits for any bound
+        draw_tops((1, heads, config.rows, config.max_top), generator)
+        draw_rest(tokens, config.max_rest, generator)  # uses the same number of random bits for any bound
     return found

@@ -191,30 +191,16 @@ class Training:
         """
         self.optimizer.zero_grad()
         bad = ~torch.stack([*q.aminmax(), *k.aminmax()]).isfinite().all()  # NaN is both extremes
-        parts = self._pairs(q, k, positions, scaling)
-        total = torch.stack([weight for *_, weight in parts]).double().sum()
-        loss = torch.zeros((), device=self.device)
-        for rows, pairs, weight in parts:
-            share = torch.where(weight > 0, weight.double() / total, 0.0).float()
-            part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * share
-            part.backward()
-            loss += part.detach()
-        return loss.masked_fill(bad, math.nan)
+        loss = _loss(self.hasher, q, k, self._pairs(q, k, positions, scaling), scaling, self.config)
+        loss.backward()
+        return loss.detach().masked_fill(bad, math.nan)
 
-    def _pairs(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> list[tuple[Tensor, Pairs, Tensor]]:
-        """Draw the pairs of each chunk. Returns (the chunk's queries, its pairs, the weight of its mean loss)."""
+    @torch.no_grad()
+    def _pairs(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> Pairs:
         config = self.config
-        parts: list[tuple[Tensor, Pairs, Tensor]] = []
-        with torch.no_grad():
-            for start in range(0, len(positions), config.chunk):
-                rows = q[:, :, start : start + config.chunk].contiguous()
-                at = positions[start : start + config.chunk]
-                p = preferences(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
-                drawn = config.max_top, config.max_rest, self.generator
-                pairs = sample_pairs(p, at, config.fraction, *drawn, config.of, (config.sink, config.recent))
-                valid = pairs.valid if config.loss == "ranking" else torch.ones(len(at), device=p.device)
-                parts.append((rows, pairs, valid.sum()))
-        return parts
+        p = preferences(q, k, to_device(positions, k.device), scaling, self.hasher.target_heads)
+        drawn = config.max_top, config.max_rest, self.generator
+        return sample_pairs(p, positions, config.fraction, *drawn, config.of, (config.sink, config.recent))
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"hasher.{name}": tensor for name, tensor in self.hasher.state_dict().items()}
