@@ -56,7 +56,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(refused, change, message):
 def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["--model", str(folder / "model")]) == 2
-    assert "needs --out FOLDER: runs/demo is for hashers of the demo model" in capsys.readouterr().err
+    assert "needs --out FOLDER: runs/demo is for the demo's hashers" in capsys.readouterr().err
     Hasher(HasherConfig("lsh", ModelShape(2, 4, 2, 32), base_model="other")).save_pretrained(out / "lsh")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert main(command(folder, out, "--only", "lsh")) == 2

@@ -7,8 +7,9 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture, output_projections
 from hashtrain.evaluation.cost import LEAST_SHARE, MOST_SHARE, divide, head_shares, power_laws
-from hashtrain.evaluation.metrics import reading
-from hashtrain.evaluation.remainder import FRACTIONS, calibrate, tokens_read
+from hashtrain.evaluation.metrics import best_searched, reading
+from hashtrain.evaluation.remainder import FRACTIONS, calibrate
+from hashtrain.training.target import always_read
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cost import lsh, model
@@ -36,9 +37,7 @@ def test_a_power_law_is_found_in_its_own_values():
     costs, falls = power_laws(torch.stack([3 * x**-1.5, 0.01 * x**-0.5]), 0.03)
     torch.testing.assert_close(costs, torch.tensor([3, 0.01], dtype=torch.float64))
     torch.testing.assert_close(falls, torch.tensor([1.5, 0.5], dtype=torch.float64))
-    costs, falls = power_laws(
-        torch.tensor([[0.0] * 4, [1.0] * 4, [0.0] * 4]), 0.02
-    )
+    costs, falls = power_laws(torch.tensor([[0.0] * 4, [1.0] * 4, [0.0] * 4]), 0.02)
     assert torch.stack([costs, falls]).isfinite().all()
     assert (falls > 0).all()
     assert divide(*power_laws(torch.zeros(2, 4), 0.02)).tolist() == pytest.approx([1, 1])
@@ -58,8 +57,8 @@ def test_an_error_is_of_the_layers_output_when_one_head_alone_is_sparse(model, t
 
     dense = attend((torch.arange(200) <= rows[:, None]).expand(4, -1, -1))
     for at, fraction in enumerate(FRACTIONS):
-        tokens = tokens_read(hasher.scores(q[:, :, rows], k)[0], rows, fraction)
-        read = reading(tokens, torch.zeros(1, 200, dtype=torch.bool)).repeat_interleave(2, 0)
+        tokens = best_searched(hasher.scores(q[:, :, rows], k)[0], rows, fraction)
+        read = reading(tokens, always_read(rows, 200)).repeat_interleave(2, 0)
         for head in range(2):
             one = dense.clone()
             one[2 * head : 2 * head + 2] = attend(read)[2 * head : 2 * head + 2]

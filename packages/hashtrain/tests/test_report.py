@@ -21,4 +21,4 @@ def test_the_worst_head_of_the_sparse_layers_is_told():
     (line,) = sentences(data)
     assert "heads that fail: layer 2 head 1; not the last weights: layer 1 head 0 (start of 4 digits)" in line
     text = card(HasherConfig("transform", ModelShape(3, 4, 2, 32), dense_layers=(0,)), "transform", data)
-    assert "| 1 | 0.500 | 0.700 | 0.70 | 0.05 % |" in text
+    assert "0.500 (IoU)" in text

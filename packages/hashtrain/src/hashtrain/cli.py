@@ -43,19 +43,13 @@ lists the flags."""
 
 def _run(arguments: list[str]) -> int:
     command = parse(arguments)
-    if isinstance(command, TrainCommand | ConvertCommand):
-        require_folder(command.out)
-    if isinstance(command, TrainCommand):
-        _require_own_out(command)
+    require_folder(command.out)
+    if isinstance(command, TrainCommand) and command.model != DEMO and command.out == TrainCommand().out:
+        if not command.dry_run:
+            raise UsageError(f"--model {command.model} needs --out FOLDER: {command.out} is for the demo's hashers")
     (act,) = (act for kind, act in COMMANDS.values() if kind is type(command))
     print(json.dumps(act(command)), flush=True)
     return 0
-
-
-def _require_own_out(command: TrainCommand) -> None:
-    """Raise UsageError if the hashers of another model would be stored with those of the demo model."""
-    if not command.dry_run and command.model != DEMO and command.out == TrainCommand().out:
-        raise UsageError(f"--model {command.model} needs --out FOLDER: {command.out} is for hashers of the demo model")
 
 
 def parse(arguments: list[str]) -> Any:
@@ -88,10 +82,6 @@ def _parse(arguments: list[str], defaults: dict[str, Any]) -> Any:
     return command_line.parse("hashtrain", arguments, kinds, _HELP, default)
 
 
-def _console() -> Console:
-    return Console(stderr=not sys.stdout.isatty(), width=None if sys.stderr.isatty() else 120)
-
-
 def _convert(command: ConvertCommand) -> dict[str, Any]:
     from hashtrain.config import ModelShape
     from hashtrain.convert import convert
@@ -102,16 +92,13 @@ def _convert(command: ConvertCommand) -> dict[str, Any]:
     config = load_config(model_path(command.model))
     require_own(made, base_model(command.model), ModelShape.of(config))
     convert(command.file, config, made, base_model(command.model))
-    words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out), "--methods", "paper"]
-    words += ["--model", command.model] if command.model != DEMO else []
-    _console().print(f"stored in {made}; next:\n{shlex.join(words)}", highlight=False, soft_wrap=True)
     return {"out": str(made)}
 
 
 def _train(command: TrainCommand) -> dict[str, Any]:
     from hashtrain.run.pipeline import run
 
-    console = _console()
+    console = Console(stderr=not sys.stdout.isatty(), width=None if sys.stderr.isatty() else 120)
     metrics = run(command, console)
     if "dry_run" in metrics:
         return metrics
@@ -123,19 +110,19 @@ def _train(command: TrainCommand) -> dict[str, Any]:
 
 def next_command(command: TrainCommand) -> str:
     """Return the command that evaluates the hashers of this run."""
-    words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out)]
-    if command.model != DEMO:
-        words += ["--model", command.model]
-    if command.text:
-        words += ["--text", "TEXT-NOT-TRAINED-ON"]
-    if command.context != TrainCommand().context:  # evals does not have the defaults of other models
-        words += ["--context", str(command.context)]
-    if command.dense_layers is not None:
-        words += ["--dense-layers", str(command.dense_layers)]
-    made = [c.name for c in command.recipes]
-    if not {c.name for c in RECIPES} <= set(made):  # the default of evals needs all of these
-        words += ["--methods", *made]
-    return shlex.join(words)
+    given: dict[str, list[str]] = {
+        "--hashers": [str(command.out)],
+        "--model": [command.model] * (command.model != DEMO),
+        "--text": ["TEXT-NOT-TRAINED-ON"] * bool(command.text),
+        # evals does not have the defaults of other models
+        "--context": [str(command.context)] * (command.context != TrainCommand().context),
+        "--dense-layers": [str(n) for n in (command.dense_layers,) if n is not None],
+    }
+    made = [recipe.name for recipe in command.recipes]
+    if not {recipe.name for recipe in RECIPES} <= set(made):  # the default of evals needs all of these
+        given["--methods"] = made
+    words = [word for flag, values in given.items() if values for word in (flag, *values)]
+    return shlex.join(["uv", "run", "evals", "ppl", "--documents", "4", *words])
 
 
 COMMANDS: dict[str, tuple[Any, Callable[[Any], dict[str, Any]]]] = {

@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeGuard, cast
 
 Heads = Literal["kv", "query"]
 """One target and selection per KV head, or one per query head."""
-_OF_TRAINING = {"estimator", "gamma"}
-"""Fields of earlier versions that mattered in training alone."""
 VARIANTS = ("lsh", "linear", "paper", "planes", "transform")
 FORMAT_VERSION = 3
 SINK = 1
@@ -155,6 +153,8 @@ class HasherConfig:
     init: str = "rotation"
     """How a learned variant starts. `paper`: `gaussian` is the paper's start, normal numbers with standard deviation
     START_STD, and any other torch's default for linear layers; all others as LSH."""
+    estimator: str = ""
+    """`paper` only: `straight-through` trains it with our surrogate for the sign; "" as in the paper, with softsign."""
     residual: bool = False
     """`paper` only: the residuals and the second bias of the authors' published hashers, with a small random start."""
     training: dict[str, Any] = field(default_factory=dict)
@@ -226,6 +226,8 @@ class HasherConfig:
             yield f"init must be rotation, random or gaussian, got {self.init!r}"
         if self.init == "gaussian" and self.variant != "paper":
             yield f"init=gaussian requires variant paper, got {self.variant}"
+        if self.estimator not in ("", "straight-through", "softsign"):
+            yield f"estimator must be straight-through, softsign or empty, got {self.estimator!r}"
         if not _is_record(self.training):
             yield f"training must hold at most 64 strings and numbers, got {str(self.training)[:80]!r}"
         if type(self.residual) is not bool or (self.residual and self.variant != "paper"):
@@ -239,7 +241,7 @@ class HasherConfig:
     def from_dict(cls, data: dict[str, Any]) -> "HasherConfig":
         """Rebuild a config from its JSON form. Raises: ValueError on unknown or missing fields."""
         known = {f.name for f in fields(cls)}
-        data = {name: value for name, value in data.items() if name not in _OF_TRAINING}
+        data = {name: value for name, value in data.items() if name != "gamma"}  # of 1.0; mattered in training alone
         if unknown := sorted(set(data) - known):
             raise ValueError(f"unknown hasher config fields {unknown}, expected {sorted(known)}")
         try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -28,76 +28,58 @@ from hashtrain.device import to_device, to_host
 from hashtrain.files.atomic import save_tensors
 from hashtrain.models import text_decoder
 
-T = TypeVar("T")
 _OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 """Names of the output projection in attention modules."""
-Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
+Hook = Callable[[int, Tensor, Tensor, Tensor, float], Tensor | None]
 # Our name for each attention implementation. Hugging Face looks for "sdpa" and "flash" in names: avoid them.
 _NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
-_sink: ContextVar[Sink | None] = ContextVar("hashtrain_sink", default=None)
-Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-_instead: ContextVar[Attention | None] = ContextVar("hashtrain_instead", default=None)
+_hook: ContextVar[Hook | None] = ContextVar("hashtrain_hook", default=None)
 
 
 def _capturing_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    sink, instead = _sink.get(), _instead.get()
-    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    if sink is not None:
-        sink(module.layer_idx, query.detach(), key.detach(), value.detach(), scaling)
-    if instead is not None:
-        return instead(module.layer_idx, query, key, value, scaling), None
+    hook, scaling = _hook.get(), kwargs.get("scaling") or query.shape[-1] ** -0.5
+    if hook and (out := hook(module.layer_idx, query.detach(), key.detach(), value.detach(), scaling)) is not None:
+        return out, None
     forward = cast("Callable[..., Any]", sdpa_attention.sdpa_attention_forward)
     if module.config._attn_implementation == _NAMES["eager"]:  # supports soft-capping and learned sinks, unlike SDPA
         forward = sys.modules[type(module).__module__].eager_attention_forward
     return forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def capturing(model: PreTrainedModel, sink: Sink) -> contextlib.AbstractContextManager[None]:
-    """Call `sink(layer, q, k, v, scaling)` for every attention layer of every forward pass inside the block.
+@contextlib.contextmanager
+def capturing(model: PreTrainedModel, hook: Hook) -> Generator[None]:
+    """Call `hook(layer, q, k, v, scaling)` in every attention layer of every forward pass inside the block.
 
     q is [B, Hq, T, D] and k is [B, Hkv, T, D], after RoPE and any query or key norm, as attention multiplies them.
-    v is [B, Hkv, T, Dv].
-    A model with "eager" attention still computes its outputs that way; any other uses SDPA.
+    v is [B, Hkv, T, Dv]. Keys and values include cached tokens, and there is no mask. If the hook returns a tensor, it
+    is the layer's output, [B, T, Hq, Dv]; if it returns None, a model with "eager" attention still computes its outputs
+    that way, and any other uses SDPA.
     """
-    return _our_attention(model, _sink, sink)
-
-
-def observe(model: PreTrainedModel, ids: Tensor, sink: Sink, first: int = 0) -> None:
-    """Run one context, ids int64 [T], without gradients; call `sink` for every attention layer, as in `capturing`.
-
-    Args: first: position of the first token (`hashtrain.data.offsets`).
-    """
-    moved = positions(model, len(ids), first)
-    with torch.inference_mode(), capturing(model, sink):
-        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1, **moved)
-
-
-def replacing(model: PreTrainedModel, attend: Attention) -> contextlib.AbstractContextManager[None]:
-    """Let `attend(layer, q, k, v, scaling)` compute the output [B, T, Hq, Dv] of every attention layer in the block.
-
-    q, k and v are the inputs of attention, including cached tokens. There is no mask: `attend` must apply its own.
-    """
-    return _our_attention(model, _instead, attend)
-
-
-@contextlib.contextmanager
-def _our_attention(model: PreTrainedModel, where: ContextVar[T | None], call: T) -> Generator[None]:
-    """Let every attention layer look into `where`, which is `call` in the block."""
     for dense in _NAMES:
         mask: Callable[..., Any] = getattr(masking_utils, f"{dense}_mask")
         AttentionInterface.register(_NAMES[dense], _capturing_attention)
         AttentionMaskInterface.register(_NAMES[dense], mask)
     config = cast(Any, text_decoder(model).config)
     before: str = config._attn_implementation or "sdpa"
-    token = where.set(call)
+    token = _hook.set(hook)
     _set_attention(model, _NAMES["eager" if before == "eager" else "sdpa"])
     try:
         yield
     finally:
         _set_attention(model, before)
-        where.reset(token)
+        _hook.reset(token)
+
+
+def observe(model: PreTrainedModel, ids: Tensor, hook: Hook, first: int = 0) -> None:
+    """Run one context, ids int64 [T], without gradients, inside `capturing`.
+
+    Args: first: position of the first token (`hashtrain.data.offsets`).
+    """
+    moved = positions(model, len(ids), first)
+    with torch.inference_mode(), capturing(model, hook):
+        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1, **moved)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
@@ -200,12 +182,12 @@ def run_context(
     if kept.rows is not None:  # one copy to the device for all layers
         rows = cast("tuple[Tensor, ...]", to_device(torch.cat(kept.rows), device).split([*map(len, kept.rows)]))
 
-    def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
+    def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
         found = {"q": q if rows is None else q[:, :, rows[layer]], "k": k, **({"v": v} if kept.values else {})}
         tensors.update({f"{name}.{layer}": to_host(x.to(dtype).contiguous()) for name, x in found.items()})
         scalings[f"scaling.{layer}"] = repr(scaling)
 
-    observe(model, ids, sink, first)
+    observe(model, ids, keep, first)
     wait_for(device)
     return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hashtrain.data.capture import replacing
+from hashtrain.data.capture import capturing
 from hashtrain.data.offsets import offset
 from hashtrain.data.offsets import positions as moved_to
 from hashtrain.evaluation.remainder import FRACTIONS, attend, grouped_product
@@ -72,7 +72,7 @@ class Steps:
                 self._attended[layer] = out
             return out
 
-        with replacing(self.model, attend_layer):
+        with capturing(self.model, attend_layer):
             logits = self.model(
                 self.ids[None, self.positions],
                 position_ids=self.first + self.positions[None],

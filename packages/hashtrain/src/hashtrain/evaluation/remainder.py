@@ -278,37 +278,15 @@ def measure(
     mean_key = (grouped * prefix_means(k[0], positions)[:, None]).sum(-1) * scaling
     whole = exact.logsumexp(-1)
     for fraction in fractions:
-        tokens = tokens_read(scores, positions, fraction)
-        unused = tokens < 0
-        tokens = tokens.clamp(min=0)
-        shown = exact.gather(-1, tokens[:, None].expand(*exact.shape[:3], -1)).masked_fill_(unused[:, None], -torch.inf)
-        e = evidence(shown, ~unused[:, None], mean_key, positions + 1)
+        searched, ends = best_searched(scores, positions, fraction), always_read_tokens(positions)
+        tokens = torch.cat([ends.expand(*searched.shape[:-1], -1), searched], -1)
+        unused, tokens = (tokens < 0)[:, None], tokens.clamp(min=0)
+        found, read = exact.gather(-1, tokens[:, None].expand(*exact.shape[:3], -1)), (~unused).sum(-1)
+        mean, shown = found.masked_fill(unused, 0).sum(-1) / read, found.masked_fill(unused, -torch.inf)
+        e = Evidence(mean, shown.logsumexp(-1), mean_key, positions + 1, read)
         # float32 leaves a share below 1e-7 unknown; it has no weight in any sum here.
         rest = whole + torch.log1p(-torch.exp(e.lse - whole).clamp(max=1))
         yield e, rest.masked_fill(e.selected >= e.visible, -torch.inf), shown, tokens
-
-
-def tokens_read(scores: Tensor, positions: Tensor, fraction: float) -> Tensor:
-    """Return the tokens that rows read, those always read and the best of the others: int64 [..., R, K], -1 if unused.
-
-    Args:
-        scores: of all tokens, [..., R, T]; positions: int64 [R].
-        fraction: the budget, of each row's visible tokens (eq. 7).
-    """
-    found, ends = best_searched(scores, positions, fraction), always_read_tokens(positions)
-    return torch.cat([ends.expand(*found.shape[:-1], -1), found], -1)
-
-
-def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -> Evidence:
-    """Compute the statistics of attention over the tokens `taken`.
-
-    Args:
-        logits: [..., R, K], of any tokens; taken: bool, broadcast against them.
-        mean_key: logit of the mean key, [..., R]; visible: number of visible tokens per row, [R].
-    """
-    read = taken.sum(-1)
-    mean = logits.masked_fill(~taken, 0).sum(-1) / read
-    return Evidence(mean, logits.masked_fill(~taken, -torch.inf).logsumexp(-1), mean_key, visible, read)
 
 
 def estimated_share(hasher: LayerHasher, e: Evidence) -> Tensor:

@@ -1,5 +1,7 @@
 """The paper's hash function: one code per query head."""
 
+from collections.abc import Callable
+
 import hashcore
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,7 @@ from torch.nn import functional as F
 
 from hashtrain.config import START_STD, HasherConfig, Heads
 from hashtrain.layers.base import Draw, LayerHasher, normal, uniform
-from hashtrain.layers.surrogate import softsign
+from hashtrain.layers.surrogate import signs, softsign
 
 
 class Paper(LayerHasher):
@@ -27,6 +29,7 @@ class Paper(LayerHasher):
         super().__init__(config)
         h, d, hidden, bits = self.hq, self.d, config.hidden, self.bits
         self.residual: bool = config.residual
+        self.sign: Callable[[Tensor], Tensor] = signs if config.estimator == "straight-through" else softsign
         if self.residual or config.init == "gaussian":
             self._start_small(config, generator)
             return
@@ -78,7 +81,7 @@ class Paper(LayerHasher):
         return (codes if per_query_head else self._concatenated(codes)).unsqueeze(-2), (1,)
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return softsign(self.values(q))
+        return self.sign(self.values(q))
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        return softsign(self.values(k))
+        return self.sign(self.values(k))

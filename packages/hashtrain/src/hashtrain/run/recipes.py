@@ -37,6 +37,7 @@ def _rate(rate: float, **more: Any) -> dict[str, Any]:
 
 
 _RANDOM = {"init": "random"}
+_STRAIGHT = {**_RANDOM, "estimator": "straight-through"}
 RECIPES = (
     Recipe("lsh", "lsh", trained=False),
     Recipe("paper", "paper", _RANDOM, _rate(3e-3)),
@@ -47,6 +48,9 @@ ABLATIONS = (
     Recipe("planes", "planes", summary="one key code per KV head, queries in bit planes"),
     Recipe("linear", "linear", summary="a rotation, trained as in the paper"),
     Recipe("paper-untrained", "paper", _RANDOM, trained=False, summary="the paper's MLP, untrained"),
+    Recipe(
+        "paper-straight", "paper", {**_RANDOM, "estimator": "straight-through"}, _rate(1e-2), summary="our estimator"
+    ),
     Recipe("paper-reconstruction", "paper", _RANDOM, _rate(3e-3, loss="reconstruction"), summary="paper, other loss"),
     Recipe("transform-start", "transform", trained=False, summary="the start of transform: two measured moments"),
     Recipe("planes-reconstruction", "planes", {}, _rate(8e-2, loss="reconstruction"), summary="planes, other loss"),

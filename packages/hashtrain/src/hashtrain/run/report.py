@@ -62,12 +62,7 @@ def sentences(metrics: Metrics) -> list[str]:
 
 def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
     """Write a hasher's README: what it was made from, and how well it selects."""
-    result = metrics["hashers"][name]
-    rows = "".join(
-        f"| {layer} | {found['iou']:.3f} | {found['mass']:.3f} | {min(found['low_by_head']):.2f} "
-        f"| {percent(max(found['lost_by_head']))} |\n"
-        for layer, found in enumerate(result["kv_head"]["layers"])
-    )
+    mean = metrics["hashers"][name]["kv_head"]["mean"]
     base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
     return f"""---
 library_name: hashtrain
@@ -80,13 +75,8 @@ Variant `{config.variant}`, {config.bits} bits, made by hashtrain {metrics["vers
 {metrics["steps"]} steps per layer, {metrics["contexts"]} contexts of {metrics["context"]} tokens ({metrics["corpus"]}).
 For contexts of {"any length" if config.reach is None else f"up to {config.reach} tokens"}.
 Layers that stay dense: {", ".join(map(str, config.dense_layers)) or "none"}.
-Evaluated on {metrics["held_out"]} held-out contexts at a budget of {metrics["fraction"]:.1%} of the visible tokens:
-
-| layer | IoU | attention mass | low | lost |
-|---|---|---|---|---|
-{rows}
-All per KV head. "Low" is the 5th percentile of the mass over rows, and "lost" the share of rows that find less than
-half of the mass of an exact selection, both of the layer's worst head.
+On {metrics["held_out"]} held-out contexts, reading {metrics["fraction"]:.1%} of the visible tokens, the others find
+{mean["iou"]:.3f} (IoU) of the tokens that exact attention weighs most, and {mean["mass"]:.3f} of their attention.
 
     from hashtrain import Hasher
     hasher = Hasher.from_pretrained("this/folder")
