@@ -53,6 +53,20 @@ def test_dependencies_run_one_way_and_are_declared(package):
         assert module in HOSTS.get(package, ()) or providers & declared, f"{at}: {package} does not declare {module}"
 
 
+MAKERS = {"empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
+
+
+def test_every_tensor_made_has_a_dtype():
+    """Else it has torch's default one, which a caller may have set to that of a model."""
+    found = []
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), path)):
+            made = isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.")
+            if made in MAKERS and ast.unparse(node.func) != made and "dtype" not in {x.arg for x in node.keywords}:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
+
+
 def test_hashcore_imports_without_torch_and_cuda():
     script = "import sys; sys.modules.update(torch=None, cuda=None); import hashcore"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -20,6 +20,22 @@ def make(variant="planes", seed=0):
     return Hasher(HasherConfig(variant, SHAPE, hidden=64, base_model="tiny"), seed)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_default_dtype_changes_no_number(tmp_path, variant, default):
+    expected = make(variant)
+    expected.save_pretrained(tmp_path)
+    torch.set_default_dtype(default)
+    try:
+        found = make(variant), Hasher.from_pretrained(tmp_path)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for other in found:
+        for name, x in expected.state_dict().items():
+            assert other.state_dict()[name].dtype == x.dtype
+            assert torch.equal(other.state_dict()[name], x)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip_keeps_every_bit(tmp_path, variant):
     made = make(variant, seed=3)

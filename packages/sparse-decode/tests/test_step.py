@@ -221,13 +221,6 @@ def test_a_wide_search_is_divided_among_threads(monkeypatch):
     assert selected
 
 
-def test_a_query_that_is_not_finite_is_refused():
-    layer = layer_of(HASHERS["planes"](), BUDGETS["tenth"])
-    q, k, v = drawn(1, 1, 90, torch.float32)
-    with pytest.raises(ValueError, match="finite"):
-        layer.step(Inputs(q * torch.nan, k, v, 0.25), None, Uncached(k, layer.encoder))
-
-
 def test_new_weights_are_used_at_once():
     """Arguments that a step keeps are made anew when a hasher's weights move or change."""
     hasher = _trained("planes")

@@ -10,7 +10,7 @@ import torch
 import transformers
 from fake_gpu import fake_gpu
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, QueryHeadHasher, attach
+from sparse_decode import Budget, OracleSelector, QueryHeadHasher, RecentSelector, attach
 from sparse_decode.attach import attach_rows
 from sparse_decode.interface import register
 from sparse_decode.model import NAMES
@@ -95,6 +95,39 @@ def test_a_cache_takes_the_type_that_holds_all_it_was_given():
             assert torch.equal(found[0], expected[0])
             assert found[0].dtype == expected[0].dtype
             assert found[1].dtype == expected[1].dtype
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64])
+def default_dtype(request):
+    """Another default dtype of torch, as a caller sets it who makes a model."""
+    yield lambda: torch.set_default_dtype(request.param)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("variant", ["lsh", "paper", "planes", "transform", "oracle", "recent"])
+def test_the_default_dtype_changes_nothing(variant, default_dtype):
+    model, (ids, mask) = tiny_model(), prompts()
+    others = {"oracle": OracleSelector, "recent": RecentSelector}
+
+    def run():
+        if variant in others:
+            selector = others[variant]()
+        else:
+            selector = Hasher(HasherConfig(variant, ModelShape.of(model.config)))
+            for layer in selector.layers:
+                layer.remainder.copy_(Calibrated.coefficients)
+        found = []
+        with torch.no_grad(), attach_rows(model, selector, Budget(0.3), sparse_rows=0):
+            for kind in (lambda: DynamicCache(config=model.config), lambda: StaticCache(model.config, 40)):
+                cache = kind()
+                for first, last in ((0, 38), (38, 39), (39, 40)):
+                    given = {"attention_mask": mask[:, :last], "past_key_values": cache}
+                    found.append(model(ids[:, first:last], **given).logits)
+        return torch.cat(found, 1)
+
+    expected = run()
+    default_dtype()
+    assert torch.equal(run(), expected)
 
 
 def test_float64_is_refused():

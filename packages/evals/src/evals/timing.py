@@ -68,7 +68,7 @@ def quantiles(times: list[list[float]], seed: int) -> dict[str, Estimate]:
 
 def read_bandwidth(device: str = "cpu") -> float:
     """Measure the memory read bandwidth in bytes per second: the best of five sums of 256 MiB."""
-    x = torch.ones(_PROBE_BYTES // 4, device=device)
+    x = torch.ones(_PROBE_BYTES // 4, dtype=torch.float32, device=device)
     best = float("inf")
     for _ in range(6):
         began = time.perf_counter()

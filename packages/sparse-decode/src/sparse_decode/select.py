@@ -56,11 +56,11 @@ class Rows:
         if self.interval is not None:
             return self.interval
         n = self.k.shape[2]
-        return torch.tensor([0, n], device=self.q.device).expand(1, self.q.shape[2], 2)
+        return torch.tensor([0, n], dtype=torch.int64, device=self.q.device).expand(1, self.q.shape[2], 2)
 
     def candidates(self) -> Tensor:
         """Return which tokens each row may select, bool [B or 1, 1, Q, N]."""
-        ends = torch.tensor([self.sink, -self.recent], device=self.q.device)
+        ends = torch.tensor([self.sink, -self.recent], dtype=torch.int64, device=self.q.device)
         return visible(self.span + ends, self.k.shape[2])
 
 

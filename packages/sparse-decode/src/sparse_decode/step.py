@@ -87,7 +87,7 @@ class SparseLayer:
         self.tally: Tally = Tally(device)
         self.shared: Tally = shared or Tally()
         self.number: int = register(self)
-        self.placeholder: Tensor = torch.zeros(1, device=device)
+        self.placeholder: Tensor = torch.zeros(1, dtype=torch.float32, device=device)
         self._cpu = CpuStep(layer, selector, self._sink, self._recent)
         hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
         if isinstance(selector, HashSelector):

@@ -122,7 +122,8 @@ class MagicPigSelector(NoCodes):
         """Hash vectors [B, H, T, D] of a layer to one bucket per table, int32 [B, H, T, L]."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
         # Drawn on the CPU, so that the functions are the same on every device.
-        planes = torch.randn(x.shape[-1], self.tables * self.bits, generator=generator, device="cpu").to(x.device)
+        size = x.shape[-1], self.tables * self.bits
+        planes = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(x.device)
         powers = 2.0 ** torch.arange(self.bits, dtype=torch.float64, device=x.device)
         found = []
         for part in x.detach().float().split(_CHUNK, dim=2):

@@ -87,7 +87,7 @@ def fill(
     for layer in range(shape.num_layers):
         own = shape.at(layer)
         size = (batch, own.num_kv_heads, n, own.head_dim)
-        k, v = (torch.randn(size, generator=generator).to(dtype).to(device) for _ in range(2))
+        k, v = (torch.randn(size, generator=generator, dtype=torch.float32).to(dtype).to(device) for _ in range(2))
         cache.update(k, v, layer)
 
 

@@ -7,6 +7,7 @@
    budgets (`hashtrain.evaluation.remainder.calibrate`). It falls about as a power of the budget.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
@@ -187,7 +188,7 @@ def divide(costs: Tensor, falls: Tensor) -> Tensor:
         return ((slopes - slope) * powers).exp().clamp(LEAST_SHARE, MOST_SHARE)
 
     # At the least cost, a further token gains alike wherever no bound holds. All are at one bound, then at the other.
-    low, high = ((slopes - torch.tensor(share).log() / powers) for share in (MOST_SHARE, LEAST_SHARE))
+    low, high = ((slopes - math.log(share) / powers) for share in (MOST_SHARE, LEAST_SHARE))
     low, high = low.min(), high.max()
     for _ in range(60):
         middle = (low + high) / 2

@@ -113,7 +113,7 @@ def quality(p: Tensor, selected: Tensor, counts: Tensor, always: Tensor | None =
     wanted.scatter_(-1, top.indices.masked_fill(~target, t), True)
     slots = selected.clamp(min=0)
     taken = (selected >= 0) & ~_at(always, slots)
-    hits = (wanted.gather(-1, slots) & taken).sum(-1)
+    hits = (wanted.gather(-1, slots) & taken).sum(-1, dtype=torch.float32)
     mass = (p.gather(-1, slots) * taken).sum(-1)
     if ends:
         first = always.int().topk(ends, dim=-1)

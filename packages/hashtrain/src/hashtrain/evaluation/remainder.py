@@ -155,7 +155,7 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Itera
         rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
         found = (data.queries(context, layer, rows), k, data.values(context, layer), rows)
         q, k, v, rows = (x.to(device) for x in found)
-        slopes = torch.full((hasher.hq,), scaling, device=device)
+        slopes = torch.full((hasher.hq,), scaling, dtype=torch.float32, device=device)
         mean, tilt = (x[0] for x in _linear_parts(q, k, v, rows, slopes))
         values = v[0].float()
         found = logits(q, k, rows, scaling)[0]

@@ -27,10 +27,10 @@ def rotation(head_dim: int, bits: int, generator: Draw) -> Tensor:
     Returns: float32 [head_dim, bits]. Source: docs/algorithm.md, Variants; paper, appendix (angular LSH).
     """
     if generator is None:
-        return torch.empty(head_dim, bits)
+        return torch.empty(head_dim, bits, dtype=torch.float32)
     blocks: list[Tensor] = []
     for _ in range(math.ceil(bits / head_dim)):
-        drawn = torch.randn(head_dim, head_dim, generator=generator)
+        drawn = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float32)
         q, r = cast("tuple[Tensor, Tensor]", torch.linalg.qr(drawn))
         q = q * r.diagonal().sign()  # makes the draw uniform over O(d)
         if torch.linalg.det(q) < 0:
@@ -62,7 +62,7 @@ class LayerHasher(nn.Module):
         self.d: int = shape.head_dim
         self.bits: int = config.bits
         self.group: int = shape.group
-        self.register_buffer("remainder", torch.zeros(self.hq, REMAINDER_TERMS))
+        self.register_buffer("remainder", torch.zeros(self.hq, REMAINDER_TERMS, dtype=torch.float32))
 
     @property
     def calibrated(self) -> bool:
@@ -153,14 +153,16 @@ class LayerHasher(nn.Module):
 
 def normal(size: tuple[int, ...], generator: Draw) -> Tensor:
     """Draw standard normal numbers: float32 of this size."""
-    return torch.empty(size) if generator is None else torch.randn(size, generator=generator)
+    if generator is None:
+        return torch.empty(size, dtype=torch.float32)
+    return torch.randn(size, generator=generator, dtype=torch.float32)
 
 
 def uniform(size: tuple[int, ...], fan_in: int, generator: Draw) -> Tensor:
     """Draw torch's default initialisation of linear layers: uniform within 1 / sqrt(fan_in)."""
     if generator is None:
-        return torch.empty(size)
-    return (torch.rand(size, generator=generator) * 2 - 1) / math.sqrt(fan_in)
+        return torch.empty(size, dtype=torch.float32)
+    return (torch.rand(size, generator=generator, dtype=torch.float32) * 2 - 1) / math.sqrt(fan_in)
 
 
 Sizes = dict[str, tuple[int, ...]]
@@ -179,9 +181,9 @@ class SkipMlp(nn.Module):
         heads, d, out = start.shape
         self.r: nn.Parameter = nn.Parameter(start.clone())
         self.w1: nn.Parameter = nn.Parameter(normal((heads, d, hidden), generator) / math.sqrt(d))
-        self.b1: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, hidden))
+        self.b1: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, hidden, dtype=torch.float32))
         self.w2: nn.Parameter = nn.Parameter(normal((heads, hidden, out), generator) * 0.01)
-        self.b2: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, out))
+        self.b2: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, out, dtype=torch.float32))
 
     @staticmethod
     def shapes(prefix: str, heads: int, d: int, hidden: int, out: int) -> Sizes:

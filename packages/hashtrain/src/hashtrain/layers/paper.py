@@ -51,7 +51,7 @@ class Paper(LayerHasher):
         for name, size in type(self).shapes(config).items():
             if name != "remainder":
                 drawn = name.startswith("w") or config.init == "gaussian"
-                start = normal(size, generator) * START_STD if drawn else torch.zeros(size)
+                start = normal(size, generator) * START_STD if drawn else torch.zeros(size, dtype=torch.float32)
                 self.register_parameter(name, nn.Parameter(start))
 
     def values(self, x: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ class Transform(LayerHasher):
         return codes.repeat_interleave(self.group, 1) if per_query_head else codes
 
     def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
-        return hashcore.planes(self.query_weight(q, per_query_head), self.planes, check=not q.is_cuda)
+        return hashcore.planes(self.query_weight(q, per_query_head), self.planes, check=False)
 
     def soft_queries(self, q: Tensor) -> Tensor:
         return quantised(self.query_weight(q), self.planes)[0]

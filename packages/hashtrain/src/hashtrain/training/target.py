@@ -27,7 +27,7 @@ def top_count(
     Source: docs/algorithm.md, eq. 7.
     """
     # Not as_tensor: it would use the default device, which may not be the tensor's.
-    n = visible if isinstance(visible, Tensor) else torch.tensor(visible, device="cpu")
+    n = visible if isinstance(visible, Tensor) else torch.tensor(visible, dtype=torch.int64, device="cpu")
     # 1e-9 keeps floor(0.07 * 100) at 7: products of decimal fractions may fall just below whole numbers.
     count = (n.double() * fraction + 1e-9).floor().long().clamp(min=min_tokens, max=max_tokens).minimum(n.long())
     return count if isinstance(visible, Tensor) else int(count)

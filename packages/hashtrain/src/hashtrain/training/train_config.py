@@ -93,7 +93,7 @@ def draw_rows(config: TrainConfig, tokens: int, generator: torch.Generator) -> T
 
 def draw_tops(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Draw which tokens of the targets are compared: float32 from 0 to 1, on the host."""
-    return torch.rand(size, generator=generator, device="cpu")
+    return torch.rand(size, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def draw_rest(tokens: int, count: int, generator: torch.Generator) -> Tensor:

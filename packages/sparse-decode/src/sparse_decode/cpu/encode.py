@@ -17,7 +17,6 @@ so a token's code does not depend on the tokens that are hashed with it.
 
 from typing import cast
 
-import hashcore
 import numpy as np
 import torch
 from hashcore.cpu.parts import copy, inner
@@ -32,7 +31,7 @@ from sparse_decode.cpu.kernel_threads import run
 
 MAX_TOKENS = 16
 """Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""
-TINY = np.finfo(np.float32).tiny
+TINY, HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 NAMES = ("r", "w1", "b1", "w2", "b2")
 
 Weights = tuple[NDArray[np.float32], ...]
@@ -47,20 +46,17 @@ def supports(layer: LayerHasher, x: Tensor) -> bool:
     return few and type(layer) in (Planes, Transform) and layer.remainder.dtype == torch.float32
 
 
-def hash_tokens(weights: Weights, digits: Digits, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
-    """Return words [B, H, T, max(P, 1), W], empty if a number is not finite, and the numbers [B, H, T, bits]."""
+def hash_tokens(weights: Weights, digits: Digits, x: Tensor, group: int, planes: int) -> Tensor:
+    """Return words [B, H, T, max(P, 1), W]."""
     r, w1, _, w2, _ = weights
     batch, heads, tokens, _ = x.shape
     shape, bits = (batch, heads // group, tokens), digits[0].shape[1] or r.shape[2]
     numbers = np.empty((*shape, bits), np.float32)
     words = np.empty((*shape, max(planes, 1), bits // 32), np.int32)
-    finite = np.ones(shape[1], np.bool_)
     given = x.detach().float().contiguous().numpy()
     work = batch * tokens * (r.size + w1.size + w2.size)
-    run(_tasks, shape[1], work, given, *weights, *digits, group, planes, numbers, words, finite)
-    if planes and not finite.all():
-        words = words[:0]
-    return torch.from_numpy(words), torch.from_numpy(numbers)
+    run(_tasks, shape[1], work, given, *weights, *digits, group, planes, numbers, words)
+    return torch.from_numpy(words)
 
 
 class CpuEncoder:
@@ -73,18 +69,13 @@ class CpuEncoder:
     def keys(self, layer: LayerHasher, k: Tensor) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
         own = cast(Planes | Transform, layer)
-        return hash_tokens(self._found(own.key), self.digits_of(own), k, 1, 0)[0][..., 0, :]
+        return hash_tokens(self._found(own.key), self.digits_of(own), k, 1, 0)[..., 0, :]
 
     def queries(self, layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
-        """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`.
-
-        Raises: ValueError if a query's weights are not finite.
-        """
+        """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`."""
         own = cast(Planes | Transform, layer)
         weights, group = self._found(own.query), 1 if per_query_head else own.group
-        words, numbers = hash_tokens(weights, self.digits_of(own), q, group, own.planes)
-        if not words.numel():
-            hashcore.planes(numbers, own.planes)  # raises the error
+        words = hash_tokens(weights, self.digits_of(own), q, group, own.planes)
         return words, tuple(1 << p for p in range(own.planes))
 
     def digits_of(self, layer: Planes | Transform) -> Digits:
@@ -147,18 +138,19 @@ def _pack(x, threshold, words):  # pragma: no cover - compiled
 
 @inner
 def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
-    """Write the planes of eq. 5 with the operations of `hashcore.planes`; return whether all numbers are finite."""
+    """Write the planes of eq. 5 with the operations of `hashcore.planes`, also of numbers that are not finite."""
     top, peak = np.float32(2**planes - 1), np.float32(0)
     clip = np.float32(0.8) if planes < 6 else np.float32(1)
     for j in range(len(x)):
         size = abs(x[j])
-        if not np.isfinite(size):
-            return False
-        peak = max(peak, size)
+        if size > peak:  # not of NaN
+            peak = min(size, HUGE)
     scale = max(np.float32(clip * peak / top), TINY)
     for j in range(len(x)):
-        level = np.floor(x[j] / scale * np.float32(0.5)) * np.float32(2) + np.float32(1)
-        level = min(max(level, -top), top)
+        level = np.float32(-1)
+        if not np.isnan(x[j]):
+            level = np.floor(min(max(x[j], -HUGE), HUGE) / scale * np.float32(0.5)) * np.float32(2) + np.float32(1)
+            level = min(max(level, -top), top)
         levels[j] = (np.int32(level) + np.int32(top)) >> 1
     for p in range(planes):
         for w in range(words.shape[1]):
@@ -166,7 +158,6 @@ def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
             for bit in range(32):
                 word |= np.uint32((levels[32 * w + bit] >> p) & 1) << np.uint32(bit)
             words[p, w] = np.int32(word)
-    return True
 
 
 @inner
@@ -192,8 +183,8 @@ def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
 def _hash_head(
     head, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words
 ):  # pragma: no cover - compiled
-    """Hash the tokens of one output head; return whether all numbers are finite."""
-    hidden, finite = np.empty(w1.shape[2], np.float32), True
+    """Hash the tokens of one output head."""
+    hidden = np.empty(w1.shape[2], np.float32)
     levels = np.empty(numbers.shape[3], np.int32)
     spread = coordinate.shape[1] > 0
     sums = np.zeros((x.shape[0], x.shape[2], r.shape[2]), np.float32)
@@ -218,14 +209,13 @@ def _hash_head(
             else:
                 _digits(sums[b, t], coordinate[kv], power[kv], limit[kv], numbers[b, head, t])
             if planes:
-                finite &= _quantise(numbers[b, head, t], planes, levels, words[b, head, t])
+                _quantise(numbers[b, head, t], planes, levels, words[b, head, t])
             else:
                 _pack(numbers[b, head, t], np.float32(0), words[b, head, t, 0])
-    return finite
 
 
 def _tasks(  # pragma: no cover - compiled
-    first, last, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words, finite
+    first, last, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words
 ):
     for head in range(first, last):
-        finite[head] = _hash_head(head, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words)
+        _hash_head(head, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words)

@@ -102,8 +102,8 @@ class CpuStep:
         """Attend: q [B, Hq, Q, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, Q, Hq, Dv] and the tokens read [R, sets].
 
         Args: held: the cache layer with codes and sums. left_out: coefficients of the remainder, if there is one.
-        Returns: None if the kernel cannot select here: another hasher, several rows a sequence, a search that more
-            threads should share, or weights that are not finite. Select, and call again with the selection.
+        Returns: None if the kernel cannot select here: another hasher, several rows a sequence, or a search that
+            more threads should share. Select, and call again with the selection.
         Raises: ValueError if a given index is out of range.
         """
         q, k, v, scaling, softcap, sinks = x
@@ -144,9 +144,7 @@ class CpuStep:
         factors = np.float32(scaling), np.float32(softcap or 0)
         wrong = threads.run(step_kernels.tasks, steps, workers, (form.values, call, *factors, *shared))
         del keep
-        if any(wrong):
-            if given is None:  # weights that are not finite: the search raises the error
-                return None
+        if given is not None and any(wrong):
             raise ValueError(f"indices must be below N = {block.end}, got {int(given.indices.max())}")
         if pending is not None:
             pending.length += 1

@@ -50,8 +50,6 @@ selection. Keys in pages: TABLE_AT: page tables [B, PAGES]; PAGE: tokens of a pa
     ROWS, Q_AT, K_AT, V_AT, CODES_AT, OUT_AT, SINKS_AT, PENDING, SUMMED, KEYS_AT, VALUES_AT, LEVELS_AT, SCALES_AT,
     MEAN_KEYS_AT, RESTS_AT, GIVEN_AT, WIDTH, TABLE_AT, PAGES, PAGE, K_REACH, V_REACH,
 ) = range(len(CALL))  # fmt: skip
-NOT_FINITE, OUT_OF_RANGE = 1, 2
-"""What is wrong, combined by "or": a query's weights are not finite; a given index is no token."""
 _COLUMNS = len(launch_plan.COLUMNS)
 _ROOM = launch_plan.CHUNK + launch_plan.MORE
 _I, _F = types.int64, types.float32
@@ -67,7 +65,7 @@ _STRIDES = types.UniTuple(_I, 5)
 _SEARCHED = (_I, _I, _of(_I, 1), _of(_I, 2), _of(_I, 1), _I, _I, _I, _I)
 _HASHED = (
     *(_I, _I, _of(_F, 4), *[_WEIGHTS] * 5, _of(types.int32, 2), _of(_F, 2), _of(_F, 2), _I, _I),
-    *(_of(_F, 4), _of(types.int32, 5), _of(types.bool_, 1)),
+    *(_of(_F, 4), _of(types.int32, 5)),
 )
 _ATTENDED = tuple(
     (
@@ -118,10 +116,9 @@ def _hash(form, first, hidden, head, heads, group, x, planes, words):  # pragma:
     coordinate = numba.carray(pointer(form[COORDINATE] + one * kv * digits), (1, digits), np.int32)
     power = _floats(form[POWER] + one * kv * digits, (1, digits))
     limit = _floats(form[LIMIT] + one * kv * coordinates * form[SPREAD], (1, coordinates * form[SPREAD]))
-    numbers, finite = np.empty((1, 1, 1, bits), np.float32), np.ones(1, np.bool_)
+    numbers = np.empty((1, 1, 1, bits), np.float32)
     digits = coordinate, power, limit
-    _hash_tasks(form[HASH], (0, 1, x, r, w1, b1, w2, b2, *digits, group, planes, numbers, words, finite))
-    return finite[0]
+    _hash_tasks(form[HASH], (0, 1, x, r, w1, b1, w2, b2, *digits, group, planes, numbers, words))
 
 
 @inner
@@ -157,11 +154,9 @@ def _select(form, call, b, s, span, low, count, q, key, code, planes, scores, in
         _hash(form, KEY_R, form[KEY_HIDDEN], s, 1, 1, key, 0, code)
         place = own_code + 4 * last * form[CODE_TOKEN]
         copy(code[0, 0, 0, 0], numba.carray(pointer(place), (len(code[0, 0, 0, 0]),), np.int32))
-    if not _hash(form, QUERY_R, form[QUERY_HIDDEN], s * form[GROUP], form[GROUP], form[GROUP], q, form[PLANES], planes):
-        return NOT_FINITE
+    _hash(form, QUERY_R, form[QUERY_HIDDEN], s * form[GROUP], form[GROUP], form[GROUP], q, form[PLANES], planes)
     if count:
         _search(form, planes, own_code, low, max(low, span[1]), count, scores, indices)
-    return 0
 
 
 @inner
@@ -217,7 +212,7 @@ def tasks(
     first: int, last: int, form: Any, call: Any, scaling: Any, softcap: Any, spans: Any, reads: Any, selected: Any,
     ready: Any, used: Any,
 ) -> int:  # pragma: no cover - compiled  # fmt: skip
-    """Run tasks [first, last) of T, for T rows and sets, or of 2 T without a given selection; return what is wrong.
+    """Run tasks [first, last) of T, for T rows and sets, or of 2 T without a given selection.
 
     Of 2 T, the first T tasks select and the others attend, so that threads which share an odd number of tasks are busy
     for the same time. No task waits for another: one that attends before its selection is ready selects itself.
@@ -229,6 +224,7 @@ def tasks(
         reads: numbers of tokens that sets read, int64 [R or 1, SETS or 1]; without a given selection.
         selected: where indices are written, int64 [T, most]; with a given selection [0, most].
         ready: zeros, int64 [T]; used: for the number of tokens that were read, int64 [T].
+    Returns: 1 if a given index is no token, else 0.
     """
     sets, group, dim, dim_v, kind = form[SETS], form[GROUP], form[DIM], form[DIM_V], form[KIND]
     item, words, levels, count_tasks, rows = 2 if kind else 4, form[BITS] // 32, form[PLANES], len(ready), call[ROWS]
@@ -244,7 +240,7 @@ def tasks(
     mean_key, rest = np.zeros(dim, np.float32), np.zeros((group, dim_v), np.float32)
     sinks = np.full(group, np.float32(-np.inf), np.float32)
     whole, halves = np.empty(0, np.uint32), np.empty(0, np.uint16)
-    status = 0
+    wrong = 0
     for step in range(first, last):
         task = step % count_tasks
         r, s = task // sets, task % sets
@@ -265,12 +261,12 @@ def tasks(
                     room[n_sink + count] = token
                     count += 1
                 elif token >= span[2]:
-                    status |= OUT_OF_RANGE
+                    wrong = 1
         else:
             count = max(0, reads[r % len(reads), s % reads.shape[1]] - n_sink - form[RECENT])
             count = min(count, tail - low)
             if step < count_tasks or late:
-                status |= _select(form, call, b, s, span, low, count, q, key, code, planes, scores, room[n_sink:])
+                _select(form, call, b, s, span, low, count, q, key, code, planes, scores, room[n_sink:])
         if not attends or late or given:
             for j in range(n_sink):
                 room[j] = span[0] + j
@@ -295,4 +291,4 @@ def tasks(
         _attend(
             form, call, b, s, span, queries, indices, out, scaling, softcap, sinks, table, means_given, whole, halves
         )
-    return status
+    return wrong
