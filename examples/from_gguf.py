@@ -5,8 +5,9 @@
     uv run examples/attach_local.py --model runs/smollm2 --hasher lsh --prompt-tokens 6000
 
 transformers reads the file, dequantises its weights, and builds a tokenizer from its vocabulary, special tokens and
-chat template. Its documentation lists the supported families ("GGUF"). If it does not know how the file's tokenizer
-splits text into words, it uses GPT-2's rule, and this example warns. Needs memory for the weights twice.
+chat template. Its documentation lists the supported families ("GGUF"). How a tokenizer of byte pairs splits text into
+words is only named in the file; the rules named in `WORDS` are known, others are refused: they would give other tokens
+than the model was trained on. Needs memory for the weights twice.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import pathlib
 import re
 import shutil
 import struct
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,14 +24,29 @@ import torch
 from hashtrain import ModelShape
 from hashtrain.models import pretrained
 from hashtrain.usage import UsageError, guarded, require_plain_file
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import Regex, Tokenizer, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 from transformers.utils.import_utils import is_gguf_available
 
 MAGIC = b"GGUF"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-SPLITS_AS_GPT2 = {None, "default", "gpt-2"}
+# From the tokenizer.json of each model. Numbers become single digits, in llama groups of three.
+_AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BEFORE_NUMBERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+WORDS: dict[str, list[Any]] = {
+    "gpt-2": [ByteLevel(add_prefix_space=False)],
+    "smollm": [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)],
+    **{
+        name: [
+            Split(Regex(f"{_BEFORE_NUMBERS}{number}{_AFTER_NUMBERS}"), "isolated"),
+            ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+        for name, number in (("qwen2", r"\p{N}"), ("llama-bpe", r"\p{N}{1,3}"))
+    },
+}
+"""How a tokenizer splits text into words, by the name that GGUF files give the rule (`tokenizer.ggml.pre`)."""
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error)
 """Errors that transformers and gguf raise on a damaged file."""
 
@@ -77,7 +92,10 @@ def read_weights(where: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
 
 
 def word_rule(file: pathlib.Path) -> str | None:
-    """Return the tokenizer's rule for splitting text into words. Raises: UsageError if the file is a part."""
+    """Return the tokenizer's rule for splitting text into words; None if it is no tokenizer of byte pairs.
+
+    Raises: UsageError if the rule is not one of `WORDS`, or the file is a part of a model.
+    """
     from gguf import GGUFReader  # an optional package: `check` has looked for it
 
     fields = GGUFReader(file).fields
@@ -85,8 +103,25 @@ def word_rule(file: pathlib.Path) -> str | None:
         raise UsageError(
             f"expected a whole model, got one of {parts.contents()} parts; llama-gguf-split --merge joins them"
         )
-    rule = fields.get("tokenizer.ggml.pre")
-    return None if rule is None else str(rule.contents())
+    kind, rule = (
+        fields[f"tokenizer.ggml.{name}"].contents() if f"tokenizer.ggml.{name}" in fields else None
+        for name in ("model", "pre")
+    )
+    if kind == "gpt2" and rule not in WORDS:
+        remedy = "without its rule, text would give tokens that the model was not trained on"
+        raise UsageError(
+            f"expected a tokenizer that splits text as {', '.join(WORDS)}, got {rule!r} in {file}; {remedy}"
+        )
+    return rule if kind == "gpt2" else None
+
+
+def split_by(rule: str, backend: Tokenizer) -> None:
+    """Make a tokenizer of byte pairs split text by this rule of `WORDS`, and normalise it as the rule's model does."""
+    backend.pre_tokenizer = Sequence(WORDS[rule])
+    if rule == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    if rule == "llama-bpe":
+        backend.model.ignore_merges = True  # words that are tokens stay whole
 
 
 def convert(file: pathlib.Path, out: pathlib.Path, dtype: torch.dtype) -> ModelShape:
@@ -100,9 +135,8 @@ def convert(file: pathlib.Path, out: pathlib.Path, dtype: torch.dtype) -> ModelS
         shape = ModelShape.of(config)  # rejects compressed keys
         tokenizer = pretrained(AutoTokenizer, **where)
         model = read_weights(where, config, dtype)
-    if rule not in SPLITS_AS_GPT2 and isinstance(tokenizer.backend_tokenizer.pre_tokenizer, ByteLevel):
-        rule_note = f"the file splits text by the rule `{rule}`, which transformers does not support: it uses GPT-2's"
-        print(f"from_gguf: {rule_note}, so some text gives other tokens", file=sys.stderr)
+    if rule is not None:
+        split_by(rule, tokenizer.backend_tokenizer)
     made = out.with_name(f".{out.name}-{os.getpid()}")
     made.mkdir(parents=True)
     try:

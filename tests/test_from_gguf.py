@@ -5,10 +5,28 @@ import pytest
 import torch
 from hashtrain.models import load_model
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 gguf = pytest.importorskip("gguf", reason="gguf is in a dependency group of its own")
 
-TOKENS = ["<s>", "</s>", "a", "b", "c", "ab", "abc", "Ġ"]
+# The vocabulary of transformers' own test of Qwen2's tokenizer (tests/models/qwen2), whose ids are known, and more.
+MERGES = ["Ġ l", "Ġl o", "Ġlo w", "e r", "0 1", "; }", ";} Ċ", "Ï ĵ", "Ġ #", "# #"]
+MERGES += ["2 0", "2 4", "20 24", "' L", "L L", "'L L", "Ċ Ċ", "ĊĊ Ġ", "( y", "Ã ©"]
+TOKENS = [
+    *bytes_to_unicode().values(),
+    "Ġl",
+    "Ġn",
+    "Ġlo",
+    "Ġlow",
+    "er",
+    "Ġlowest",
+    "Ġnewer",
+    "Ġwider",
+    "01",
+    ";}",
+    ";}Ċ",
+]
+TOKENS += ["Ïĵ", "Ġ#", "##", *(merge.replace(" ", "") for merge in MERGES[10:]), "Ġxyz", "<s>", "</s>"]
 CONFIG = LlamaConfig(
     hidden_size=64,
     intermediate_size=96,
@@ -18,8 +36,8 @@ CONFIG = LlamaConfig(
     head_dim=16,
     vocab_size=len(TOKENS),
     max_position_embeddings=128,
-    bos_token_id=0,
-    eos_token_id=1,
+    bos_token_id=len(TOKENS) - 2,
+    eos_token_id=len(TOKENS) - 1,
 )
 NAMES = {
     **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
@@ -27,7 +45,15 @@ NAMES = {
     **{"self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
 }
 HEADS = {"attn_q": CONFIG.num_attention_heads, "attn_k": CONFIG.num_key_value_heads}
-IDS = torch.tensor([[2, 5, 6, 3, 4, 2]])
+IDS = torch.tensor([[64, 65, 66, 257, 3, 260]])
+# Words by hand from each rule's pattern; a row: text, and its tokens by gpt-2, smollm, qwen2 and llama-bpe.
+OF_BYTES = [
+    ("l 2024", "l Ġ 2024", "l Ġ 2 0 2 4", "l Ġ 2 0 2 4", "l Ġ 20 2 4"),
+    ("w'LLx", "w ' LL x", "w ' LL x", "w 'LL x", "w 'LL x"),
+    ("w\n\n  low", "w ĊĊĠ Ġlow", "w ĊĊĠ Ġlow", "w ĊĊ Ġ Ġlow", "w ĊĊ Ġ Ġlow"),
+    ("x(y;}\n", "x ( y ;} Ċ", "x ( y ;} Ċ", "x (y ;}Ċ", "x (y ;}Ċ"),
+    ("e\u0301 xyz", "e Ì ģ Ġ x y z", "e Ì ģ Ġ x y z", "Ã© Ġ x y z", "e Ì ģ Ġxyz"),
+]
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -35,7 +61,7 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(path, model, kind):
+def write(path, model, kind, rule="gpt-2"):
     """Write the model with weight matrices of this kind of GGML; return it with the weights that they stand for."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(CONFIG.num_hidden_layers)
@@ -48,11 +74,12 @@ def write(path, model, kind):
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    if rule is not None:
+        writer.add_tokenizer_pre(rule)
     writer.add_token_list(TOKENS)
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(CONFIG.bos_token_id)
+    writer.add_eos_token_id(CONFIG.eos_token_id)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for i in range(CONFIG.num_hidden_layers):
@@ -82,7 +109,6 @@ def test_the_folder_is_the_model_with_its_tokenizer_and_template(load, tmp_path,
     assert "2 layers, 4 query and 2 KV heads of 16" in capsys.readouterr().out
     made, tokenizer = load_model(str(out))
     torch.testing.assert_close(made(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
-    assert tokenizer.convert_ids_to_tokens(tokenizer("abcab", add_special_tokens=False).input_ids) == ["abc", "ab"]
     assert tokenizer.apply_chat_template([{"content": "abc"}], tokenize=False) == "abc"
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -91,3 +117,24 @@ def test_the_folder_is_the_model_with_its_tokenizer_and_template(load, tmp_path,
         assert words in capsys.readouterr().err
     assert list((tmp_path / "new").iterdir()) == [out]
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize(("number", "rule"), [*enumerate(["gpt-2", "smollm", "qwen2", "llama-bpe"], 1)])
+def test_text_gives_the_tokens_that_the_files_rule_says(load, tmp_path, number, rule):
+    write(tmp_path / "tiny.gguf", LlamaForCausalLM(CONFIG), "F32", rule)
+    assert load("examples", "from_gguf").main([str(tmp_path / "tiny.gguf"), str(tmp_path / "made")]) == 0
+    _, tokenizer = load_model(str(tmp_path / "made"))
+    for text, *wanted in OF_BYTES:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert " ".join(tokenizer.convert_ids_to_tokens(ids)) == wanted[number - 1]
+    if rule == "qwen2":
+        ids = tokenizer("lower lower newer 010;}\n\u03d2\u0301 ###", add_special_tokens=False).input_ids
+        assert ids == [75, 78, 86, 260, 259, 260, 220, 77, 68, 86, 260, 220, 15, 16, 15, 266, 267, 268, 269]
+
+
+@pytest.mark.parametrize("rule", ["tekken", "default", None])
+def test_a_rule_that_is_not_known_is_refused_by_name(load, tmp_path, rule, capsys):
+    write(tmp_path / "tiny.gguf", LlamaForCausalLM(CONFIG), "F32", rule)
+    assert load("examples", "from_gguf").main([str(tmp_path / "tiny.gguf"), str(tmp_path / "made")]) == 2
+    assert f"splits text as gpt-2, smollm, qwen2, llama-bpe, got {rule!r} in" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness and their data: local files, shipped ones, groups, and errors."""
 
+import json
 import os
 import random
 import shutil
@@ -46,6 +47,61 @@ def test_a_local_file_includes_a_shipped_task(tmp_path):
     assert found.task.config.dataset_name is None  # not that of the shipped data
 
 
+LINE = {"input": "Who?", "context": "Ann came.", "answers": ["Ann"], "length": 2, "dataset": "trec", "language": "en"}
+LINE |= {"all_classes": ["Ann", "Bob"], "_id": "0a"}
+
+
+def own_files(folder, *lines):
+    """The settings of a run on LongBench's own file of one task."""
+    (folder / "trec.jsonl").write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
+    return LongbenchCommand(tasks=("longbench_trec",), include_path=(folder,))
+
+
+def test_longbenchs_own_files_are_its_tasks(tmp_path):
+    (found,) = load_tasks(own_files(tmp_path, LINE, "\n", {**LINE, "input": "And who\u2028else?"}))
+    prompts = [x.args[0] for x in found.task.instances]
+    assert [prompt.split("Ann came.")[1] for prompt in prompts] == ["\nWho?", "\nAnd who\u2028else?"]
+    assert found.task.process_results(found.task.instances[0].doc, ["Ann"])["score"] == 1
+    given = folder_with(
+        tmp_path, a="include: longbench_trec\ndataset_path: json\ndataset_kwargs: {data_files: {test: x.jsonl}}"
+    )
+    (tmp_path / "x.jsonl").write_text(json.dumps({**LINE, "input": "Mine?"}))
+    (found,) = load_tasks(LongbenchCommand(tasks=("longbench_trec",), **given))
+    assert found.task.instances[0].args[0].endswith("Mine?")  # YAML goes before a file of the name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            {"answers": None},
+            "line 2 of .*trec.jsonl: expected the fields answers, context, question, answers is missing",
+        ),
+        ({"context": None}, "line 2 of .*context is missing or null"),
+        ({"context": " \n"}, "line 2 of .*expected a text in `context`, got none"),
+        ({"answers": []}, r"line 2 of .*expected a list of one or more texts in `answers`, got \[\]"),
+        ({"answers": [""]}, "line 2 of .*expected a list of one or more texts"),
+        ({"answers": "Ann"}, 'line 2 of .*expected a list of one or more texts in `answers`, got "Ann"'),
+        ({"length": "two"}, "line 2 of .*`length` is a str, in the lines before a number"),
+        ('{"input": \n', "line 2 of .*trec.jsonl: Expecting value"),
+        ('["Ann"]\n', "line 2 of .*expected a JSON object, got list"),
+    ],
+)
+def test_a_line_that_is_no_use_is_named_with_its_number(tmp_path, wrong, words):
+    with pytest.raises(ValueError, match=words) as raised:
+        load_tasks(own_files(tmp_path, LINE, wrong if isinstance(wrong, str) else LINE | wrong))
+    assert "\n" not in str(raised.value)
+
+
+def test_data_that_cannot_be_scored_is_named_before_the_model_runs(tmp_path):
+    with pytest.raises(ValueError, match=r"trec\.jsonl has no lines: expected a JSON object with answers, context"):
+        load_tasks(own_files(tmp_path, "\n"))
+    with pytest.raises(ValueError, match=r"longbench_trec cannot use its data \(TypeError: .*\); check its fields"):
+        load_tasks(own_files(tmp_path, LINE | {"all_classes": None}))
+
+
 @pytest.fixture
 def few_shipped(tmp_path, monkeypatch):
     """A harness that ships two folders of tasks, because reading all of them takes many seconds."""
@@ -57,6 +113,29 @@ def few_shipped(tmp_path, monkeypatch):
 def test_tasks_beyond_the_default_ones_are_found(few_shipped):
     (found,) = load_tasks(LongbenchCommand(tasks=("python_attributes",), include_path=(FOLDER,), limit=1))
     assert found.task.config.doc_to_choice == "{{choices}}"
+
+
+OURS = "include: longbench_trec\ntask: mine\ndataset_path: json\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "- a",
+        "task: [",
+        "task: {a: 1}",
+        "include: 3\ntask: mine",
+        OURS + "doc_to_text: '{{'",
+        OURS + "doc_to_text: 3",
+    ]
+    + [f"{OURS}dataset_kwargs: {x}" for x in ("3", "[1]", "{data_files: 3}", "{data_files: {test: a.yaml}}")],
+)
+def test_yaml_that_is_no_task_is_one_sentence(few_shipped, tmp_path, text):
+    (tmp_path / "own").mkdir()
+    with pytest.raises(ValueError, match=r"a\.yaml|mine|cannot read the tasks") as raised:
+        load_tasks(LongbenchCommand(tasks=("mine",), **folder_with(tmp_path / "own", a=text)))
+    assert "\n" not in str(raised.value)
 
 
 def test_unknown_names_are_named(few_shipped, tmp_path):

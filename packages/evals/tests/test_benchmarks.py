@@ -144,6 +144,16 @@ def test_prompts_get_the_chat_template_and_the_length_asked_for(build, made, tmp
         benchmark.run(build("longbench", max_length=512), QUIET)
 
 
+def test_code_of_a_tokenizer_is_never_run(build, made, tmp_path):
+    shutil.copytree(made.model, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["code.Slow", "code.Fast"]}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "model" / "code.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(ValueError, match="RULER's generators would run the code that comes with the tokenizer"):
+        benchmark.run(build("ruler", model=str(tmp_path / "model"), tasks=("niah_single_1",)), QUIET)
+
+
 def test_without_the_harness_it_says_how_to_install_it(build, monkeypatch):
     monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"evals\[lm-eval\]"):

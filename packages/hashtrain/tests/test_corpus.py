@@ -126,8 +126,26 @@ def test_text_that_cannot_be_used_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match="not found"):
         read_texts([tmp_path / "none.txt"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no text found"):
+    with pytest.raises(ValueError, match=r"no text found in .*empty: expected .* more than white space"):
         read_texts([tmp_path / "empty"])
+    (tmp_path / "one.txt").write_text("one")
+    (tmp_path / "spaces.txt").write_text(" \n" * 99)
+    with pytest.raises(ValueError, match=r"no text found in .*spaces\.txt"):
+        read_texts([tmp_path / "one.txt", tmp_path / "spaces.txt"])
+    for twice in ([tmp_path / "one.txt"] * 2, [tmp_path / "empty" / ".." / "one.txt", tmp_path / "one.txt"]):
+        with pytest.raises(ValueError, match=r"one\.txt is given twice, by .*: name each text once"):
+            read_texts(twice)
+    with pytest.raises(ValueError, match="no text in the last fifth of one: expected more than white space"):
+        split([Document("one", "words" + " " * 100)])
+
+
+@pytest.mark.parametrize(
+    "passage", ["The same sentence, over and over again. ", "A line, over and over again.\n", "ab "]
+)
+def test_a_text_that_repeats_itself_is_refused_by_what_it_is(passage):
+    train, held = split([Document("one", passage * 500)])
+    with pytest.raises(ValueError, match="the held-out part of one is also in what is trained on: it repeats itself"):
+        require_apart(train, held)
 
 
 def test_a_readers_text_is_split_without_overlap():

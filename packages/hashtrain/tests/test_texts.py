@@ -42,7 +42,7 @@ def test_a_long_table_is_read_as_far_as_it_is_needed(tmp_path):
         ("empty.jsonl", b"", "is empty"),
         ("picture.txt", b"\x89PNG\0\1", "is binary: expected UTF-8 text, got a zero byte at 4"),
         ("broken.jsonl", b'{"text": "whole"}\n{"text": ', "cannot be read"),
-        ("other.jsonl", b'{"id": 1, "title": "x"}\n', "expected a string in the field text or content or code"),
+        ("other.jsonl", b'{"id": 1, "title": "x"}\n', "row 1: expected a string in the field text or content or code"),
         ("numbers.jsonl", b'{"text": 1}\n', "expected a string in the field"),
         ("broken.parquet", b"PAR1 and nothing else", "cannot be read"),
     ],

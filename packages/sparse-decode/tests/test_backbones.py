@@ -1,8 +1,11 @@
 """Backbones that people change: LoRA adapters, quantised weights, other dtypes, compiled models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.adapters import adapter_of
 from sparse_decode import Budget, attach
 from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
@@ -71,6 +74,18 @@ def test_adapters_may_be_switched_while_attached():
     with attach(tiny_model(), SignHasher(), TENTH) as attachment:
         assert torch.equal(generate(attachment.model, ids, mask), without)
     assert not torch.equal(with_adapter, without)
+
+
+def test_a_hasher_made_for_another_adapter_says_so_once():
+    model = adapted(tiny_model())
+    made = HasherConfig("planes", ModelShape.of(model.config), hidden=16, adapter=adapter_of(model))
+    attach(model, Hasher(made)).detach()
+    attach(model, Hasher(replace(made, adapter=None))).detach()
+    for other in (tiny_model(), model.unload()):
+        with pytest.warns(UserWarning, match="this one has no adapter: it may find less") as noted:
+            attach(other, Hasher(made)).detach()
+        assert len(noted) == 1
+        assert noted[0].filename == __file__
 
 
 def test_attaching_to_the_adapted_model_and_to_its_base_is_attaching_twice():

@@ -44,9 +44,9 @@ lists the flags."""
 def _run(arguments: list[str]) -> int:
     command = parse(arguments)
     require_folder(command.out)
-    if isinstance(command, TrainCommand) and command.model != DEMO and command.out == TrainCommand().out:
-        if not command.dry_run:
-            raise UsageError(f"--model {command.model} needs --out FOLDER: {command.out} is for the demo's hashers")
+    writes = isinstance(command, TrainCommand) and not command.dry_run
+    if writes and command.model != DEMO and command.out == TrainCommand().out:
+        raise UsageError(f"--model {command.model} needs --out FOLDER: {command.out} is for the demo's hashers")
     (act,) = (act for kind, act in COMMANDS.values() if kind is type(command))
     print(json.dumps(act(command)), flush=True)
     return 0

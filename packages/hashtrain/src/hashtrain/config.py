@@ -1,6 +1,7 @@
 """The config of a hasher: its variant, its size, and the model it belongs to."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -21,6 +22,7 @@ SOFTSIGN_GAMMA = 64.0
 START_STD = 1e-3
 """Standard deviation of a Gaussian start, from the authors' code; the paper gives none."""
 _MOST_REACH = 1 << 31
+_DIGEST = re.compile(r"([0-9a-f]{12})?", re.ASCII)
 MAX_DIGITS = 8
 """Most bits that `transform` gives one dimension of a head: as many as a query has planes."""
 
@@ -172,6 +174,9 @@ class HasherConfig:
     (`hashtrain.evaluation.cost.head_shares`); empty if not measured."""
     base_model: str = ""
     base_revision: str | None = None
+    adapter: str | None = None
+    """A digest of the LoRA adapter (`hashtrain.adapters`) in the model whose queries and keys it was made from; "" if
+    it had none. None: it is not made from any, or before adapters were recorded."""
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -189,6 +194,8 @@ class HasherConfig:
         if not _is_text(self.base_model) or not (self.base_revision is None or _is_text(self.base_revision)):
             got = f"{self.base_model!r} and {self.base_revision!r}"
             yield f"base_model and base_revision must be strings, got {got}"
+        if self.adapter is not None and not (_is_text(self.adapter) and _DIGEST.fullmatch(self.adapter)):
+            yield f"adapter must be a digest of 12 hexadecimal digits, empty or null, got {self.adapter!r}"
         known = range(shape.num_layers)
         if not _is_list(self.dense_layers) or any(type(n) is not int or n not in known for n in self.dense_layers):
             yield f"dense_layers must list layers from 0 to {shape.num_layers - 1}, got {self.dense_layers!r}"

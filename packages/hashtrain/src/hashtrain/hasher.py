@@ -67,6 +67,12 @@ class Hasher(nn.Module):
         return self.config.reach or (trained if type(trained) is int else None)
 
     @property
+    def adapter(self) -> str | None:
+        """A digest of the adapter in the model that it was made for, "" if it had none; None if that does not matter,
+        or is not known."""
+        return self.config.adapter
+
+    @property
     def layer_shares(self) -> tuple[float, ...]:
         """For each layer the budget that suits it, relative to the mean; empty if not measured."""
         return self.config.layer_shares

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hashtrain.adapters import base_of, is_adapter, merged, tokenizer_of
 from hashtrain.files.untrusted import one_line, read_json_object
 from hashtrain.usage import file_kind
 
@@ -53,17 +54,19 @@ def load_model(
     """Load a model, ready for inference, and check it with a short forward pass.
 
     Args:
-        name: a local folder or a hub id.
+        name: a local folder, of a model or of a LoRA adapter (`hashtrain.adapters`), or a hub id.
         dtype: of its weights; None keeps their own.
         device: where it runs; None is the CPU.
     Raises: ValueError if there is no loadable model of that name, or it does not fit.
     """
     load_config(name)  # rejects configs that must not be built
+    base = base_of(name) if is_adapter(name) else name
     with _readable(name):
-        tokenizer = cast(PreTrainedTokenizerBase, pretrained(AutoTokenizer, name))
-        model, report = pretrained(AutoModelForCausalLM, name, dtype=dtype or "auto", output_loading_info=True)
+        tokenizer = cast(PreTrainedTokenizerBase, pretrained(AutoTokenizer, tokenizer_of(name)))
+        model, report = pretrained(AutoModelForCausalLM, base, dtype=dtype or "auto", output_loading_info=True)
         if missing := sorted(report["missing_keys"]):
             raise ValueError(f"its weights lack {missing[0]}, one of {len(missing)} that would be random")
+        model = merged(model, name) if base != name else model
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
     if device is not None:
         try:
@@ -76,10 +79,13 @@ def load_model(
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """Read the config of a model, a local folder or a hub id, without building the model.
+    """Read the config of a model, a local folder or a hub id, without building the model; of an adapter, its base's.
 
     Raises: ValueError if there is none of that name, it cannot be read, or it requests something unsafe.
     """
+    if is_adapter(name):
+        _require_plain_files(Path(name))
+        return load_config(base_of(name))
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
@@ -208,7 +214,8 @@ def _require_plain_files(folder: Path) -> None:
             if not _is_own_file(name) or not name.endswith(_READ):
                 wanted = "expected a file of weights in its folder"
                 raise ValueError(f"{index} names the file {name!r}, {wanted}; {_REMEDY}")
-    config = folder / "config.json"
+    if not (config := folder / "config.json").is_file():
+        return  # an adapter
     name = read_json_object(config, _REMEDY).get("transformers_weights")
     if name is not None and not _is_own_file(name):
         raise ValueError(

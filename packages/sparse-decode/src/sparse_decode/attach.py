@@ -3,11 +3,13 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
+from hashtrain.adapters import other_adapter
 from hashtrain.models import text_decoder
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -125,6 +127,8 @@ class Attachment:
             self._switch_on(planned.modules)
             if (reach := getattr(selector, "reach", None)) is not None:
                 self._handles.append(ReachHook(planned.modules[min(planned.modules)], reach).handle)
+            if (words := other_adapter(selector, model)) is not None:
+                warnings.warn(words, stacklevel=4)  # where `attach` is called
 
     def _switch_on(self, modules: Mapping[int, Attention]) -> None:
         """Set the model's attention, and hook its sparse layers."""

@@ -45,6 +45,11 @@ class OfHasher:
         return getattr(self.hasher, "reach", None)
 
     @property
+    def adapter(self) -> str | None:
+        """A digest of the adapter in the model that the hasher was made for; None if that is not known."""
+        return getattr(self.hasher, "adapter", None)
+
+    @property
     def layer_shares(self) -> tuple[float, ...]:
         """Budgets of the layers relative to their mean; empty if the hasher has none."""
         return getattr(self.hasher, "layer_shares", ())

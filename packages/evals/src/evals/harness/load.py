@@ -1,6 +1,7 @@
 """Load the tasks of a command with their data: shipped with lm-evaluation-harness, or your own YAML.
 
-A local YAML may include a shipped task by its name, and name its data files relative to its own folder:
+A folder may hold LongBench's own files, such as trec.jsonl: each replaces the data of the task of that name. A local
+YAML may include a shipped task by its name, and name its data files relative to its own folder:
 
     include: arc_easy
     task: my_questions           # without it, the file replaces the shipped task
@@ -20,13 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import jinja2
+import jinja2.meta
 import lm_eval.tasks
 import numpy as np
+import yaml
 from datasets.exceptions import DatasetsError
+from hashtrain.files.untrusted import one_line
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from evals.harness.lines import read_lines
 from evals.tasks.benchmark_settings import BenchmarkCommand
 
 _SHIPPED = Path(lm_eval.tasks.__file__).parent
@@ -73,7 +79,11 @@ def load_tasks(command: BenchmarkCommand) -> list[BenchmarkTask]:
     Raises: ValueError with one sentence if a name is unknown, or a YAML or a data set cannot be used.
     """
     with as_guest(command.seed):
-        manager = _manager(command)
+        try:
+            manager = _manager(command)
+        except (yaml.YAMLError, jinja2.TemplateError, LookupError, TypeError, AttributeError, OSError) as error:
+            where, what = ", ".join(map(str, command.include_path)), f"{type(error).__name__}: {one_line(error)}"
+            raise ValueError(f"cannot read the tasks of {where or 'lm-evaluation-harness'} ({what})") from error
         names = list(dict.fromkeys(leaf for name in command.tasks for leaf in _leaves(manager, name)))
         found: dict[str, ConfigurableTask] = {}
         for name in names:
@@ -113,7 +123,12 @@ def _add_local(manager: TaskManager, command: BenchmarkCommand) -> list[str]:
         missing = [name for name, source in zip(names, sources, strict=True) if source is None]
         unknown += [f"`include: {name}` in {path}" for name in missing]
         if not missing:
-            _register(manager, path, [source for source in sources if source])
+            _register(manager, load_yaml(path, recursive=False), path.parent, [x for x in sources if x], command)
+    for path in sorted(path for folder in command.include_path for path in folder.glob("*.jsonl")):
+        name = f"longbench_{path.stem}"
+        if name in wanted and (shipped := _source(manager, path.parent, name)):  # no YAML has replaced it
+            data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": path.name}}}
+            _register(manager, data, path.parent, [shipped], command)
     return unknown
 
 
@@ -140,15 +155,38 @@ def _source(manager: TaskManager, folder: Path, name: str) -> Path | None:
     return None if entry is None else entry.yaml_path
 
 
-def _register(manager: TaskManager, path: Path, sources: list[Path]) -> None:
-    """Add one local task to the index."""
-    own, config = load_yaml(path, recursive=False), {}
+def _register(
+    manager: TaskManager, own: dict[str, Any], folder: Path, sources: list[Path], command: BenchmarkCommand
+) -> None:
+    """Add one local task to the index, with its JSON lines read. Raises: ValueError naming a line that is no use."""
+    config: dict[str, Any] = {}
     own.pop("include", None)
     for source in sources:
         config |= {key: value for key, value in load_yaml(source).items() if key not in ("tag", "task_list")}
-    config = _with_files({**config, **own}, own, path.parent)
+    config = _with_files({**config, **own}, own, folder)
+    files = (config.get("dataset_kwargs") or {}).get("data_files")
+    if config.get("dataset_path") == "json" and not files:  # which `datasets` takes for all JSON below this folder
+        given = "`dataset_path: json` without `dataset_kwargs: {data_files: ...}`"
+        raise ValueError(f"{config.get('task')} of {folder} has {given}, expected files")
+    if config.get("dataset_path") == "json" and isinstance(files, dict) and all(map(_is_lines, files.values())):
+        needed = _fields(config)
+        data = {name: read_lines(Path(file), needed, command.references) for name, file in files.items()}
+        config |= {"custom_dataset": lambda **_: datasets.DatasetDict(data), "dataset_kwargs": None}
     any_task = next(entry for entry in manager.task_index.values() if entry.kind.name == "TASK")
     manager.task_index[config["task"]] = replace(any_task, name=config["task"], yaml_path=None, cfg=config, tags=set())
+
+
+def _is_lines(file: object) -> bool:
+    return isinstance(file, str) and file.endswith(".jsonl") and Path(file).is_file()
+
+
+def _fields(config: dict[str, Any]) -> set[str]:
+    """Return the fields of an item that a task's templates name."""
+    templates = (config.get(name) for name in ("doc_to_text", "doc_to_target", "doc_to_choice", "gen_prefix"))
+    parse = jinja2.Environment().parse
+    return {
+        x for text in templates if isinstance(text, str) for x in jinja2.meta.find_undeclared_variables(parse(text))
+    }
 
 
 def _with_files(config: dict[str, Any], own: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -198,7 +236,15 @@ def _built(name: str, task: ConfigurableTask, command: BenchmarkCommand) -> Benc
     if own is None or (own and command.shots is not None):
         task.set_config("num_fewshot", command.shots or 0)
     task.set_fewshot_seed(command.seed)
-    task.build_all_requests(limit=command.limit)
+    try:
+        task.build_all_requests(limit=command.limit)
+        for x in task.instances if task.OUTPUT_TYPE == "generate_until" else ():
+            target = task.doc_to_target(x.doc)  # scored before the model is run, because that may take days
+            task.process_results(x.doc, [str(target[0]) if isinstance(target, list) else str(target)])
+    except (*_UNUSABLE, jinja2.TemplateError, TypeError, AttributeError, ArithmeticError, StopIteration) as error:
+        raise ValueError(
+            f"{name} cannot use its data ({type(error).__name__}: {one_line(error)}); check its fields"
+        ) from error
     asked = [[x.args, str(task.doc_to_target(x.doc))] for x in task.instances]
     text = json.dumps(asked, default=str)
     return BenchmarkTask(name, task, hashlib.sha256(text.encode()).hexdigest()[:12])

@@ -58,9 +58,14 @@ def run(command: BenchmarkCommand, console: Console) -> Result:
 
 
 def _require_possible(command: BenchmarkCommand, ready: Ready) -> None:
-    """Raise ValueError if the tokenizer has no chat template, or the model takes fewer tokens than asked for."""
+    """Raise ValueError if the tokenizer has no chat template, or comes with code that the harness would run, or if the
+    model takes fewer tokens than asked for."""
     if command.chat_template and not getattr(ready.tokenizer, "chat_template", None):
         raise ValueError(f"the tokenizer of {command.model} has no chat template: leave --chat-template out")
+    auto_maps = ready.tokenizer.init_kwargs.get("auto_map"), getattr(ready.model.config, "auto_map", None) or {}
+    if isinstance(command, RulerBenchmarkCommand) and (auto_maps[0] or "AutoTokenizer" in auto_maps[1]):
+        what = f"RULER's generators would run the code that comes with the tokenizer of {command.model}"
+        raise ValueError(f"{what}: remove `auto_map` from its tokenizer_config.json and config.json")
     longest = getattr(ready.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and command.max_length is not None and command.max_length > longest:
         raise ValueError(f"--max-length must be at most the model's {longest} tokens, got {command.max_length}")

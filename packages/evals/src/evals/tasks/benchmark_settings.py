@@ -24,7 +24,7 @@ class BenchmarkCommand(MethodsCommand):
     tasks: tuple[str, ...] = ()
     """Tasks, tags or groups of lm-evaluation-harness, shipped with it or in --include-path."""
     include_path: tuple[Path, ...] = ()
-    """Folders with YAML of your own tasks, or of shipped ones with local data."""
+    """Folders with YAML of your own tasks, or of shipped ones with local data, or with LongBench's own files."""
     limit: int | None = None
     """Items per task. Default: all."""
     shots: int | None = None
@@ -43,6 +43,8 @@ class BenchmarkCommand(MethodsCommand):
     folders: ClassVar[tuple[str, ...]] = ()
     """Folders of lm-evaluation-harness with the default tasks; reading all of its folders takes half a minute."""
     unstored: ClassVar[tuple[str, ...]] = (*MethodsCommand.unstored, "documents", "batch_size", "include_path")
+    references: ClassVar[str] = ""
+    """Field of an item with its accepted answers, a list."""
     truncation: ClassVar[Truncation] = "left"
     """Which part of a prompt that is too long for the model is dropped."""
 
@@ -82,6 +84,7 @@ class LongbenchCommand(BenchmarkCommand):
     out: Path = Path("runs/longbench")
 
     folders: ClassVar[tuple[str, ...]] = ("longbench",)
+    references: ClassVar[str] = "answers"
     truncation: ClassVar[Truncation] = "middle"
 
 
@@ -95,6 +98,7 @@ class RulerBenchmarkCommand(BenchmarkCommand):
     out: Path = Path("runs/ruler")
 
     folders: ClassVar[tuple[str, ...]] = ("ruler",)
+    references: ClassVar[str] = "outputs"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,7 +106,9 @@ class RulerBenchmarkCommand(BenchmarkCommand):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return {"tokenizer": self.model_path, "max_seq_lengths": list(self.lengths)}
+        from hashtrain.adapters import tokenizer_of  # imported here: it loads torch, which `--help` does not need
+
+        return {"tokenizer": tokenizer_of(self.model_path), "max_seq_lengths": list(self.lengths)}
 
 
 @dataclass(frozen=True)

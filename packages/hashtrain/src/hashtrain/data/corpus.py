@@ -191,8 +191,15 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
     """Split a user's documents into training and held-out ones: every fifth is held out.
 
     With fewer than five, the last fifth of each text is held out instead, so that one file suffices.
+
+    Raises: ValueError if one of the two holds only white space.
     """
     if len(documents) >= 5:
         return [one for i, one in enumerate(documents) if i % 5], list(documents[::5])
     cut = [(d, len(d.text) * 4 // 5) for d in documents]
-    return [Document(d.name, d.text[:at]) for d, at in cut], [Document(d.name, d.text[at:]) for d, at in cut]
+    parts = [Document(d.name, d.text[:at]) for d, at in cut], [Document(d.name, d.text[at:]) for d, at in cut]
+    train, held = ([document for document in part if document.text.strip()] for part in parts)
+    if not train or not held:
+        names, part = ", ".join(d.name for d in documents), "last fifth" if train else "first four fifths"
+        raise ValueError(f"no text in the {part} of {names}: expected more than white space; give a longer text")
+    return train, held

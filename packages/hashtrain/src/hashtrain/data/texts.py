@@ -55,49 +55,67 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
     """
     documents: list[Document] = []
     own = None if room is None else room // max(1, len(paths))
+    read = dict[Path, Path]()
     for corpus, path in enumerate(paths):
+        found: list[Document] = []
         if str(path).startswith(HUB):
             rows, field = _hub_rows(str(path))
-            documents += _of_rows(rows, field, str(path), at_most, own, corpus)
-            continue
-        if not path.exists():
-            hint = f", or {HUB}{path} for the data set on the Hub" if _is_hub_id(path) else ""
-            raise ValueError(f"text file not found: expected a file or folder at {path}{hint}")
-        known = _PLAIN | set(_TABLES)
-        require_plain_file(path, "the text")
-        # is_file excludes folders, pipes and broken links with such a name.
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
-        for file, size in shares(files, own, seed).items():
-            if file.suffix in _TABLES:
-                if not file.stat().st_size:
-                    raise ValueError(f"{file} is empty: expected rows with a text")
-                rows = _stream(_TABLES[file.suffix], file.name, data_files=str(file))
-                documents += _of_rows(rows, None, file.name, at_most, size, corpus)
-            else:
-                documents.append(Document(file.name, _plain_text(file, size), corpus))
-    documents = [document for document in documents if document.text and not document.text.isspace()]
-    if not documents:
-        named = ", ".join(map(str, paths))
-        raise ValueError(f"no text found: expected non-empty .txt, .md, .py, .jsonl or .parquet files in {named}")
+            found += _of_rows(rows, field, str(path), at_most, own, corpus)
+        else:
+            for file, size in shares(_files(path), own, seed).items():
+                if (real := file.resolve()) in read:
+                    raise ValueError(f"{file} is given twice, by {read[real]} and {path}: name each text once")
+                read[real] = path
+                if file.suffix in _TABLES:
+                    if not file.stat().st_size:
+                        raise ValueError(f"{file} is empty: expected rows with a text")
+                    rows = _stream(_TABLES[file.suffix], file.name, data_files=str(file))
+                    found += _of_rows(rows, None, file.name, at_most, size, corpus)
+                else:
+                    found.append(Document(file.name, _plain_text(file, size), corpus))
+        if not (found := [document for document in found if document.text.strip()]):
+            kinds = ".txt, .md, .py, .jsonl or .parquet"
+            raise ValueError(f"no text found in {path}: expected {kinds} files that hold more than white space")
+        documents += found
     return documents
 
 
+def _files(path: Path) -> list[Path]:
+    """Return a file, or all files below a folder that have a known suffix. Raises: ValueError if there is none."""
+    if not path.exists():
+        hint = f", or {HUB}{path} for the data set on the Hub" if _is_hub_id(path) else ""
+        raise ValueError(f"text file not found: expected a file or folder at {path}{hint}")
+    require_plain_file(path, "the text")
+    known = _PLAIN | set(_TABLES)
+    # is_file excludes folders, pipes and broken links with such a name.
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
+
+
 def require_apart(train: Sequence[Document], validation: Sequence[Document]) -> None:
-    """Reject a training document that equals a held-out one or contains most of its long lines.
+    """Reject a training document that equals a held-out one or contains most of its long lines, or all of one that was
+    cut from the same text.
 
     Raises: ValueError naming the first such pair: results on training text would be meaningless.
     """
     texts = {document.text.strip(): document for document in validation}
+    parts = {document.name: document for document in validation}
     lines: dict[str, set[int]] = {}
-    wanted = [set(long_lines(document.text)) for document in validation]
-    for number, own in enumerate(wanted):
+    long = [list(long_lines(document.text)) for document in validation]
+    wanted = [set(own) for own in long]
+    for number, own in enumerate(long):
         for line in own if len(own) >= _FEW_LINES else ():
             lines.setdefault(line, set()).add(number)
     for document in train:
         known = {line for line in long_lines(document.text) if line in lines}
         shared = collections.Counter(n for line in known for n in lines[line])
         copies = [validation[number] for number, count in shared.items() if count > len(wanted[number]) / 2]
-        if same := texts.get(document.text.strip()) or next(iter(copies), None):
+        if (part := parts.get(document.name)) and part.text.strip() in document.text:
+            copies.append(part)
+        same = texts.get(document.text.strip()) or next(iter(copies), None)
+        if same and same.name == document.name:
+            what = "is also in what is trained on: it repeats itself, or two texts have that name"
+            raise ValueError(f"the held-out part of {same.name} {what}; give another text, or --held-out-text")
+        if same:
             raise ValueError(
                 f"{document.name} holds most of the held-out text {same.name}: expected texts that share no document; "
                 "remove the duplicate, or give another --held-out-text"
@@ -166,7 +184,8 @@ def _of_rows(
             text = row.get(field or next((f for f in _FIELDS if f in row), ""))
             if not isinstance(text, str):
                 wanted = field or " or ".join(_FIELDS)
-                raise ValueError(f"expected a string in the field {wanted}, got the fields {', '.join(row)}")
+                got = f"got the fields {', '.join(row)}" if text is None else f"got {type(text).__name__}"
+                raise ValueError(f"row {number + 1}: expected a string in the field {wanted}, {got}")
             documents.append(Document(f"{name}, row {number + 1}", text[:room], corpus))
             if room is not None and (room := room - len(text)) <= 0:
                 break

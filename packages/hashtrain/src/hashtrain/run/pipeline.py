@@ -191,6 +191,7 @@ def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
         planes=command.planes or 0,
         training=trained,
         reach=prepared.reach if recipe.seen else None,  # others know no positions
+        adapter=prepared.adapter if recipe.seen else None,
         base_model=base_model(command.model),
         base_revision=getattr(prepared.model_config, "_commit_hash", None),
         **own,

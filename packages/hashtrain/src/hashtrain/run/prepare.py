@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hashtrain.adapters import adapter_of
 from hashtrain.config import ModelShape
 from hashtrain.data.capture import context_key, free_disk, require_disk, weights_hash
 from hashtrain.data.corpus import held_out_sources, numbered_contexts, python_sources, split
@@ -41,6 +42,8 @@ class Prepared:
     """Bytes of all captures that are stored at once."""
     device: str
     """`cpu`, `cuda` for one device a process, or `cuda:N`."""
+    adapter: str
+    """A digest of the model's adapter (`hashtrain.adapters`)."""
     identity: str
     """A digest of all training and held-out contexts, which decide the result."""
 
@@ -84,7 +87,7 @@ def prepare(command: TrainCommand) -> Prepared:
         for number, ids in enumerate(source.contexts):
             identity.update(context_key(weights, ids, device[:4], first=source.first(number)).encode())
     checked = command, model.config, shape, reach, train, validation
-    return Prepared(*checked, parts, disk, device, identity.hexdigest())
+    return Prepared(*checked, parts, disk, device, adapter_of(model), identity.hexdigest())
 
 
 def workers_of(command: TrainCommand, device: str) -> int:
