@@ -4,8 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_decode.intervals import Memo, intervals_of, is_interval, mask_of_eager, mask_of_sdpa, visible
-from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
+from sparse_decode.intervals import Memo, causal, intervals_of, is_interval, mask_of_eager, mask_of_sdpa, visible
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    or_masks,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 
 def padding(lengths, n):
@@ -50,11 +57,27 @@ def test_holes_stay_a_mask_and_are_refused_in_steps(hidden):
         intervals_of(step, 1, 12)
 
 
-def test_windows_stay_masks():
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=2), st.integers(1, 9), st.integers(1, 14), st.integers(0, 4))
+def test_a_sliding_window_is_an_interval(lengths, rows, window, dropped):
+    """Left-padded or not, in chunks, and behind a cache that has dropped its first tokens."""
+    n = 12 - dropped
+    rows = min(rows, n)
+    how = {"batch_size": len(lengths), "q_length": rows, "kv_length": n, "q_offset": 12 - rows, "kv_offset": dropped}
+    how |= {"device": "cpu", "attention_mask": padding(lengths, 12), "local_size": window}
+    how["mask_function"] = sliding_window_causal_mask_function(window)
+    ours = mask_of_sdpa(**how)
+    expected = sdpa_mask(allow_is_causal_skip=False, **how)
+    shown = visible(causal(len(lengths), rows, n, torch.device("cpu")) if ours is None else ours[:, 0], n)
+    assert torch.equal(shown, expected)
+
+
+def test_masks_of_other_kinds_stay_masks():
+    """A prefix that sees itself, and a window on both sides."""
     how = {"batch_size": 1, "q_length": 6, "kv_length": 6, "device": "cpu", "allow_is_causal_skip": False}
-    how["mask_function"] = sliding_window_causal_mask_function(3)
-    assert torch.equal(mask_of_sdpa(**how), sdpa_mask(**how))
-    assert mask_of_eager(dtype=torch.float32, **how).dtype == torch.float32
+    prefix = or_masks(sliding_window_causal_mask_function(3), lambda b, h, q, kv: (q < 4) & (kv < 4))
+    for shown in (prefix, and_masks(causal_mask_function, prefix), sliding_window_bidirectional_mask_function(3)):
+        assert torch.equal(mask_of_sdpa(mask_function=shown, **how), sdpa_mask(mask_function=shown, **how))
+        assert mask_of_eager(mask_function=shown, dtype=torch.float32, **how).dtype == torch.float32
 
 
 def test_masks_that_attention_cannot_use_are_refused():

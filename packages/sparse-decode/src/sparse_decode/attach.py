@@ -18,12 +18,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import CODED, cache_layer, carry_codes
-from sparse_decode.caches.growing import GrowingLayer, grow, stop_growing
+from sparse_decode.caches.growing import GrowHook, GrowingLayer, grow, stop_growing
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.hashers import KeyQueryHasher
-from sparse_decode.interface import NO_COPY, Hook, register
+from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
     NAMES,
+    NO_COPY,
     Attention,
     AttentionName,
     dense_modules,
@@ -32,6 +33,7 @@ from sparse_decode.model import (
     set_attention,
 )
 from sparse_decode.planning import Options, as_budget, plan_layers, require_rows
+from sparse_decode.prompt import feed_in_chunks
 from sparse_decode.reach import ReachHook
 from sparse_decode.removed import OF_ATTACH, refuse
 from sparse_decode.select import Selector
@@ -40,7 +42,7 @@ from sparse_decode.step import RowRule, SparseLayer
 
 def attach(
     model: PreTrainedModel,
-    hasher: KeyQueryHasher | Selector | None,
+    hasher: KeyQueryHasher | Selector | None = None,
     budget: Budget | None = None,
     *,
     dense_layers: int | Collection[int] | None = None,
@@ -50,10 +52,14 @@ def attach(
 ) -> "Attachment":
     """Make the full-attention layers of a causal language model sparse: prompts stay dense, decode steps are sparse.
 
+    On a CPU, dense attention in bfloat16 runs by our kernels where they are faster than the model's, and `generate`
+    feeds prompts in chunks.
+
     Args:
         model: a Hugging Face decoder with "sdpa", "eager" or "flash_attention_2" attention, which dense calls keep
             using. Its files and weights are not changed.
-        hasher: a hasher (such as `hashtrain.Hasher`), a `Selector`, or None to keep every layer dense.
+        hasher: a hasher (such as `hashtrain.Hasher`) or a `Selector`. None: every layer stays dense, nothing is lost,
+            and on a CPU prompts and steps run by our kernels where they are faster than the model's attention.
         budget: tokens per row, divided among layers and KV heads if the hasher has shares for them. Default: 2 %, with
             steps dense below the context length from which a sparse step is predicted to be faster, so that attaching
             slows no step down.
@@ -123,9 +129,9 @@ class Attachment:
         self.break_even: int | None = planned.break_even
         self.layers: tuple[int, ...] = tuple(planned.modules)
         self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
-        if planned.modules:
+        if planned.modules or selector is None:
             self._switch_on(planned.modules)
-            if (reach := getattr(selector, "reach", None)) is not None:
+            if planned.modules and (reach := getattr(selector, "reach", None)) is not None:
                 self._handles.append(ReachHook(planned.modules[min(planned.modules)], reach).handle)
             if (words := other_adapter(selector, model)) is not None:
                 warnings.warn(words, stacklevel=4)  # where `attach` is called
@@ -138,8 +144,11 @@ class Attachment:
         dense = dense_name(model)
         name = AttentionName.of(NAMES[dense], dense)
         set_attention(model, name)
-        self._name = name
-        self._dense = tuple(found.layer for found in dense_modules(model, modules))
+        self._name, self._whole = name, feed_in_chunks(model)
+        dense_ones = dense_modules(model, modules)
+        self._dense = tuple(found.layer for found in dense_ones)
+        if not modules and dense_ones:
+            self._handles.append(GrowHook(dense_ones[0], self._grow).handle)
         ways = (self._config, name), self._held, self._growing, not self._on_host
         for layer, found in modules.items():
             hook = Hook(self._plans[layer], found.arguments, *ways)
@@ -161,6 +170,7 @@ class Attachment:
             if self._config._attn_implementation == self._name:  # the caller may have set another one
                 set_attention(self.model, self._name.dense)
             self._name = None
+            self._whole()
         for plan in self._plans.values():
             plan.encoder.release()
         for layer in list(self._growing):

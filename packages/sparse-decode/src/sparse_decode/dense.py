@@ -1,6 +1,6 @@
-"""Dense calls of an attached model: decode steps on the CPU with our own kernel, all others as the model does them.
+"""Dense calls of an attached model: on the CPU with our own kernels where they are faster, else as the model does them.
 
-The model's own attention is for other devices, prompts, training, dropout, returned weights, biases and windows.
+The model's own attention is for other devices, training, dropout, returned weights, biases and masks with holes.
 """
 
 import copy
@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
+from sparse_decode.cpu.bfloat_lanes import supported
 from sparse_decode.cpu.dense import attend_all
+from sparse_decode.cpu.prompt import attend_rows
 from sparse_decode.inputs import KINDS
 from sparse_decode.intervals import is_interval, visible
 from sparse_decode.model import FLASH, NAMES
@@ -31,6 +33,10 @@ EAGER = "eager", NAMES["eager"]
 """Names of attention that replace the model's eager attention, and its own name."""
 MOST_ROWS = 16
 """A call with a non-empty cache and at most this many query rows is a decode step; more are part of a prompt."""
+PROMPT_FROM = 512
+"""Tokens from which our kernel attends for rows of prompts that torch could attend for without a mask."""
+MASKED_FROM = 256
+"""The same for rows that torch needs a mask for, and computes all of, visible or not."""
 
 
 def own_from() -> dict[torch.dtype, int]:
@@ -74,16 +80,16 @@ def attend_densely(
         there takes six calls.
     """
     name = set_to or module.config._attn_implementation
-    alone = mask is None and query.shape[2] == 1
-    if key.shape[2] < OWN_FROM.get(key.dtype, 256):
-        if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
+    if key.shape[2] < OWN_FROM.get(key.dtype, 256) and mask is None and query.shape[2] == 1:
+        if name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
             return attend_by_torch(query, key, value, dropout, scaling), None
-    elif _is_step(query, key, value, mask) and not _asks_for_more(module, dropout, kwargs):
+    elif _is_ours(query, key, value, mask, name in EAGER) and not _asks_for_more(module, dropout, kwargs):
         factor, softcap, sinks = scaling, kwargs.get("softcap"), kwargs.get("s_aux")
         factor = float(query.shape[3] ** -0.5 if factor is None else factor)
         if name in EAGER or (softcap is None and sinks is None):  # torch's own attention supports neither
             interval = None if mask is None else mask[:, 0]
-            return attend_all(query, key, value, factor, interval, softcap=softcap, sinks=sinks), None
+            run = attend_all if query.shape[2] <= MOST_ROWS else attend_rows
+            return run(query, key, value, factor, interval, softcap=softcap, sinks=sinks), None
     given = as_mask(mask, query, key, name)
     return dense_attention(module)(module, query, key, value, given, scaling=scaling, dropout=dropout, **kwargs)
 
@@ -115,21 +121,22 @@ def as_mask(mask: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tenso
     )
 
 
-def _is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether these are the tensors of a decode step, with a mask, dtypes and strides that the kernel supports."""
-    rows, n = query.shape[2], key.shape[2]
-    if torch.compiler.is_compiling() or not 0 < rows <= MOST_ROWS or (rows > 1 and rows >= n) or not query.shape[0]:
+def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, eager: bool) -> bool:
+    """Whether our kernels support these tensors and this mask, and are faster than the model's attention."""
+    rows, n, kind = query.shape[2], key.shape[2], key.dtype
+    if torch.compiler.is_compiling() or not (rows and query.shape[0]) or torch.is_autocast_enabled("cpu"):
         return False
-    if mask is not None and not is_interval(mask):
+    if any(type(x) is not Tensor or not x.is_cpu or x.requires_grad for x in (query, key, value)):
         return False
-    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+    alike = kind in KINDS and query.dtype == kind == value.dtype and query.shape[1] % key.shape[1] == 0
+    if not alike or key.stride(3) != 1 or value.stride(3) != 1 or not (mask is None or is_interval(mask)):
         return False
-    if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
-        return False
-    if query.requires_grad or key.requires_grad or value.requires_grad:
-        return False
-    alike = query.dtype in KINDS and query.dtype == key.dtype == value.dtype and query.shape[1] % key.shape[1] == 0
-    return alike and key.stride(3) == 1 and value.stride(3) == 1
+    if rows <= MOST_ROWS:
+        return (rows == 1 or rows < n) and n >= OWN_FROM[kind]
+    if kind == torch.bfloat16 and supported():
+        return query.stride(3) == 1 and n >= (PROMPT_FROM if mask is None and rows == n and not eager else MASKED_FROM)
+    # Other types: torch's products are as fast, but it computes hidden ones, too: half of a whole prompt's.
+    return kind != torch.float16 and n >= MASKED_FROM and rows == n and (mask is not None or eager)
 
 
 def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:

@@ -21,22 +21,18 @@ from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode.attend import without_backward
 from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer, Uncached
-from sparse_decode.caches.growing import FROM, GrowingLayer, grow
+from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.compiled import attend_step
 from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
 from sparse_decode.inputs import Inputs, require
 from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa, require_width
-from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, OTHER_STATES
+from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, NO_COPY, OTHER_STATES
 from sparse_decode.modes import autocasts, no_autocast, readable
 from sparse_decode.select import HashSelector
 from sparse_decode.step import SparseLayer
 
 KEYWORD = "sparse_decode"
-NO_COPY = (
-    "a model to which sparse attention is attached cannot be copied or pickled; call detach() first, and attach to the "
-    "copy"
-)
 Coded = Callable[[SparseLayer, Any], CacheLayerMixin]
 Growing = WeakSet[CacheLayerMixin]
 _OTHERS = frozenset(OTHER_STATES)
@@ -155,11 +151,6 @@ class Hook:
         if n >= FROM and type(held) is DynamicLayer and may_grow(hidden):
             grow(held, self._growing)
         return self._short
-
-
-def may_grow(hidden: Tensor) -> bool:
-    """Whether the cache of a layer with these hidden states may be written in place."""
-    return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
 
 
 def register() -> None:

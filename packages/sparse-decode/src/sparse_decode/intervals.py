@@ -1,8 +1,9 @@
 """What each row sees: one interval [start, end) of the tokens of its sequence.
 
 Hugging Face builds masks of shape [B, 1, Q, N]. While attached, our mask functions build intervals instead, int64
-[B, 1, Q, 2], once in a forward pass and without a tensor of size Q x N. Masks that are no intervals (windows, packed
-sequences, prefixes that see each other, holes) stay as they are, for dense calls.
+[B, 1, Q, 2], once in a forward pass and without a tensor of size Q x N: of causal masks and of sliding windows, padded
+on the left or not. Masks that are no intervals (packed sequences, prefixes that see each other, holes) stay as they
+are, for dense calls.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, eager_mask, flash_attention_mask, sdpa_mask
+from transformers.masking_utils import (
+    causal_mask_function,
+    eager_mask,
+    flash_attention_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from sparse_decode.budget import LayerBudget
 from sparse_decode.modes import ordinary_tensors, readable
@@ -40,12 +47,18 @@ def mask_of_flash(**how: Any) -> Tensor | None:
 def _mask(other: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     """Return intervals, int64 [B, 1, Q, 2]; None if all rows see all tokens up to their own; else the other mask."""
     padding, device, rows = how.get("attention_mask"), how.get("device", "cpu"), how["q_length"]
-    offset, n = how.get("q_offset", 0), how["kv_length"]
-    if how.get("mask_function", causal_mask_function) is not causal_mask_function or how.get("kv_offset", 0):
+    offset, n, first = how.get("q_offset", 0), how["kv_length"], how.get("kv_offset", 0)
+    shown = how.get("mask_function", causal_mask_function)
+    window = None if shown is causal_mask_function else _window(shown)
+    if window is None and (shown is not causal_mask_function or first):
         return other(**how)
-    start, ends = None, torch.arange(1, rows + 1, device=device) + offset
+    if window is not None and (
+        other is flash_attention_mask or not (isinstance(offset, int) and isinstance(first, int))
+    ):
+        return other(**how)  # flash attention gets the window itself
+    start, ends = None, torch.arange(1, rows + 1, device=device) + (offset - first)
     if padding is not None:
-        padding = padding[:, :n].bool()
+        padding = padding[:, first : first + n].bool()
         slots = torch.arange(padding.shape[1], device=device)
         start = padding.to(torch.uint8).argmax(1).masked_fill(~padding.any(1), n)
         wanted = (slots >= start[:, None]) & (slots < ends[-1])
@@ -56,11 +69,27 @@ def _mask(other: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
                 start = None
         elif not torch.compiler.is_compiling():
             torch._assert_async((padding & (slots < ends[-1]) == wanted).all(), _HOLES)  # pyright: ignore[reportPrivateImportUsage]
-    if start is None and isinstance(offset, int) and offset + rows == n:
+    slides = window is not None and offset - first + rows > window
+    if start is None and isinstance(offset, int) and offset - first + rows == n and not slides:
         return None
     ends = ends.expand(how["batch_size"], -1)
     starts = torch.zeros_like(ends) if start is None else start[:, None].minimum(ends)
+    if slides:
+        starts = starts.maximum(ends - window)
     return torch.stack([starts.expand_as(ends), ends], -1)[:, None]
+
+
+_SLIDING = sliding_window_causal_mask_function(1)
+
+
+def _window(shown: Any) -> int | None:
+    """Return the tokens that a row of a sliding window sees, its own included; None for any other mask function."""
+    if getattr(shown, "__code__", None) is not _SLIDING.__code__:  # both are made by `and_masks`
+        return None
+    parts, known = shown.__closure__[0].cell_contents, _SLIDING.__closure__[0].cell_contents
+    if len(parts) != len(known) or parts[1] is not causal_mask_function:
+        return None
+    return parts[0].__closure__[0].cell_contents if parts[0].__code__ is known[0].__code__ else None
 
 
 def is_interval(mask: Tensor | None) -> bool:

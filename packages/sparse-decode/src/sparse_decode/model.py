@@ -31,6 +31,10 @@ CACHE_NAMES = ("past_key_values", "layer_past")
 """Names of attention modules' argument for the cache."""
 OTHER_STATES = ("cross_attention_states", "encoder_hidden_states", "key_value_states")
 """Names of arguments with the states of another sequence (cross attention)."""
+NO_COPY = (
+    "a model to which sparse attention is attached cannot be copied or pickled; call detach() first, and attach to the "
+    "copy"
+)
 WHOLE = ("full_attention", "hybrid")
 """Layer types that see the whole context; hybrid layers also have a recurrent state."""
 _PASSES_KEYWORDS = 8

@@ -5,14 +5,17 @@ else that changes `keys` and `values` (crops, presses, beams) assigns new tensor
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sparse_decode.caches.buffer import spare_rows
+from sparse_decode.model import CACHE_NAMES, NO_COPY, Attention
 from sparse_decode.modes import ordinary_tensors
 
 FROM = 512
@@ -58,6 +61,34 @@ class GrowingLayer(DynamicLayer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return itself, (plainly(self),)
+
+
+class GrowHook:
+    """The forward pre-hook of the first layer of a model without sparse layers: its filled caches grow in place.
+
+    Args: found: the attention module; grow: makes the layers of a cache grow.
+    """
+
+    def __init__(self, found: Attention, grow: Callable[[Any], None]):
+        self._layer, self._arguments, self._grow = found.layer, found.arguments, grow
+        self.handle: RemovableHandle = found.module.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
+        cache: Any = given.get(CACHE_NAMES[0])
+        if type(cache) is not DynamicCache or self._layer >= len(cache.layers) or not may_grow(given["hidden_states"]):
+            return
+        held = cache.layers[self._layer]
+        if type(held) is DynamicLayer and held.is_initialized and held.keys is not None and held.keys.shape[2] >= FROM:
+            self._grow(cache)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
+
+
+def may_grow(hidden: Tensor) -> bool:
+    """Whether the cache of a layer with these hidden states may be written in place."""
+    return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
 
 
 def itself(layer: CacheLayerMixin) -> CacheLayerMixin:

@@ -114,7 +114,7 @@ def _soften(logits, at, stat, out):  # pragma: no cover - compiled
         for i in range(len(out)):
             out[i] *= share
         stat[0], stat[1] = top, stat[1] * share
-    stat[1] += soften(logits, at, CHUNK, stat[0])
+    stat[1] += soften(logits, at, CHUNK, stat[0], np.float32(1))
 
 
 @hot(fastmath={"reassoc", "contract", "nsz"})

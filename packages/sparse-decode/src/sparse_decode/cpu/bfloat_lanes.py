@@ -48,8 +48,8 @@ VECTORS = BLOCK // LANES
 """Vectors of a tile's row: with MOST_ROWS lines, half of the registers hold sums."""
 POWERS = [0.009582853, 0.055906425, 0.240240986, 0.693124193, 1.0]
 """Coefficients of 2^r for |r| <= 1/2, highest first, to a relative error of 3e-6."""
-LEAST = -200.0
-"""Exponent of a weight that is 0, also where subnormal numbers are not."""
+LEAST = -126.0
+"""Least exponent of a weight that is not 0: a smaller one, a subnormal number, would take thirty times as long."""
 _ONES = 0x3F803F80  # twice 1 in bfloat16
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
@@ -64,11 +64,17 @@ _NUMBERS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 @functools.cache
-def supported() -> bool:
-    """Whether numba compiles for a processor with AVX512_BF16."""
+def features() -> frozenset[str]:
+    """Return the features of the processor that numba compiles for, each after a + or -, as LLVM names them."""
     from numba.core.registry import cpu_target  # starts LLVM
 
-    return "+avx512bf16" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+
+
+@functools.cache
+def supported() -> bool:
+    """Whether numba compiles for a processor with AVX512_BF16."""
+    return "+avx512bf16" in features()
 
 
 def _paired(builder: Any, total: Any, a: Any, b: Any) -> Any:
@@ -84,6 +90,12 @@ def _prefetch(builder: Any, data: Any, at: Any) -> None:
     pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     line, how = builder.bitcast(builder.gep(data, [at]), pointer), (0, 2, 1)  # read, L2, data
     _call(builder, "llvm.prefetch.p0", ir.VoidType(), [line, *(ir.Constant(number, n) for n in how)])
+
+
+def _rounded(builder: Any, first: Any, second: Any) -> Any:
+    """Return two vectors of float32 as one of words of bfloat16, rounded to nearest, ties to even."""
+    numbers = _call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _NUMBERS, [second, first])
+    return builder.bitcast(numbers, _WORDS)
 
 
 def _shuffled(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
@@ -240,24 +252,25 @@ def weigh(
 
 
 def _power(builder: Any, y: Any) -> Any:
-    """Return 2^y to a relative error of 3e-6; NaN stays NaN, and 2^LEAST is 0."""
-    y = builder.select(builder.fcmp_ordered("<", y, _all(LEAST)), _all(LEAST), y)
+    """Return 2^y to a relative error of 3e-6; NaN stays NaN, and less than 2^LEAST is 0."""
+    normal = builder.bitcast(builder.fcmp_unordered(">=", y, _all(LEAST)), ir.IntType(16))
     n = _call(builder, f"llvm.roundeven.v{LANES}f32", _FLOATS, [y])
     r, p = builder.fsub(y, n), _all(POWERS[0])
     for coefficient in POWERS[1:]:
         p = _fused(builder, p, r, _all(coefficient))
-    everywhere, current = ir.Constant(ir.IntType(16), 0xFFFF), ir.Constant(ir.IntType(32), 4)
-    return _call(builder, "llvm.x86.avx512.mask.scalef.ps.512", _FLOATS, [p, n, _all(0), everywhere, current])
+    current = ir.Constant(ir.IntType(32), 4)
+    return _call(builder, "llvm.x86.avx512.mask.scalef.ps.512", _FLOATS, [p, n, _all(0), normal, current])
 
 
 @intrinsic
-def _soften(typing_context: Any, x: Any, at: Any, count: Any, top: Any):
+def _soften(typing_context: Any, x: Any, at: Any, count: Any, top: Any, factor: Any):
     _lines(x)
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, (at, count, top) = _data(context, builder, signature.args[0], values[0]), values[1:]
-        by, scale = _Numbers(builder, at.type), _all(1 / math.log(2))
-        most, total = builder.fmul(_spread(builder, top), scale), cgutils.alloca_once_value(builder, _all(0))
+        x, (at, count, top, factor) = _data(context, builder, signature.args[0], values[0]), values[1:]
+        by, binary = _Numbers(builder, at.type), _all(1 / math.log(2))
+        scale = builder.fmul(_spread(builder, factor), binary)
+        most, total = builder.fmul(_spread(builder, top), binary), cgutils.alloca_once_value(builder, _all(0))
         with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, WIDTH)), intp=at.type) as loop:
             found = []
             for half in range(2):
@@ -265,14 +278,32 @@ def _soften(typing_context: Any, x: Any, at: Any, count: Any, top: Any):
                 logit = builder.load(_vector(builder, x, here, _FLOATS), align=4)
                 less = builder.fneg(most)
                 found.append(_power(builder, _fused(builder, logit, scale, less)))
-            rounded = _call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _NUMBERS, found[::-1])
-            words = builder.bitcast(rounded, _WORDS)
+            words = _rounded(builder, *found)
             place = _vector(builder, x, by.sum(at, by.times(loop.index, LANES)), _WORDS)
             builder.store(words, place, align=4)
             builder.store(_paired(builder, builder.load(total), words, ir.Constant(_WORDS, [_ONES] * LANES)), total)
         return _reduced(builder, builder.load(total), builder.fadd)
 
-    return types.float32(x, types.intp, types.intp, types.float32), emit
+    return types.float32(x, types.intp, types.intp, types.float32, types.float32), emit
+
+
+@intrinsic
+def narrow(typing_context: Any, x: Any, at: Any, count: Any, factor: Any, words: Any):
+    """Write factor times the numbers of x, `count` from `at` on, as bfloat16 to words; WIDTH divides count."""
+    _lines(x, words)
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, words = (_data(context, builder, signature.args[i], values[i]) for i in (0, 4))
+        (at, count, factor), by = values[1:4], _Numbers(builder, values[1].type)
+        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, WIDTH)), intp=at.type) as loop:
+            places = [by.sum(at, by.times(loop.index, WIDTH), LANES * half) for half in range(2)]
+            found = [builder.load(_vector(builder, x, place, _FLOATS), align=4) for place in places]
+            found = [builder.fmul(line, _spread(builder, factor)) for line in found]
+            place = _vector(builder, words, by.times(loop.index, LANES), _WORDS)
+            builder.store(_rounded(builder, *found), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, types.intp, types.float32, words), emit
 
 
 @intrinsic
@@ -299,12 +330,12 @@ def _largest(typing_context: Any, x: Any, at: Any, count: Any):
 
 # Functions of their own, not inlined by numba: fastmath of a caller would change the order of sums.
 @inner
-def soften(x: Any, at: Any, count: Any, top: Any) -> Any:  # pragma: no cover - compiled
-    """Replace logits by the weights exp(x - top), rounded to bfloat16, and return their sum.
+def soften(x: Any, at: Any, count: Any, top: Any, factor: Any) -> Any:  # pragma: no cover - compiled
+    """Replace numbers by the weights exp(factor x - top), rounded to bfloat16, and return their sum.
 
     The words of a line's weights begin where the line does.
     """
-    return _soften(x, at, count, top)
+    return _soften(x, at, count, top, factor)
 
 
 @inner

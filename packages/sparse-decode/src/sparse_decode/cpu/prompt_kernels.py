@@ -1,0 +1,253 @@
+"""Numba kernels of `prompt.attend_rows`: dense attention of many query rows in bfloat16 on the CPU.
+
+`lay_out` writes the keys and values of a call once in the order that products read (`bfloat_lanes`), blocks of BLOCK
+tokens. A task of `attend` is one (batch row, KV head, block of query rows): X = R G lines, with m, s and o of each in
+cache. For the CHUNK tokens from each j on that any of its rows sees:
+
+    1. l_xj = scaling q_x . k_j, soft-capped, for SIDE or MOST_ROWS lines at once
+    2. m = max(m_x, max_j l_xj);  s_x and o_x times exp(m_x - m);  m_x = m;  w_xj = exp(l_xj - m) in bfloat16
+    3. s_x += sum_j w_xj,  o_x += sum_j w_xj v_j
+
+and at the end out_x = o_x / (s_x + exp(sink - m_x)). Sums are float32, and s_x adds up the rounded weights. Products
+are those of AMX tiles where there are, else AVX512_BF16's. A row's result does not depend on the number of threads.
+
+Operations: 2 (D + Dv) for each pair of line and visible token, and an exponential. Each task reads the laid out keys
+and values of its tokens once, from the L2 cache or memory: 2 (D + Dv) bytes for X lines.
+"""
+
+# numba is untyped.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from hashcore.cpu.intrinsics import pointer
+from hashcore.cpu.parts import copy, hot
+from numpy.typing import NDArray
+
+from sparse_decode.cpu.bfloat_lanes import BLOCK, largest, narrow, pair, products, soften, turn, weighed
+from sparse_decode.cpu.lanes import LANES, MOST_ROWS, WIDTH
+from sparse_decode.cpu.softmax import cap, greatest
+from sparse_decode.cpu.tiles import SIDE, configure, release, tile_products, tile_sums
+
+CHUNK = 512
+"""Tokens whose logits are in the cache at a time."""
+LINE = CHUNK + LANES
+"""Distance of two lines' logits: that of CHUNK would put too many lines in one set of the L1 cache."""
+LINES = 192
+"""Lines of a task, about: the more, the less often keys and values are read."""
+
+
+@numba.njit(inline="always")
+def _rows(x, base, step, first, count, width, wide, rows):  # pragma: no cover - compiled
+    """Copy `count` rows from `first` of a block on to rows [BLOCK, wide], zeros elsewhere."""
+    rows[: BLOCK * wide] = 0
+    for t in range(first, count):
+        at = base + t * step
+        copy(x[at : at + width], rows[t * wide :])
+
+
+@hot
+def _lay_out(block, x, base, x_at, seen, wide, turned, rows, tile):  # pragma: no cover - compiled
+    """Write a block of one head to tile; what no row sees becomes zeros."""
+    step, width = x_at[2], x_at[5]
+    first, last = max(0, seen[0] - block * BLOCK), min(BLOCK, seen[1] - block * BLOCK)
+    whole = first == 0 and last == BLOCK and width == wide
+    if not whole:
+        _rows(x, base, step, first, last, width, wide, rows)
+    if turned:
+        for t in range(0, BLOCK, LANES):
+            if whole:
+                turn(x, base + t * step, step, wide // WIDTH, tile, t)
+            else:
+                turn(rows, t * wide, wide, wide // WIDTH, tile, t)
+    else:
+        for t in range(0, BLOCK, 2):
+            if whole:
+                pair(x, base + t * step, step, wide // WIDTH, tile, t // 2 * wide)
+            else:
+                pair(rows, t * wide, wide, wide // WIDTH, tile, t // 2 * wide)
+
+
+def lay_out(
+    first: int, last: int, address: int, reach: int, x_at: tuple[int, ...], like: NDArray[Any],
+    seen: NDArray[np.int64], turned: bool, out: NDArray[np.uint32],
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Lay out blocks [first, last) of x, `reach` elements of like's type at an address.
+
+    x_at: strides of batch row, head and token; numbers of heads, tokens and components. seen [B, 2]: first and last
+    (exclusive) of the tokens that any row sees. out [B, H, blocks, words of a block]: turned for keys, else paired.
+    """
+    x, (heads, blocks, size) = numba.carray(pointer(address), reach, like.dtype), out.shape[1:]
+    wide = size * 2 // BLOCK
+    rows = np.empty(BLOCK * wide, np.uint16)
+    for task in range(first, last):
+        b, h, block = task // (heads * blocks), task // blocks % heads, task % blocks
+        base = b * x_at[0] + h * x_at[1] + block * BLOCK * x_at[2]
+        _lay_out(block, x, base, x_at, seen[b], wide, turned, rows, out[b, h, block])
+
+
+@numba.njit(inline="always")
+def _hide(logits, at, size, start, end):  # pragma: no cover - compiled
+    """Set the logits of `size` tokens outside [start, end) to -inf."""
+    for j in range(max(0, min(size, start))):
+        logits[at + j] = np.float32(-np.inf)
+    for j in range(max(0, min(size, end)), size):
+        logits[at + j] = np.float32(-np.inf)
+
+
+@numba.njit(inline="always")
+def _soften(logits, at, size, scaling, stats, x, out, wide):  # pragma: no cover - compiled
+    """Replace `size` products of line x by weights, and bring its stats [m, s] and out [Dv] to the new m."""
+    top = largest(logits, at, size)
+    if top == np.float32(-np.inf):  # or all are NaN
+        top = greatest(logits, at, size)
+    if top == np.float32(-np.inf):
+        for j in range(size):
+            logits[at + j] = np.float32(0)
+        return
+    top *= scaling
+    if not top <= stats[x, 0]:
+        share = np.float32(math.exp(stats[x, 0] - top))
+        for i in range(x * wide, (x + 1) * wide):
+            out[i] *= share
+        stats[x, 0] = top
+        stats[x, 1] *= share
+    stats[x, 1] += soften(logits, at, size, stats[x, 0], scaling)
+
+
+@numba.njit(inline="always")
+def _multiply(tiled, queries, words, x, k, at, blocks, logits):  # pragma: no cover - compiled
+    """Write the products of a group of lines from x on with the keys of a chunk."""
+    for block in range(blocks):
+        b = at + block * words * BLOCK
+        if tiled:
+            for half in range(0, BLOCK, SIDE):
+                tile_products(queries, x * words, words, k, b + half, BLOCK, words, logits, block * BLOCK + half, LINE)
+        else:
+            products(
+                MOST_ROWS, queries, x * words, words, k, b, BLOCK, words, np.float32(1), logits, block * BLOCK, LINE,
+                k, 0, 0, 0,
+            )  # fmt: skip
+
+
+@numba.njit(inline="always")
+def _weigh(tiled, weights, v, at, blocks, out, to, wide):  # pragma: no cover - compiled
+    """Add the values of a chunk times the weights of a group of lines to out, from `to` on."""
+    if tiled:
+        for i in range(0, wide, SIDE):
+            tile_sums(weights, 0, LINE, v, at + i, wide, blocks * BLOCK // 2, out, to + i, wide)
+    else:
+        for i in range(0, wide, BLOCK):
+            weighed(
+                MOST_ROWS, weights, 0, LINE, v, at + i, wide, blocks * BLOCK // 2, np.float32(1), out, to + i, wide,
+                v, 0, 0, 0,
+            )  # fmt: skip
+
+
+@numba.njit(inline="always")
+def _begin(tiled, configuration):  # pragma: no cover - compiled
+    if tiled:
+        configure(configuration)
+
+
+@hot(fastmath={"reassoc", "contract", "nsz"})
+def _attend(
+    tiled, k, k_at, v, v_at, bounds, count, words, wide, scaling, softcap, queries, logits, spare, stats, out
+):  # pragma: no cover - compiled  # fmt: skip
+    """Attend for the lines of a task: rows with `bounds` [R, 2], `count` lines a row; k_at, v_at: of block 0."""
+    each, lines, weights = SIDE if tiled else MOST_ROWS, len(bounds) * count, logits.view(np.uint32)
+    out[:], stats[:, 0], stats[:, 1] = 0, np.float32(-np.inf), np.float32(0)
+    low, high, shown_from, shown_to = bounds[0, 0], bounds[0, 1], bounds[0, 0], bounds[0, 1]
+    for r in range(1, len(bounds)):
+        low, high = min(low, bounds[r, 0]), max(high, bounds[r, 1])
+        shown_from, shown_to = max(shown_from, bounds[r, 0]), min(shown_to, bounds[r, 1])
+    for first in range(low // CHUNK * CHUNK, high, CHUNK):
+        blocks, block = min(CHUNK, high - first + BLOCK - 1) // BLOCK, first // BLOCK
+        size = blocks * BLOCK
+        every = shown_from <= first and first + size <= shown_to
+        for x in range(0, lines, each):
+            _multiply(tiled, queries, words, x, k, k_at + block * words * BLOCK, blocks, logits)
+            for y in range(min(each, lines - x)):
+                at, r, scale = y * LINE, (x + y) // count, scaling
+                if softcap > 0:
+                    for j in range(size):
+                        logits[at + j] *= scaling
+                    cap(logits, at, size, softcap, spare)
+                    scale = np.float32(1)
+                if not every:
+                    _hide(logits, at, size, bounds[r, 0] - first, bounds[r, 1] - first)
+                _soften(logits, at, size, scale, stats, x + y, out, wide)
+            _weigh(tiled, weights, v, v_at + block * wide * BLOCK // 2, blocks, out, x * wide, wide)
+
+
+@hot
+def _write(out, stats, sinks, wide, words, target, at, steps, rows, group, width):  # pragma: no cover - compiled
+    """Write the outputs of a task; a line that sees no token gets zeros."""
+    line = words.view(np.uint16)[:width]
+    for r in range(rows):
+        for g in range(group):
+            x = r * group + g
+            top, total, to = stats[x, 0], stats[x, 1], at + r * steps[0] + g * steps[1]
+            if top == np.float32(-np.inf):
+                target[to : to + width] = 0
+                continue
+            more = max(top, sinks[g])
+            share = np.float32(math.exp(top - more))
+            share /= total * share + np.float32(math.exp(sinks[g] - more))
+            narrow(out, x * wide, wide, share, words)
+            copy(line, target[to : to + width])
+
+
+def attend(
+    first: int, last: int, tiled: bool, configuration: NDArray[np.uint8], q_address: int, q_reach: int,
+    q_at: tuple[int, ...], like: NDArray[Any], k: NDArray[np.uint32], v: NDArray[np.uint32],
+    bounds: NDArray[np.int64], each: int, scaling: np.float32, softcap: np.float32, sinks: NDArray[np.float32],
+    out: NDArray[np.uint16],
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Attend for tasks [first, last): the last rows, which see most, come first.
+
+    q is at an address, q_at: strides of batch row, head and row; numbers of heads, rows and components. k and v as laid
+    out. bounds [B, Q, 2]. each: rows of a task. sinks [Hkv, G], -inf without learned sinks. out [B, Q, Hq, Dv],
+    bfloat16 by its bits.
+    """
+    q, k_line, v_line = numba.carray(pointer(q_address), q_reach, like.dtype), k.reshape(-1), v.reshape(-1)
+    (batch, heads, blocks, key_words), value_words = k.shape, v.shape[3]
+    (hq, rows, dim), width, words, wide = q_at[3:], out.shape[3], key_words // BLOCK, value_words * 2 // BLOCK
+    group, pieces, target = hq // heads, (rows + each - 1) // each, out.reshape(-1)
+    room = (each * group + SIDE - 1) // SIDE * SIDE
+    # By address: numba would count references to an array of its own, atomically, several times a line.
+    space = np.empty(room * (words + wide + 2) + (SIDE + 2) * LINE + LANES, np.float32)
+    at = (space.ctypes.data + 63) & -64  # tiles and vectors are whole cache lines
+    queries = numba.carray(pointer(at), room * words, np.uint32)
+    at += room * words * 4
+    sums = numba.carray(pointer(at), room * wide, np.float32)
+    at += room * wide * 4
+    logits = numba.carray(pointer(at), SIDE * LINE, np.float32)
+    at += SIDE * LINE * 4
+    spare = numba.carray(pointer(at), LINE, np.float32)
+    at += LINE * 4
+    stats = numba.carray(pointer(at), (room, 2), np.float32)
+    queries[:] = 0
+    numbers = queries.view(np.uint16)
+    _begin(tiled, configuration)
+    for task in range(first, last):
+        piece, b, h = pieces - 1 - task // (batch * heads), task // heads % batch, task % heads
+        start, end = piece * each, min(rows, (piece + 1) * each)
+        for r in range(start, end):
+            for g in range(group):
+                at = b * q_at[0] + (h * group + g) * q_at[1] + r * q_at[2]
+                copy(q[at : at + dim], numbers[((r - start) * group + g) * words * 2 :])
+        head = (b * heads + h) * blocks
+        _attend(
+            tiled, k_line, head * key_words, v_line, head * value_words, bounds[b, start:end], group, words, wide,
+            scaling, softcap, queries, logits, spare, stats, sums,
+        )  # fmt: skip
+        at = ((b * rows + start) * hq + h * group) * width
+        steps = hq * width, width
+        _write(sums, stats, sinks[h], wide, spare.view(np.uint32), target, at, steps, end - start, group, width)
+    if tiled:
+        release()
+    space[0] = 0  # it is in use until here
