@@ -190,20 +190,6 @@ def test_an_index_of_weights_that_leads_elsewhere_is_one_sentence(name, index, c
     assert f"names the file {name!r}, expected a file of weights in its folder" in refused(main, words, capsys)
 
 
-@pytest.mark.parametrize("name", ["below/model.safetensors", "../model.safetensors", 7])
-def test_a_config_that_names_weights_elsewhere_is_one_sentence(name, copy, model, capsys):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
-    main, words = commands(copy, model.parent / "text.txt")["sparse-decode"]
-    assert f"names the weights {name!r} (transformers_weights), expected a file" in refused(main, words, capsys)
-
-
-def test_a_tokenizer_too_large_to_be_read_is_one_sentence(copy, model, capsys):
-    os.truncate(copy / "tokenizer.json", (1 << 28) + 1)
-    main, words = commands(copy, model.parent / "text.txt")["sparse-decode"]
-    assert "tokenizer.json has 268435457 bytes, expected at most 268435456" in refused(main, words, capsys)
-
-
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("kind", SPECIAL)

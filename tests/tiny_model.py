@@ -1,11 +1,7 @@
 """A tiny model in a folder, every command that reads one, and what a refusal looks like."""
 
 import importlib
-import os
 import pathlib
-import resource
-import signal
-import sys
 import time
 
 import pytest
@@ -79,23 +75,3 @@ def refused(main, words, capsys):
     last = said.err.strip().splitlines()[-1]
     assert last, words
     return last
-
-
-def as_process(program, words, said, largest=None):
-    """Run a command as a process of its own, with the signals of one started from a terminal.
-
-    Args:
-        said: file that gets its standard error; its standard output goes beside it, with the suffix .out.
-        largest: bytes of the largest file it may write, as on a full disk.
-    """
-    os.setpgrp()  # Ctrl-C reaches a program and all that it has started
-    if largest is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as in any Python: an error instead
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream, path in ((1, f"{said}.out"), (2, said)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), stream)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    code = {"hashtrain": hashtrain, "evals": evals, "sparse-decode": sparse_decode}[program](words)
-    sys.stderr.flush()
-    raise SystemExit(code)

@@ -1,14 +1,13 @@
 """The command's errors, its output before and after a run, and its smaller subcommands."""
 
 import json
-import re
 import shutil
 
 import pytest
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.cli import _parse, main, next_command
+from hashtrain.cli import main, next_command
 from hashtrain.run.prepare import _check_model
-from hashtrain.run.settings import PAPER, TrainCommand
+from hashtrain.run.settings import TrainCommand
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
 
@@ -70,47 +69,12 @@ def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
     assert "lsh is a model, which would be replaced" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("trian", "no command trian; did you mean train?"),
-        ("x", "expected one of train,"),
-        ("plan", "plan left in hashtrain 2.0: use `hashtrain --dry-run`"),
-    ],
-)
-def test_an_unknown_command_is_one_sentence(capsys, word, said):
-    assert main([word]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, capsys):
     assert main(command(folder, tmp_path / "run", "--only", "lsh", "planes", "--dry-run")) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
     whole = 3 * 512 * 2 * (4 + 2 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
     assert found == {"hashers": ["lsh", "planes"], "disk": whole, "waves": 1}
     assert not (tmp_path / "run").exists()
-
-
-def test_contexts_that_the_text_does_not_hold_are_said_to_be_fewer(folder, tmp_path, capsys):
-    many = ["--contexts", "500", "--held-out", "99", "--only", "lsh", "--dry-run"]
-    assert main(command(folder, tmp_path / "run", *many)) == 0
-    said = " ".join(capsys.readouterr().err.split())
-    train, held = (int(re.search(f"the {name} has (\\d+)", said)[1]) for name in ("text", "held-out text"))
-    assert f"the text has {train} training contexts; 500 were requested" in said
-    assert f"the held-out text has {held} contexts; 99 were requested" in said
-    assert f"{train} contexts of 512 tokens to train on, {held} held out" in said
-    assert 0 < held < train < 500
-    assert main(command(folder, tmp_path / "few", "--dry-run")) == 0
-    assert "requested" not in capsys.readouterr().err
-
-
-def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
-    demo, other = (_parse(["train", "--model", name], defaults) for name, defaults in (("demo", {}), ("x/y", PAPER)))
-    assert (demo.context, demo.contexts, demo.steps, demo.learning_rate, demo.warmup) == (4096, 40, 800, None, 0.02)
-    assert (other.context, other.contexts, other.steps) == (8192, 8192, 8192)
-    assert (other.learning_rate, other.warmup) == (1e-3, 0.01)
-    assert (demo.planes, demo.digits) == (other.planes, other.digits) == (None, None)
-    assert other == TrainCommand(model="x/y", **PAPER)
 
 
 @pytest.mark.parametrize(

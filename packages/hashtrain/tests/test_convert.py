@@ -86,9 +86,3 @@ def test_a_small_file_that_holds_a_large_one_is_refused(whole, tiny_config):
         new.writestr("archive/data.pkl", bytes(9 << 20))
     with pytest.raises(ValueError, match="expected at most"):
         convert(path, tiny_config(), path.parent / "h-bomb")
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(1, 4, 1, 32).to_sparse(), torch.zeros(1, 4, 1, 32, device="meta")])
-def test_tensors_that_are_not_dense_are_refused(tmp_path, tiny_config, tensor):
-    with pytest.raises(ValueError, match=r"expected floats of|holds more than tensors"):
-        convert(stored(tmp_path, [*published()[:7], tensor]), tiny_config(), tmp_path / "h")

@@ -1,7 +1,5 @@
 """Budgets by KV head: what a head costs, how a total is divided, and where the shares are kept."""
 
-import json
-
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
@@ -78,11 +76,3 @@ def test_a_config_keeps_shares_by_head_and_refuses_others(tmp_path):
     for wrong in ([[1, 1]], [[1, 1], [1, 1]], [[1, 0], [1]], [[1, "1"], [1]], [1, 1], 3, [[1, float("nan")], [1]]):
         with pytest.raises(ValueError, match=r"each KV head of each layer, \[2, 1\], or none"):
             HasherConfig("lsh", shape, head_shares=wrong)
-
-
-def test_a_hasher_from_before_loads_without_shares(tmp_path):
-    Hasher(HasherConfig("lsh", ModelShape(2, 4, 2, 32))).save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    del stored["head_shares"]
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert Hasher.from_pretrained(tmp_path).head_shares == ()

@@ -6,7 +6,7 @@ import hashcore
 import pytest
 import torch
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.layers import BY_VARIANT, rotation
+from hashtrain.layers import BY_VARIANT
 
 SHAPE = ModelShape(num_layers=1, num_query_heads=6, num_kv_heads=2, head_dim=64)
 CASES = [
@@ -35,16 +35,6 @@ def scores(layer, q, k, per_query_head=False):
     return hashcore.score(planes, layer.encode_keys(k, per_query_head)[:, :, None], weights=weights)
 
 
-@pytest.mark.parametrize("bits", [32, 64, 96, 192])
-def test_rotation_blocks_are_orthogonal_with_determinant_one(bits):
-    r = rotation(64, bits, torch.Generator().manual_seed(0))
-    assert r.shape == (64, bits)
-    for block in r.split(64, dim=1):
-        torch.testing.assert_close(block.T @ block, torch.eye(block.shape[1]), atol=1e-5, rtol=0)
-        if block.shape[1] == 64:
-            assert torch.linalg.det(block).item() == pytest.approx(1, abs=1e-4)
-
-
 @pytest.mark.parametrize(("variant", "init"), CASES)
 def test_codes_have_the_documented_shapes(variant, init):
     layer, (q, k) = make(variant, init), qk()
@@ -61,14 +51,6 @@ def test_group_score_is_the_sum_of_its_query_heads_scores(variant, init):
     layer, (q, k) = make(variant, init), qk()
     alone = scores(layer, q, k, per_query_head=True)
     torch.testing.assert_close(scores(layer, q, k), alone.unflatten(1, (2, 3)).sum(2, dtype=torch.int32))
-
-
-def test_planes_group_score_ranks_by_the_summed_query_weight():
-    layer, (q, k) = make("planes"), qk()
-    levels, _ = hashcore.quantise(layer.query_weight(q), 3)
-    signs = hashcore.unpack(layer.encode_keys(k)).float() * 2 - 1
-    expected = (levels.float() @ signs.transpose(-1, -2) + 128 * 7) / 2
-    torch.testing.assert_close(scores(layer, q, k).float(), expected)
 
 
 def test_linear_starts_as_lsh():

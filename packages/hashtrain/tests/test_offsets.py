@@ -81,15 +81,6 @@ def test_frequencies_that_follow_what_ran_before_do_not_reach_beyond_their_begin
         reach_of(config, CONTEXT, 512)
 
 
-def test_the_reach_is_the_models_longest_unless_another_is_wanted(tiny_config):
-    config = tiny_config()
-    assert [reach_of(config, CONTEXT, wanted) for wanted in (None, CONTEXT, 500)] == [REACH, CONTEXT, 500]
-    assert reach_of(config, 2 * REACH) == 2 * REACH
-    for wrong in (CONTEXT - 1, REACH + 1):
-        with pytest.raises(ValueError, match=f"got {wrong}"):
-            reach_of(config, CONTEXT, wrong)
-
-
 @pytest.mark.parametrize("count", [2, 3, 6, 17, 40])
 def test_a_few_contexts_cover_the_reach(count):
     """No gap between neighbouring offsets is more than twice the narrowest spacing that as many could have."""

@@ -9,7 +9,6 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig
 from hashtrain.cli import main
 from hashtrain.hasher import make_layer
-from hashtrain.training.loss import squared_error
 from hashtrain.training.target import attention, sample_pairs
 from hashtrain.training.trainer import Training
 from hashtrain_runs import Whole, command
@@ -92,13 +91,6 @@ def test_rows_that_see_no_more_than_the_target_have_no_pair():
     pairs = sample_pairs(p.clone(), at, FRACTION, 50, 500, torch.Generator().manual_seed(0), "length", (0, 0))
     assert pairs.valid.flatten(0, 1).any(-1).any(0).tolist() == [False, False, False, True, True]
     assert (pairs.top <= at[:, None]).all()  # only visible tokens
-
-
-def test_squared_error_is_of_the_scores_themselves():
-    scores, products = torch.tensor([[1.0, 5.0, 9.0]]), torch.tensor([[2.0, 2.0, -7.0]])
-    valid = torch.tensor([[True, True, False]])
-    assert squared_error(scores, products, valid).item() == pytest.approx((1 + 9) / 2)
-    assert squared_error(scores, products, ~valid & False).item() == 0
 
 
 def test_the_gaussian_start_is_normal_and_for_the_paper_alone():

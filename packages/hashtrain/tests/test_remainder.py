@@ -67,15 +67,6 @@ def test_a_token_left_out_weighs_at_most_the_mean_selected_one():
     assert log_weight(torch.tensor([-1e3, 0, 0, 0, 0]), e).item() == pytest.approx(-1e3 + math.log(96))
 
 
-@pytest.mark.parametrize("term", range(5))
-def test_each_term_multiplies_its_own_statistic(term):
-    e = evidence(mean=-2.0, lse=50.0, mean_key=-3.0, visible=1000, selected=10)
-    facts = (1.0, -2.0, -3.0, math.log(1000), math.log(10))
-    coefficients = torch.zeros(5)
-    coefficients[term] = 0.5
-    assert log_weight(coefficients, e).item() == pytest.approx(0.5 * facts[term] + math.log(990), rel=1e-5)
-
-
 def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
     hasher = lsh()
     assert not hasher.calibrated

@@ -8,8 +8,7 @@ from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.evaluation.metrics import hash_quality
 from hashtrain.layers import BY_VARIANT
 from hashtrain.training.checkpoint import Checkpoint
-from hashtrain.training.loss import ranking_loss
-from hashtrain.training.trainer import Training, _loss, pair_scores
+from hashtrain.training.trainer import Training
 from hashtrain_runs import Whole
 
 SHAPE = ModelShape(2, 4, 2, 32)
@@ -73,18 +72,6 @@ def test_keys_alone_are_trained_first_and_what_they_were_then_is_kept():
     assert all(torch.equal(training.keys_trained[name], after_keys[name]) for name in after_keys)
 
 
-def test_the_slope_of_products_is_that_of_the_logits():
-    data, layer = Skewed(), layer_of("transform")
-    layer.start(data, 0)
-    (q, k, scaling), rows = data.read(0, 0), torch.arange(100, 116)
-    training = Training(layer, 0, data, SETTINGS)
-    q = q[:, :, rows]
-    pairs = training._pairs(q, k, rows, scaling)
-    top, rest = pair_scores(layer, q, k, pairs)
-    expected = ranking_loss(top, rest, pairs.valid, scaling)
-    torch.testing.assert_close(_loss(layer, q, k, pairs, scaling, SETTINGS), expected)
-
-
 def poisoned(at):
     """Contexts of which one, first read at that step, holds NaN."""
     data = Skewed()
@@ -100,11 +87,6 @@ def test_a_loss_that_is_not_finite_stops_the_layer_and_the_start_is_kept(variant
     assert len(losses) == 2
     assert "layer 0 stopped at step 2 of 60" in caplog.text
     assert all(torch.equal(start[name], tensor) for name, tensor in layer.state_dict().items())
-
-
-def test_a_first_loss_that_is_not_finite_is_one_sentence():
-    with pytest.raises(FloatingPointError, match="layer 0: expected a finite loss at the first step, got nan"):
-        train_layer(layer_of("paper"), 0, poisoned(0), SETTINGS)
 
 
 def test_a_diverging_loss_stops_the_layer_and_the_best_interval_is_kept():
@@ -142,17 +124,6 @@ def test_a_loss_that_rises_with_the_queries_slows_them_down(risen, share, tmp_pa
     resumed.run(until=41)
     keys, queries = (group["lr"] for group in resumed.optimizer.param_groups)
     assert queries == pytest.approx(share * keys)
-
-
-def test_bf16_trains_as_well_and_keeps_its_weights_in_float32():
-    data, found = Skewed(), {}
-    for precision in ("fp32", "bf16"):
-        layer = layer_of("planes")
-        train_layer(layer, 0, data, replace(SETTINGS, precision=precision))
-        assert {p.dtype for p in layer.parameters()} == {torch.float32}
-        found[precision] = iou(layer, data)
-    assert found["bf16"] == pytest.approx(found["fp32"], abs=0.03)
-    assert found["bf16"] != found["fp32"], "autocast was not on"
 
 
 @pytest.mark.sample(1)

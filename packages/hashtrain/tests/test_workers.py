@@ -1,6 +1,5 @@
 """Jobs in several processes: in order, independent of their number, and with no process left behind."""
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -12,16 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashtrain import ModelShape, device
-from hashtrain.cli import main
 from hashtrain.device import device_for, here
-from hashtrain.run import prepare, waves
+from hashtrain.run import waves
 from hashtrain.run.prepare import workers_of
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import Reads
-from hashtrain.run.workers import default_workers, run_jobs
-from hashtrain_runs import command
+from hashtrain.run.workers import run_jobs
 from safetensors.torch import load_file
-from worker_jobs import die, fail, its_number, square
+from worker_jobs import die, fail, square
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
@@ -34,25 +31,6 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
     assert run_jobs(square, [1, 2, 3, 4], workers, lambda *message: said.append(message)) == [1, 4, 9, 16]
     assert sorted(said) == [(f"{job} on 1", 1) for job in (1, 2, 3, 4)]
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
-def test_what_workers_are_forked_from_leaves_ctrl_c_to_its_parent():
-    """Interrupted in its imports it would print a traceback."""
-    code = "import signal\nfrom hashtrain.run import workers\nfrom worker_jobs import square\n"
-    code += "workers.PRELOADED = ('says_interrupts',)\n"
-    code += "if __name__ == '__main__':\n    workers.run_jobs(square, [1, 2], 2, lambda *_: None)\n"
-    code += "    print('parent', signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    assert sorted(said_by(code)) == ["parent True", "server ignores True"]
-
-
-def said_by(code):
-    """Run code in a new interpreter that finds the modules beside this file. Returns: the lines it printed."""
-    here = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=here, timeout=120)
-    assert not done.returncode, done.stderr
-    return done.stdout.splitlines()
 
 
 def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, monkeypatch):
@@ -82,11 +60,6 @@ def test_each_worker_has_a_device_of_its_own(monkeypatch):
             device_for(wanted, 0)
     assert workers_of(TrainCommand(), "cuda") == 2
     assert workers_of(TrainCommand(), "cuda:1") == 1
-
-
-@pytest.mark.slow
-def test_workers_know_their_numbers():
-    assert sorted(run_jobs(its_number, [1, 2], 2, print)) == [0, 1]
 
 
 def test_an_error_of_one_job_stops_the_others():
@@ -127,19 +100,3 @@ def alive(pid):
         return False
     with open(f"/proc/{pid}/stat") as file:
         return file.read().split()[2] != "Z"
-
-
-def test_there_is_a_worker_a_core_up_to_six(monkeypatch):
-    for cores, expected in ((1, 1), (2, 2), (64, 6)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
-        assert default_workers() == expected
-
-
-def test_a_missing_compiler_is_a_sentence_before_the_model_is_read(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(prepare, "loaded", lambda *_: pytest.fail("the model was read"))
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
-    assert main([*command(folder, tmp_path / "run"), "--device", "auto"]) == 2
-    assert "hashcore needs cuda-core to compile its CUDA kernels" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
