@@ -15,7 +15,6 @@ from hashtrain.device import device_for, here
 from hashtrain.run import waves
 from hashtrain.run.prepare import workers_of
 from hashtrain.run.settings import TrainCommand
-from hashtrain.run.waves import Reads
 from hashtrain.run.workers import run_jobs
 from safetensors.torch import load_file
 from worker_jobs import die, fail, square
@@ -34,11 +33,11 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
 
 
 def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, monkeypatch):
-    reads, original, shared, made = Reads(SHAPE, 32, 2, 2, 1, 1, lambda layer: None), waves.run_jobs, [], []
+    original, shared, made = waves.run_jobs, [], []
     monkeypatch.setattr(waves, "run_jobs", lambda *given, **how: shared.append(given[2]) or original(*given, **how))
     for number, room in enumerate((1e12, 0.0)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, room=room: SimpleNamespace(free=room))
-        source = waves.Source("train", tmp_path / str(number), [torch.arange(32)] * 2, reads, "weights", "cpu")
+        source = waves.Source("train", tmp_path / str(number), [torch.arange(32)] * 2, 2, SHAPE, "weights", "cpu")
         waves.make_all(str(folder / "model"), [(source, [0, 1])], 2, lambda *message: None)
         assert source.lacking([0, 1]) == []
         made.append([load_file(source.stored.file(n)) for n in range(2)])

@@ -20,11 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations import sdpa_attention
 
 from hashtrain.config import ModelShape
-from hashtrain.data.captured import EVERYTHING, KEY, Kept
+from hashtrain.data.captured import KEY, STRIDE, stride
 from hashtrain.data.captured import Capture as Capture
 from hashtrain.data.offsets import offset, positions
 from hashtrain.device import finish as wait_for
-from hashtrain.device import to_device, to_host
+from hashtrain.device import to_host
 from hashtrain.files.atomic import save_tensors
 from hashtrain.models import text_decoder
 
@@ -122,14 +122,14 @@ def capture_one(
     path: Path,
     key: str = "",
     dtype: torch.dtype = torch.bfloat16,
-    kept: Kept = EVERYTHING,
+    whole: bool = True,
     first: int = 0,
 ) -> None:
-    """Store q, k and v of one context, int64 [T], as far as `kept` says.
+    """Store q, k and v of one context, int64 [T]; if it is not kept `whole`, only its keys and every `stride`-th query.
 
     Args: key: `context_key` of all this; first: position of the first token.
     """
-    tensors, scalings = run_context(model, ids, dtype, kept, first=first)
+    tensors, scalings = run_context(model, ids, dtype, whole, first=first)
     save_tensors(tensors, path, metadata={**scalings, KEY: key})
 
 
@@ -138,7 +138,7 @@ def context_key(
     ids: Tensor,
     device: str,
     dtype: torch.dtype = torch.bfloat16,
-    kept: Kept = EVERYTHING,
+    whole: bool = True,
     first: int = 0,
 ) -> str:
     """Return a digest of everything that decides the bits of one context's file.
@@ -147,10 +147,8 @@ def context_key(
     `weights_hash(model)`. Devices and versions of torch round differently.
     """
     versions = [torch.__version__, transformers.__version__]
-    sha = hashlib.sha256(json.dumps([weights, device, str(dtype), first, kept.values, *versions]).encode())
-    for numbers in (ids, *(kept.rows or ())):
-        sha.update(len(numbers).to_bytes(8, "little"))
-        sha.update(numbers.contiguous().numpy().tobytes())
+    sha = hashlib.sha256(json.dumps([weights, device, str(dtype), first, whole, *versions]).encode())
+    sha.update(ids.contiguous().numpy().tobytes())
     return sha.hexdigest()[:32]
 
 
@@ -168,28 +166,25 @@ def run_context(
     model: PreTrainedModel,
     ids: Tensor,
     dtype: torch.dtype = torch.bfloat16,
-    kept: Kept = EVERYTHING,
+    whole: bool = True,
     first: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Run one context; return its tensors and scalings by their names in the file.
+    """Run one context; return its tensors, and the file's header.
 
     Args:
-        kept: what to keep, in host memory. The host waits for the device once, at the end.
+        whole: whether to keep all queries, and the values. The host waits for the device once, at the end.
         first: position of the first token.
     """
-    device, tensors, scalings = model.device, dict[str, Tensor](), dict[str, str]()
-    rows: tuple[Tensor, ...] | None = None
-    if kept.rows is not None:  # one copy to the device for all layers
-        rows = cast("tuple[Tensor, ...]", to_device(torch.cat(kept.rows), device).split([*map(len, kept.rows)]))
+    device, tensors, header = model.device, dict[str, Tensor](), {STRIDE: str(1 if whole else stride(len(ids)))}
 
     def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
-        found = {"q": q if rows is None else q[:, :, rows[layer]], "k": k, **({"v": v} if kept.values else {})}
+        found = {"q": q, "k": k, "v": v} if whole else {"q": q[:, :, :: stride(len(ids))], "k": k}
         tensors.update({f"{name}.{layer}": to_host(x.to(dtype).contiguous()) for name, x in found.items()})
-        scalings[f"scaling.{layer}"] = repr(scaling)
+        header[f"scaling.{layer}"] = repr(scaling)
 
     observe(model, ids, keep, first)
     wait_for(device)
-    return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
+    return tensors, header
 
 
 @torch.no_grad()
@@ -206,18 +201,12 @@ def output_projections(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def context_bytes(
-    shape: ModelShape, tokens: int, dtype: torch.dtype, rows: int | None = None, values: bool = True
-) -> int:
-    """Return the bytes of one context's tensors in all layers.
-
-    Args:
-        rows: how many rows' queries are kept, with their int32 positions; None for all. values: whether values are.
-    """
-    total, queries = 0, tokens if rows is None else rows
+def context_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype, whole: bool = True) -> int:
+    """Return the bytes of one context's tensors in all layers, stored `whole` or not."""
+    total, queries = 0, tokens if whole else -(-tokens // stride(tokens))
     for at in map(shape.at, range(shape.num_layers)):
-        heads = (1 + values) * tokens * at.num_kv_heads + queries * at.num_query_heads
-        total += heads * at.head_dim * dtype.itemsize + 4 * (rows or 0)
+        heads = (1 + whole) * tokens * at.num_kv_heads + queries * at.num_query_heads
+        total += heads * at.head_dim * dtype.itemsize
     return total
 
 

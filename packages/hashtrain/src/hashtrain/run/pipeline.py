@@ -121,7 +121,7 @@ def _train(prepared: Prepared, jobs: Sequence[LayerJob], wave: range, console: C
     mine = [job for job in jobs if not job.finished.exists() and (last or job.steps_done < wave.stop)]
     if not mine and not last:
         return
-    stored = train.reads.stored_in(wave)
+    stored = train.stored_in(wave)
     train.drop(stored)
     lots = [(train, train.lacking(stored)), (validation, validation.lacking(range(len(validation.contexts))))]
     with tracking(console, sum(len(numbers) for _, numbers in lots)) as advance:

@@ -21,7 +21,7 @@ from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.hasher import require_own
 from hashtrain.models import require_vocabulary
 from hashtrain.run.settings import TrainCommand
-from hashtrain.run.waves import Reads, Source, loaded, training_reads, waves
+from hashtrain.run.waves import Source, loaded, waves
 from hashtrain.run.workers import default_workers
 
 
@@ -68,20 +68,18 @@ def prepare(command: TrainCommand) -> Prepared:
         require_own(command.out / recipe.name, base_model(command.model), shape)
     texts = dict(zip(("train", "held"), _texts(command, tokenizer), strict=True))
     require_vocabulary(model, *texts["train"], *texts["held"])
-    reads = {
-        "train": training_reads(command, shape, len(texts["train"]), MAX_CONTEXTS),
-        "held": Reads(shape, command.context, len(texts["held"]), len(texts["held"])),
-    }
+    whole = {"train": MAX_CONTEXTS, "held": len(texts["held"])}
     weights, work = weights_hash(model), command.out / ".work"
     train, validation = (
-        Source(name, work / name, ids, reads[name], weights, device, reach) for name, ids in texts.items()
+        Source(name, work / name, ids, whole[name], shape, weights, device, reach) for name, ids in texts.items()
     )
-    held = validation.reads.bytes(range(len(texts["held"])))
-    always = held + train.reads.bytes(range(min(MAX_CONTEXTS, len(texts["train"]))))
+    held = validation.bytes(range(len(texts["held"])))
+    always = held + train.bytes(range(min(MAX_CONTEXTS, len(texts["train"]))))
     room = free_disk(command.out) + sum(path.stat().st_size for path in work.glob("[th]*/*.safetensors"))
     require_disk(command.out, always, room)
-    parts = waves(train.reads, always, room if command.disk is None else min(room, int(1e9 * command.disk)))
-    disk = held + max(train.reads.bytes(train.reads.stored_in(wave)) for wave in parts)
+    given = room if command.disk is None else min(room, int(1e9 * command.disk))
+    parts = waves(train, command.steps, always, given)
+    disk = held + max(train.bytes(train.stored_in(wave)) for wave in parts)
     identity = hashlib.sha256()
     for source in (train, validation):
         for number, ids in enumerate(source.contexts):

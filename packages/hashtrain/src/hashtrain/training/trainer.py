@@ -19,7 +19,7 @@ from hashtrain.layers import LayerHasher
 from hashtrain.training.checkpoint import Checkpoint, Snapshots, copied
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
 from hashtrain.training.target import Pairs, preferences, sample_pairs
-from hashtrain.training.train_config import TrainConfig, draw_rows, generator_of
+from hashtrain.training.train_config import TrainConfig, generator_of
 
 SLOWER = 0.1
 """What the learning rate of query functions is multiplied by when the loss has risen."""
@@ -166,15 +166,18 @@ class Training:
             parameter.requires_grad_(step >= config.first_steps)
         for group, share in zip(self.optimizer.param_groups, (1.0, self.query_share), strict=True):
             group["lr"] = share * config.learning_rate_at(step)
-        k, scaling = self.data.keys(step % len(self.data), self.layer)
+        context = step % len(self.data)
+        k, scaling = self.data.keys(context, self.layer)
         if k.shape[2] <= config.min_position:
             raise ValueError(
                 f"contexts must be longer than min_position = {config.min_position}, got {k.shape[2]} tokens; capture "
                 "longer ones, or lower min_position"
             )
         k = to_device(k, self.device)
-        positions = draw_rows(config, k.shape[2], self.generator)
-        q = to_device(self.data.queries(step % len(self.data), self.layer, positions), self.device)
+        size, apart = (config.rows,), self.data.stride(context)
+        positions = torch.randint(config.min_position, k.shape[2], size, generator=self.generator, device="cpu")
+        positions = positions // apart * apart  # the nearest rows whose queries are stored
+        q = to_device(self.data.queries(context, self.layer, positions), self.device)
         with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
             loss = self._gradients(q, k, positions, scaling)
         norm = torch.nn.utils.clip_grad_norm_(self.hasher.parameters(), config.clip)
