@@ -68,8 +68,7 @@ def test_keys_alone_are_trained_first_and_what_they_were_then_is_kept():
     after_keys = {name: tensor.clone() for name, tensor in now.items()}
     training.run(until=15)  # at the end of an interval it may go back
     assert not torch.equal(layer.state_dict()["query.r"], start["query.r"])
-    assert training.keys_trained.keys() == after_keys.keys()
-    assert all(torch.equal(training.keys_trained[name], after_keys[name]) for name in after_keys)
+    assert all(torch.equal(training.kept["keys"][name], after_keys[name]) for name in after_keys)
 
 
 def poisoned(at):
@@ -148,8 +147,9 @@ def test_a_training_cut_off_at_any_step_ends_with_the_same_bits(variant, at, tmp
     resumed.run()
     assert resumed.losses == training.losses
     assert all(torch.equal(t, resumed.hasher.state_dict()[name]) for name, t in whole.state_dict().items())
-    assert resumed.keys_trained.keys() == training.keys_trained.keys()
-    assert all(torch.equal(t, resumed.keys_trained[name]) for name, t in training.keys_trained.items())
+    assert resumed.kept.keys() == training.kept.keys()
+    for what, kept in training.kept.items():
+        assert all(torch.equal(t, resumed.kept[what][name]) for name, t in kept.items())
 
 
 def test_learning_rate_rises_then_falls_to_zero():

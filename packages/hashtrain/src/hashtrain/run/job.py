@@ -164,10 +164,10 @@ def _made(job: LayerJob, started: bool = True) -> LayerHasher:
 
 def _choose(job: LayerJob, training: Training) -> dict[int, str]:
     """Choose each head's weights, if the variant can do without training or with that of its keys alone."""
-    if not training.keys_trained:
+    if "keys" not in training.kept:
         return {}
     keys_alone = _made(job, False)
-    keys_alone.load_state_dict(training.keys_trained)
+    keys_alone.load_state_dict(training.kept["keys"])
     others = {"keys alone trained": keys_alone, f"start of {job.digits} digits": _made(job)}
     with torch.device(here(job.device)):
         return choose(training.hasher, others, job.layer, job.data, job.command.fraction)
@@ -197,7 +197,7 @@ def result(job: LayerJob) -> LayerResult:
 
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
     """Return a callback that reports every step and, after the first and at intervals, the mean loss."""
-    interval = training.snapshots.interval
+    interval = training.interval
 
     def on_step(step: int, loss: float) -> None:
         line = None

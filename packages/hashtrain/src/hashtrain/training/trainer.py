@@ -16,13 +16,19 @@ from hashtrain.data.captured import Capture
 from hashtrain.device import to_device
 from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
-from hashtrain.training.checkpoint import Checkpoint, Snapshots, copied
+from hashtrain.training.checkpoint import Checkpoint, load_stored
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
 from hashtrain.training.target import Pairs, preferences, sample_pairs
 from hashtrain.training.train_config import TrainConfig, generator_of
 
 SLOWER = 0.1
 """What the learning rate of query functions is multiplied by when the loss has risen."""
+DIVERGED = 4.0
+"""A training has diverged if the mean loss of an interval is this many times that of the first interval."""
+ROSE = 1.35
+"""A loss has risen if the mean of an interval is this many times the lowest one. When queries begin to be trained, it
+rises by up to 1.28 times and falls again in trainings that end well (demo model)."""
+_INTERVALS, _SHORTEST = 40, 10
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +68,8 @@ class Training:
         checkpoint: where the state is saved from time to time; an existing checkpoint is resumed, to the same bits.
     Attributes:
         losses: the loss of every step so far.
-        keys_trained: the weights after the keys-only steps; empty before, or if there are none.
+        kept: weights by name: `best`, of the interval with the lowest mean loss, at first the initial ones; and `keys`,
+            after the keys-only steps, if there are any.
         stopped: why training stopped early, if the loss diverged; the hasher then holds its best weights.
     Raises: ValueError if the checkpoint is damaged.
     """
@@ -87,15 +94,16 @@ class Training:
         self.parameters, self.optimizer = _optimized(hasher, config)
         self.query_share: float = 1.0
         """Learning rate of the query functions, of that of the key functions."""
-        self.snapshots: Snapshots = Snapshots(hasher, config.steps)
+        self.interval: int = max(_SHORTEST, config.steps // _INTERVALS)
         self.losses: list[float] = []
-        self.keys_trained: dict[str, Tensor] = {}
+        self.lowest: float = math.inf
+        self.kept: dict[str, dict[str, Tensor]] = {"best": _copied(hasher)}
         self.stopped: str = ""
         self._resume()
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if there is one. Raises: ValueError if it is of another training."""
-        if self.checkpoint and (found := self.checkpoint.load()):
+        if self.checkpoint and (found := load_stored(self.checkpoint.path)):
             try:
                 self._restore(*found)
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -116,9 +124,8 @@ class Training:
             if math.isfinite(loss):
                 self.losses.append(loss)
                 on_step(step, loss)
-                self.stopped = self.snapshots.after(self.losses)
-                if not self.stopped and step >= self.config.first_steps and self.snapshots.rose(self.losses):
-                    self._slow_down()
+                if len(self.losses) % self.interval == 0:
+                    self._judge()
             elif step == 0:
                 raise FloatingPointError(
                     f"layer {self.layer}: expected a finite loss at the first step, got {loss}; check the model's "
@@ -127,25 +134,32 @@ class Training:
             else:
                 self.stopped = "its loss or its gradient became infinite or NaN"
             if self.stopped:
-                self.snapshots.restore()
+                self.hasher.load_state_dict(self.kept["best"])
                 self.stopped = (
                     f"stopped at step {step} of {self.config.steps}: {self.stopped}; its best weights are kept"
                 )
             if self.checkpoint and (self.checkpoint.due or self.stopped):
                 self.checkpoint.save(*self._state())
 
-    def _slow_down(self) -> None:
-        """Go back to the best weights, and train the query functions more slowly.
+    def _judge(self) -> None:
+        """After an interval, keep its weights if they are the best; stop if the loss has diverged.
 
-        Where little is left to gain, their gradients are mostly noise, which Adam scales up to whole steps.
+        If it has risen, go back to the best weights, and train the query functions more slowly: where little is left to
+        gain, their gradients are mostly noise, which Adam scales up to whole steps.
         """
+        first, last = (
+            math.fsum(x) / self.interval for x in (self.losses[: self.interval], self.losses[-self.interval :])
+        )
+        if last < self.lowest:
+            self.lowest, self.kept["best"] = last, _copied(self.hasher)
         queries = self.optimizer.param_groups[1]["params"]
-        if not queries:
-            return
-        self.snapshots.restore()
-        self.query_share *= SLOWER
-        for parameter in queries:
-            self.optimizer.state.pop(parameter, None)
+        if last > DIVERGED * first:
+            self.stopped = f"its mean loss rose from {first:.3g} to {last:.3g}"
+        elif queries and len(self.losses) > self.config.first_steps and last > ROSE * self.lowest:
+            self.hasher.load_state_dict(self.kept["best"])
+            self.query_share *= SLOWER
+            for parameter in queries:
+                self.optimizer.state.pop(parameter, None)
 
     @property
     def next_step(self) -> int | None:
@@ -161,7 +175,7 @@ class Training:
         """Run one step and return its loss; NaN, and nothing is changed, if it or the gradient is not finite."""
         config = self.config
         if 0 < step == config.first_steps:
-            self.keys_trained = copied(self.hasher)
+            self.kept["keys"] = _copied(self.hasher)
         for parameter in self.hasher.query_parameters():
             parameter.requires_grad_(step >= config.first_steps)
         for group, share in zip(self.optimizer.param_groups, (1.0, self.query_share), strict=True):
@@ -207,14 +221,14 @@ class Training:
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"hasher.{name}": tensor for name, tensor in self.hasher.state_dict().items()}
-        tensors |= {f"best.{name}": tensor for name, tensor in self.snapshots.tensors.items()}
-        tensors |= {f"keys.{name}": tensor for name, tensor in self.keys_trained.items()}
+        for what, weights in self.kept.items():
+            tensors |= {f"{what}.{name}": tensor for name, tensor in weights.items()}
         for number, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in moments.items()}
         tensors["generator"] = self.generator.get_state()
         tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
-        best = self.snapshots.mean if math.isfinite(self.snapshots.mean) else None
-        return tensors, {"best": best, "stopped": self.stopped, "query_share": self.query_share}
+        lowest = self.lowest if math.isfinite(self.lowest) else None
+        return tensors, {"lowest": lowest, "stopped": self.stopped, "query_share": self.query_share}
 
     def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         moments: dict[int, dict[str, Tensor]] = {}
@@ -223,11 +237,16 @@ class Training:
             moments.setdefault(int(number), {})[what] = tensor
         self.generator.set_state(tensors["generator"])
         self.hasher.load_state_dict(_part(tensors, "hasher"))
-        self.snapshots.tensors, self.keys_trained = _part(tensors, "best"), _part(tensors, "keys")
-        self.snapshots.mean = math.inf if state["best"] is None else state["best"]
+        self.kept = {what: weights for what in ("best", "keys") if (weights := _part(tensors, what))}
+        self.lowest = math.inf if state["lowest"] is None else state["lowest"]
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self.losses, self.stopped = tensors["losses"].tolist(), state["stopped"]
         self.query_share = state["query_share"]
+
+
+def _copied(module: nn.Module) -> dict[str, Tensor]:
+    """Copy the weights of a module to the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
