@@ -21,13 +21,11 @@ Draw = torch.Generator | None
 """Generator for initial values; None leaves tensors uninitialised, to be loaded into."""
 
 
-def rotation(head_dim: int, bits: int, generator: Draw) -> Tensor:
+def rotation(head_dim: int, bits: int, generator: torch.Generator) -> Tensor:
     """Draw a random rotation in SO(head_dim); if bits > head_dim, several independent ones side by side.
 
     Returns: float32 [head_dim, bits]. Source: docs/algorithm.md, Variants; paper, appendix (angular LSH).
     """
-    if generator is None:
-        return torch.empty(head_dim, bits, dtype=torch.float32)
     blocks: list[Tensor] = []
     for _ in range(math.ceil(bits / head_dim)):
         drawn = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float32)
@@ -37,6 +35,13 @@ def rotation(head_dim: int, bits: int, generator: Draw) -> Tensor:
             q[:, 0] = -q[:, 0]
         blocks.append(q)
     return torch.cat(blocks, dim=1)[:, :bits].contiguous()
+
+
+def rotations(heads: int, head_dim: int, bits: int, generator: Draw) -> Tensor:
+    """Draw a `rotation` for each KV head: float32 [heads, head_dim, bits]."""
+    if generator is None:
+        return torch.empty(heads, head_dim, bits, dtype=torch.float32)
+    return torch.stack([rotation(head_dim, bits, generator) for _ in range(heads)])
 
 
 class LayerHasher(nn.Module):
@@ -109,11 +114,6 @@ class LayerHasher(nn.Module):
         """View [B, Hq, T, ...] as [B, Hkv, G, T, ...]."""
         return cast(Tensor, x.unflatten(1, (self.hkv, self.group)))
 
-    @classmethod
-    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor, without creating any; used to check a file before loading it."""
-        return {"remainder": (config.shape.num_query_heads, REMAINDER_TERMS)}
-
     @property
     def key_bits(self) -> int:
         """Bits stored per token and KV head."""
@@ -165,9 +165,6 @@ def uniform(size: tuple[int, ...], fan_in: int, generator: Draw) -> Tensor:
     return (torch.rand(size, generator=generator, dtype=torch.float32) * 2 - 1) / math.sqrt(fan_in)
 
 
-Sizes = dict[str, tuple[int, ...]]
-
-
 class SkipMlp(nn.Module):
     """x R + SiLU(x W1 + b1) W2 + b2 for x [B, heads, T, d]; close to x R at the start.
 
@@ -184,13 +181,6 @@ class SkipMlp(nn.Module):
         self.b1: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, hidden, dtype=torch.float32))
         self.w2: nn.Parameter = nn.Parameter(normal((heads, hidden, out), generator) * 0.01)
         self.b2: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, out, dtype=torch.float32))
-
-    @staticmethod
-    def shapes(prefix: str, heads: int, d: int, hidden: int, out: int) -> Sizes:
-        """Return the shape of each tensor by its name below `prefix`."""
-        w1, w2 = (heads, d, hidden), (heads, hidden, out)
-        sizes = {"r": (heads, d, out), "w1": w1, "b1": (heads, 1, hidden), "w2": w2, "b2": (heads, 1, out)}
-        return {f"{prefix}.{name}": size for name, size in sizes.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()

@@ -30,29 +30,20 @@ class Paper(LayerHasher):
         h, d, hidden, bits = self.hq, self.d, config.hidden, self.bits
         self.residual: bool = config.residual
         self.sign: Callable[[Tensor], Tensor] = signs if config.estimator == "straight-through" else softsign
-        if self.residual or config.init == "gaussian":
-            self._start_small(config, generator)
-            return
-        self.w1 = nn.Parameter(uniform((h, d, hidden), d, generator))
-        self.b1 = nn.Parameter(uniform((h, 1, hidden), d, generator))
-        self.w2 = nn.Parameter(uniform((h, hidden, bits), hidden, generator))
-
-    @classmethod
-    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        h, d, hidden, bits = config.shape.num_query_heads, config.shape.head_dim, config.hidden, config.bits
-        found = {**super().shapes(config), "w1": (h, d, hidden), "b1": (h, 1, hidden), "w2": (h, hidden, bits)}
-        return {**found, "b2": (h, 1, bits)} if config.residual else found
+        gaussian = config.init == "gaussian"
+        sizes = {"w1": (h, d, hidden), "b1": (h, 1, hidden), "w2": (h, hidden, bits)}
+        for name, size in (sizes | ({"b2": (h, 1, bits)} if self.residual else {})).items():
+            if not (self.residual or gaussian):
+                start = uniform(size, hidden if name == "w2" else d, generator)
+            elif gaussian or name.startswith("w"):
+                start = normal(size, generator) * START_STD
+            else:
+                start = torch.zeros(size, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(start))
 
     @property
     def key_bits(self) -> int:
         return self.bits * self.group
-
-    def _start_small(self, config: HasherConfig, generator: Draw) -> None:
-        for name, size in type(self).shapes(config).items():
-            if name != "remainder":
-                drawn = name.startswith("w") or config.init == "gaussian"
-                start = normal(size, generator) * START_STD if drawn else torch.zeros(size, dtype=torch.float32)
-                self.register_parameter(name, nn.Parameter(start))
 
     def values(self, x: Tensor) -> Tensor:
         """Apply each query head's MLP to its own slice: [B, Hq, T, D] -> [B, Hq, T, bits]."""

@@ -1,11 +1,10 @@
 """A rotation plus a small MLP: one per KV head for keys, one per query head for queries."""
 
 import hashcore
-import torch
 from torch import Tensor
 
 from hashtrain.config import HasherConfig
-from hashtrain.layers.base import Draw, LayerHasher, SkipMlp, rotation
+from hashtrain.layers.base import Draw, LayerHasher, SkipMlp, rotations
 from hashtrain.layers.surrogate import quantised, signs
 
 
@@ -15,15 +14,9 @@ class Planes(LayerHasher):
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
         self.planes: int = config.planes
-        r = torch.stack([rotation(self.d, self.bits, generator) for _ in range(self.hkv)])
+        r = rotations(self.hkv, self.d, self.bits, generator)
         self.key: SkipMlp = SkipMlp(r, config.hidden, generator)
         self.query: SkipMlp = SkipMlp(r.repeat_interleave(self.group, 0), config.hidden, generator)
-
-    @classmethod
-    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        shape, size = config.shape, (config.shape.head_dim, config.hidden, config.bits)
-        key = SkipMlp.shapes("key", shape.num_kv_heads, *size)
-        return {**super().shapes(config), **key, **SkipMlp.shapes("query", shape.num_query_heads, *size)}
 
     def query_weight(self, q: Tensor) -> Tensor:
         """Sum the group's query functions: [B, Hq, T, D] -> [B, Hkv, T, bits]."""
