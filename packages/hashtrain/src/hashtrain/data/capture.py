@@ -98,21 +98,13 @@ def capture(
 ) -> Capture:
     """Run the model over token contexts (int64 [T] each) and store q, k and v of every layer below `folder` as `dtype`.
 
-    Files that an interrupted capture of the same model and contexts has left there are kept.
-
     Args: reach: contexts are spread over positions 0 to reach - 1 (`hashtrain.data.offsets`); None: all begin at 0.
     Raises: OSError, before anything is written, if the disk is too small.
     """
-    stored, weights, shape = Capture(folder, len(contexts)), weights_hash(model), ModelShape.of(model.config)
-    firsts = [offset(number, len(ids), reach) for number, ids in enumerate(contexts)]
-    keys = [
-        context_key(weights, ids, model.device.type, dtype, first=first)
-        for ids, first in zip(contexts, firsts, strict=True)
-    ]
-    lacking = [number for number, key in enumerate(keys) if not stored.holds(number, key)]
-    require_disk(folder, sum(context_bytes(shape, len(contexts[number]), dtype) for number in lacking))
-    for number in lacking:
-        capture_one(model, contexts[number], stored.file(number), keys[number], dtype, first=firsts[number])
+    stored, shape = Capture(folder, len(contexts)), ModelShape.of(model.config)
+    require_disk(folder, sum(context_bytes(shape, len(ids), dtype) for ids in contexts))
+    for number, ids in enumerate(contexts):
+        capture_one(model, ids, stored.file(number), "", dtype, first=offset(number, len(ids), reach))
     return stored
 
 
@@ -137,7 +129,6 @@ def context_key(
     weights: str,
     ids: Tensor,
     device: str,
-    dtype: torch.dtype = torch.bfloat16,
     whole: bool = True,
     first: int = 0,
 ) -> str:
@@ -147,7 +138,7 @@ def context_key(
     `weights_hash(model)`. Devices and versions of torch round differently.
     """
     versions = [torch.__version__, transformers.__version__]
-    sha = hashlib.sha256(json.dumps([weights, device, str(dtype), first, whole, *versions]).encode())
+    sha = hashlib.sha256(json.dumps([weights, device, first, whole, *versions]).encode())
     sha.update(ids.contiguous().numpy().tobytes())
     return sha.hexdigest()[:32]
 

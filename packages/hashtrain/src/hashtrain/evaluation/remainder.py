@@ -57,19 +57,14 @@ def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
     return torch.minimum(typical, e.lse - selected.log()) + (e.visible - e.selected).float().log()
 
 
-def linear_values(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> Tensor:
+def linear_values(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate the value of what each row leaves out: mean v + slope cov(v, k) q, over the visible tokens.
 
     Args:
         q: queries of the rows, [B, Hq, R, D]; k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv]; positions: int64 [R].
         slopes: one per query head, multiplied by the attention scaling: [Hq].
-    Returns: float32 [B, Hq, R, Dv]. Source: docs/algorithm.md, eq. 16.
+    Returns: the two terms, float32 [B, Hkv, 1, R, Dv] and [B, Hkv, G, R, Dv]. Source: docs/algorithm.md, eq. 16.
     """
-    return torch.add(*_linear_parts(q, k, v, positions, slopes)).flatten(1, 2)
-
-
-def _linear_parts(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two terms of `linear_values`, float32 [B, Hkv, 1, R, Dv] and [B, Hkv, G, R, Dv]."""
     hkv, t = k.shape[1], k.shape[2]
     steep = cast(Tensor, (q.float() * slopes[:, None, None]).unflatten(1, (hkv, -1)))  # [B, Hkv, G, R, D]
     visible = (positions + 1)[:, None].float()
@@ -156,7 +151,7 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Itera
         found = (data.queries(context, layer, rows), k, data.values(context, layer), rows)
         q, k, v, rows = (x.to(device) for x in found)
         slopes = torch.full((hasher.hq,), scaling, dtype=torch.float32, device=device)
-        mean, tilt = (x[0] for x in _linear_parts(q, k, v, rows, slopes))
+        mean, tilt = (x[0] for x in linear_values(q, k, v, rows, slopes))
         values = v[0].float()
         found = logits(q, k, rows, scaling)[0]
         dense = grouped_product(found.softmax(-1), values)
@@ -244,7 +239,7 @@ def attend(
     out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
     if not hasher.calibrated:
         return out
-    value = torch.add(*_linear_parts(q, k, v, positions, hasher.remainder[:, -1] * scaling))[0]
+    value = torch.add(*linear_values(q, k, v, positions, hasher.remainder[:, -1] * scaling))[0]
     return torch.lerp(out, value, estimated_share(hasher, e)[..., None])
 
 
