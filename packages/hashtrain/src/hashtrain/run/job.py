@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,16 +22,13 @@ from hashtrain.layers import LayerHasher
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import held_out_rows, training_of
-from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored
+from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored, steps_in
 from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training
 
-
-class Report(Protocol):
-    """Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
-
-    def __call__(self, what: str, steps: int, line: dict[str, Any] | None = None, /) -> None: ...
+Report = Callable[..., None]
+"""Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +94,14 @@ class LayerJob:
         return self.folder / f"{self.recipe.name}-{self.layer}-{self.key}.safetensors"
 
     @property
-    def steps_done(self) -> int:
-        """Steps that need not be trained again: all of a finished layer's, else those of its checkpoint."""
-        return self.command.steps if self.finished.exists() else Checkpoint(self.unfinished).steps
-
-    @property
     def unfinished(self) -> Path:
         """Path of its checkpoint."""
         return self.finished.with_suffix(".checkpoint")
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that need not be trained again: all of a finished layer's, else those of its checkpoint."""
+        return self.command.steps if self.finished.exists() else steps_in(self.unfinished)
 
 
 class LayerResult(NamedTuple):

@@ -39,13 +39,13 @@ class Checkpoint:
         save_stored(self.path, tensors, state)
         self._last = time.monotonic()
 
-    @property
-    def steps(self) -> int:
-        """Steps that the last checkpoint has; 0 if there is none. Raises: as `load`."""
-        if not self.path.exists():
-            return 0
-        with open_tensors(self.path, _REMEDY) as file:
-            return file.get_slice("losses").get_shape()[0]
+
+def steps_in(path: Path) -> int:
+    """Return the steps that a checkpoint has; 0 if there is none. Raises: ValueError if it is damaged."""
+    if not path.exists():
+        return 0
+    with open_tensors(path, _REMEDY) as file:
+        return file.get_slice("losses").get_shape()[0]
 
 
 def save_stored(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
