@@ -13,6 +13,7 @@ import tempfile
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig, train_layer
+from hashtrain.adapters import adapter_of
 from hashtrain.data.capture import Capture, capture
 from hashtrain.data.corpus import contexts, read_texts, split
 from hashtrain.data.shares import room_for
@@ -53,7 +54,8 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     learnt, validation = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
     print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(validation)} held out")
     # 3. A hasher of the model's shape, of the variant that works best on the demo model.
-    hasher = Hasher(HasherConfig("transform", ModelShape.of(model.config), base_model=base_model(given.model)))
+    shape, name = ModelShape.of(model.config), base_model(given.model)
+    hasher = Hasher(HasherConfig("transform", shape, base_model=name, adapter=adapter_of(model)))
     settings = TrainConfig(
         FRACTION, given.steps, learning_rate=given.learning_rate, beta=4.0, min_position=given.context // 16
     )

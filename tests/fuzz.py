@@ -29,6 +29,7 @@ FUZZERS = {
     "index": ("fuzz_index", "searches"),  # BitIndex against a list of its rows
     "index-files": ("fuzz_index_files", "files"),  # damaged and forged files of BitIndex
     "cache": ("fuzz_cache", "steps"),  # operations on caches with codes, against plain ones
+    "files": ("fuzz_files", "files"),  # all other files from untrusted sources, damaged and lying
 }
 """Module of each fuzzer, and what it counts."""
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import copy
 import functools
+import json
 import resource
 import sys
 import tempfile
@@ -15,6 +16,11 @@ from pathlib import Path
 
 ADDRESS_SPACE, RESIDENT = 1 << 30, 1 << 26  # bytes that one read may add: the second with what libraries set up
 NUMBERS = [0, 1, 7, 31, 33, 255, 256, 1 << 16, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 40, 1 << 63, (1 << 64) - 1]
+TEXTS = ["", "..", "../config.json", "/etc/passwd", "a\0b", "\ud800", "x" * 5000, "--help", "é", "\n", "NaN", "lsh"]
+DEEP = {"@deep@": "[" * 5000 + "]" * 5000, "@digits@": "9" * 5000, "@huge@": "1e999", "@twice@": '{"a": 1, "a": 2}'}
+"""Stand for what `json.dumps` would not write."""
+STRANGE = [None, True, False, -1, 1.5, 1e308, float("nan"), float("inf"), [], {}, [[]], {"a": {}}, *DEEP]
+HOSTILE = [*STRANGE, *NUMBERS, *TEXTS, *range(-3, 11)]
 
 
 @functools.cache
@@ -55,6 +61,36 @@ def damaged(rng, content: bytes, other: bytes = b"") -> bytes:
             case _:
                 data[at:] = other[at:]
     return bytes(data)
+
+
+def places(value, path=()):
+    """Every place in a JSON value, the whole first."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from places(item, (*path, key))
+
+
+def altered(rng, value) -> bytes:
+    """The JSON text of a value with a place or two changed, taken out or added; or the text, damaged."""
+    if rng.random() < 0.4:
+        return damaged(rng, json.dumps(value).encode())
+    value = copy.deepcopy(value)
+    for _ in range(int(rng.integers(1, 3))):
+        *path, last = one_of(rng, [place for place in places(value) if place] or [("new",)])
+        holder = functools.reduce(lambda found, key: found[key], path, value)
+        match rng.integers(4):
+            case 0:
+                holder.pop(last, None) if isinstance(holder, dict) else holder.pop(last)
+            case 1:
+                new = one_of(rng, HOSTILE)
+                holder.update(new=new) if isinstance(holder, dict) else holder.append(new)
+            case _:
+                holder[last] = one_of(rng, HOSTILE)
+    text = json.dumps(value if rng.random() < 0.9 else [value])
+    for mark, form in DEEP.items():
+        text = text.replace(json.dumps(mark), form)
+    return text.encode("utf-8", "surrogatepass")
 
 
 @contextlib.contextmanager

@@ -1,11 +1,7 @@
 """The way of a stranger's data through all four packages: text -> capture -> hashers -> attached model -> report."""
 
-import json
-
 import pytest
 import torch
-from evals.cli import main as evals
-from evals.results import read_result
 from hashtrain import Hasher
 from hashtrain.cli import main as hashtrain
 from hashtrain.demo import demo_model_path
@@ -52,16 +48,3 @@ def test_trained_hashers_decode_at_the_density_they_were_asked_for(run, name):
     # 7 decode steps see 301 to 307 tokens and select 30 of them; if layers and heads divide them, whole tokens each.
     asked, divided = sum([30] * 7) / sum(range(301, 308)), name != "lsh"
     assert sum(density.values()) / 3 == pytest.approx(asked, rel=0.02 if divided else 1e-9)
-
-
-def test_evals_measures_what_hashtrain_stored(run, capsys):
-    arguments = ["--model", str(run / "model"), "--text", str(run / "text.txt"), "--hashers", str(run / "hashers")]
-    settings = ["--documents", "1", "--context", "512", "--out", str(run / "ppl"), "--budgets", "0.1"]
-    settings += ["--methods", "oracle", "recent", "lsh", "paper", "planes"]
-    assert evals(["ppl", *arguments, *settings]) == 0
-    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert {"dense", "oracle", "recent", "lsh", "paper", "planes"} <= {found["method"] for found in last["results"]}
-    result = read_result(run / "ppl")
-    dense, planes = result.one(method="dense", metric="perplexity"), [r for r in result.rows if r.method == "planes"]
-    assert dense.value > 1
-    assert 0.08 < planes[0].density <= 0.1  # the floor of a tenth of each row

@@ -64,14 +64,6 @@ def test_float32_on_cuda_is_refused_before_a_model_is_loaded(command, monkeypatc
     assert not given.out.exists()
 
 
-def test_a_run_in_another_type_is_refused(ppl_command, tmp_path):
-    more = {"methods": ("lsh",), "rules": ("visible",), "documents": 1}
-    ppl.run(ppl_command(**more), QUIET)
-    assert "device" not in json.loads((tmp_path / "run" / "config.json").read_text())
-    with pytest.raises(ValueError, match="dtype was float32, now bfloat16"):
-        ppl.run(ppl_command(dtype="bfloat16", **more), QUIET)
-
-
 @pytest.mark.parametrize("task", ["ppl", "iou", "needle", "throughput"])
 @pytest.mark.parametrize(
     ("count", "sentence"),

@@ -35,18 +35,6 @@ def test_dense_loss_is_that_of_the_second_half(loaded):
     assert found["dense"]["nll"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("phase", ["everywhere", "decode"])
-def test_the_last_tokens_alone_can_be_scored(loaded, phase):
-    found = measure(
-        loaded.model, loaded.ids, [Cell("lsh", "visible", 1.0)], loaded.methods, FIRST_DENSE, phase=phase, scored=10
-    )
-    with torch.no_grad():
-        expected = F.cross_entropy(loaded.model(loaded.ids[None]).logits[0, -11:-1], loaded.ids[-10:])
-    assert found["scored"] == 10
-    for nll in (found["dense"]["nll"], found["cells"][0]["nll"]):
-        assert nll == pytest.approx(expected.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("rule", ["visible", "fixed"])
 @pytest.mark.parametrize("name", SPARSE_NAMES)
 def test_whole_budget_equals_dense(loaded, name, rule):
@@ -99,19 +87,6 @@ def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded,
         torch.testing.assert_close(found, torch.stack(steps), atol=1e-4, rtol=0)
     assert (everywhere - found).abs().max() > 1e-2
     assert attended.density < 0.25
-
-
-@pytest.mark.parametrize("name", ["quest", "quest-heads", "magicpig", "magicpig-bare"])
-def test_rivals_leave_no_scored_row_dense_behind_a_prompt(loaded, name):
-    """All 128 tokens are among the first rows that they leave dense where every row is sparse."""
-    cells = [Cell(name, "visible", 0.1)]
-    whole, served = (measure(loaded.model, loaded.ids, cells, loaded.methods, FIRST_DENSE, phase=p) for p in PHASES)
-    (whole,), (served,) = whole["cells"], served["cells"]
-    assert (whole["density"], whole.get("empty", 0)) == (1, 0)
-    assert abs(whole["kl"]) < 1e-6
-    assert served["density"] < 0.95
-    assert served["kl"] > 1e-3
-    assert (served.get("empty", 0) > 0) == (name == "magicpig-bare")
 
 
 def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted(loaded):

@@ -1,7 +1,5 @@
 """The paper's protocol by flags: heads, scored tokens, dense layers, and ends beside a budget."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from evals.settings import Always
@@ -89,17 +87,3 @@ def test_ends_beside_a_budget_are_read_on_top_of_it(loaded, ppl_command):
     for other in ({"rules": ("visible",)}, {"rules": ("fixed",), "phase": "decode"}):
         with pytest.raises(UsageError, match="--ends beside needs a budget that is the same for every row"):
             ppl_command(ends="beside", **other)
-
-
-def test_any_set_of_layers_stays_dense(command, ppl_command, loaded):
-    with pytest.raises(ValueError, match="--dense-at takes layers 0 to 2, got 3"):
-        ppl.run(ppl_command(methods=("lsh",), dense_at=(3,)), QUIET)
-    with pytest.raises(ValueError, match="must leave one sparse layer, got all of them"):
-        ppl.run(ppl_command(methods=("lsh",), dense_at=(1, 2)), QUIET)
-    # Layers 0 and 1 dense, given either way: the same numbers.
-    how = {"methods": ("lsh",), "documents": 1, "rules": ("visible",)}
-    first = ppl.run(ppl_command(**how, dense_layers=2), QUIET)
-    other = ppl_command(**how, dense_layers=0, dense_at=(0, 1))
-    again = ppl.run(replace(other, out=other.out / "again"), QUIET)
-    at = {"method": "lsh", "metric": "kl"}
-    assert first.one(**at).value == again.one(**at).value

@@ -1,13 +1,7 @@
 """Tables and figures, for every kind of result."""
 
 from evals.results import Result, Row
-from evals.tables import Grid, grids, pivot, to_markdown, to_rich
-
-
-def test_markdown_is_a_title_and_a_table():
-    grid = Grid("Title", ["a", "b"], [[["1", "2"]], [["3", "4"]]])
-    assert to_markdown(grid) == "Title\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n| 3 | 4 |"
-    assert to_rich(grid).row_count == 2
+from evals.tables import grids, pivot
 
 
 def row(metric, value, method="lsh", **more):
@@ -33,9 +27,3 @@ def test_a_result_has_a_table_of_numbers_one_of_differences_and_one_by_layer():
     assert differences.lines == [["10 %, lsh - oracle", "-0.1000 [-0.2000, -0.0500]"]]
     assert (layers.header, layers.lines) == (["layer", "lsh"], [["0", "0.4"]])
     assert all("the first token and the last 4 tokens always read" in grid.title for grid in (whole, differences))
-
-
-def test_columns_of_words_are_aligned_to_the_left():
-    grid = Grid("T", ["a", "b", "c", "d"], [[["x", "-1 %", "all", ""]], [["y", "+2 [1, 3]", "2 %", ""]]])
-    assert to_markdown(grid).splitlines()[3] == "| --- | ---: | --- | ---: |"
-    assert [column.justify for column in to_rich(grid).columns] == ["left", "right", "left", "right"]

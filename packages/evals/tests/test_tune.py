@@ -113,27 +113,3 @@ def test_contexts_used_for_tuning_are_refused(run, build):
     with pytest.raises(ValueError, match="is a context that the rivals were tuned on"):
         ppl.run(asked, QUIET)
     assert not asked.out.exists()
-
-
-DAMAGE = {
-    "tuned for --phase decode": lambda data: {**data, "phase": "decode"},
-    "of another model": lambda data: {**data, "model_identity": "0"},
-    "is damaged": lambda data: {k: v for k, v in data.items() if k != "documents"},
-    "parameters of planes": lambda data: {**data, "parameters": {"planes": {"page": 4}}},
-    "quest takes the parameters page, got pages": lambda data: {**data, "parameters": {"quest": {"pages": 4}}},
-    r"damaged \(TypeError": lambda data: {**data, "parameters": {"quest": {"page": "4"}}},
-    "--tuned needs one of magicpig": lambda data: {**data, "parameters": {"magicpig": {"bits": 8, "tables": 50}}},
-}
-
-
-def test_choices_that_cannot_be_used_are_refused(run, build, tmp_path):
-    command, _ = run
-    path = command.out / "tuned.json"
-    data = json.loads(path.read_text())
-    for message, damage in DAMAGE.items():
-        path.write_text(json.dumps(damage(data)))
-        message = message.replace("of another model", "tuned on another model")
-        with pytest.raises(ValueError, match=message):
-            ppl.run(build(methods=("quest",), tuned=command.out), QUIET)
-    with pytest.raises(ValueError, match=r"no tuned\.json"):
-        ppl.run(build(methods=("quest",), tuned=tmp_path), QUIET)

@@ -1,11 +1,12 @@
 """Time decode steps of an attached model and of the plain model on the CPU, from a context length of one token up.
 
     uv run packages/sparse-decode/benchmarks/never_slower.py --out docs/results/never_slower.json
+    uv run --with torchao packages/sparse-decode/benchmarks/never_slower.py --weights int8 --lengths 1024 8192
 
-SmolLM2-135M's shape with random weights in bfloat16, or a folder with --model; untrained `transform` hashers with
-arbitrary remainder coefficients. `attached`: `attach`'s default budget, which keeps short contexts dense; `dense
-layers`: attached, with `dense_below` above any context; `sparse`: with `dense_below` 0. Caches are filled with random
-numbers; each step's token is removed again.
+SmolLM2-135M's shape with random weights in bfloat16, or a folder with --model; --weights has torchao quantise them.
+Untrained `transform` hashers with arbitrary remainder coefficients. `attached`: `attach`'s default budget, which keeps
+short contexts dense; `dense layers`: attached, with `dense_below` above any context; `sparse`: with `dense_below` 0.
+Caches are filled with random numbers; each step's token is removed again.
 
 Steps alternate in one process; each timed step follows an untimed one of the same model, as in a text, so that none
 finds the CPU's caches full of another model's objects. Times are processor time with one thread, else wall time; ratios
@@ -89,11 +90,21 @@ def measure(models: dict[str, PreTrainedModel], n: int, repeats: int) -> dict[st
     return row
 
 
+def quantised(model: PreTrainedModel, weights: str) -> PreTrainedModel:
+    """Quantise the weights of a model's linear layers in place by torchao: one scale a row, or a group of 32."""
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
+
+    four_bits = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+    quantize_(model, Int8WeightOnlyConfig() if weights == "int8" else four_bits)
+    return model
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or hub id; default: random weights")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--layers", type=int, help="number of layers; default: those of the shape")
+    parser.add_argument("--weights", choices=["bfloat16", "int8", "int4"], default="bfloat16")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--only", nargs="+", help="models to time; default: all")
     parser.add_argument("--repeats", type=int, default=200)
@@ -102,7 +113,8 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    models = attached_models(make_model(given.model, given.shape, given.layers))
+    model = make_model(given.model, given.shape, given.layers)
+    models = attached_models(model if given.weights == "bfloat16" else quantised(model, given.weights))
     models = {name: model for name, model in models.items() if name in ("as it is", *(given.only or models))}
     rows = []
     for n in given.lengths:
@@ -111,7 +123,12 @@ def main() -> int:
         print(f"{n:>7,} tokens: {line}", flush=True)
     missed = [row["n"] for row in rows if row.get("attached", {"ratio": 0})["ratio"] > SLOWER_ASKED]
     name = pathlib.Path(given.model).name if given.model else given.shape
-    about = {"model": name, "layers": models["as it is"].config.num_hidden_layers, **machine()}
+    about = {
+        "model": name,
+        "weights": given.weights,
+        "layers": models["as it is"].config.num_hidden_layers,
+        **machine(),
+    }
     store({**about, "asked": SLOWER_ASKED, "repeats": given.repeats, "missed": missed, "rows": rows}, given.out)
     return 1 if missed else 0
 

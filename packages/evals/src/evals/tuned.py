@@ -35,7 +35,9 @@ def read_tuned(folder: Path, model_identity: str, phase: str) -> Tuned:
         if data["model_identity"] != model_identity:
             raise ValueError(f"{path} was tuned on another model or --dtype; {remedy} and the same --model and --dtype")
         if data["phase"] != phase:
-            raise ValueError(f"{path} was tuned for --phase {data['phase']}, this is {phase}; {remedy} --phase {phase}")
+            raise ValueError(
+                f"{path} was tuned for --phase {data['phase']!r}, this is {phase}; {remedy} --phase {phase}"
+            )
         parameters, documents = data["parameters"], frozenset(data["documents"])
         for name, found in parameters.items():
             if name not in RIVALS:

@@ -116,5 +116,6 @@ def other_adapter(hasher: Any, model: Any) -> str | None:
     made: str | None = getattr(hasher, "adapter", None)
     if made is None or made == (found := adapter_of(model)):
         return None
-    said, got = (f"the adapter {one}" if one else "no adapter" for one in (made, found))
+    said = f"the adapter {made}" if made else "no adapter"
+    got = f"the adapter {found}" if found else "none, unless it was merged into its weights before"
     return f"the hasher was made for a model with {said}, this one has {got}: it may find less; make one for this model"

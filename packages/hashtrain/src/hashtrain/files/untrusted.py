@@ -60,7 +60,7 @@ def read_text(path: Path, limit: int) -> str:
     if status.st_size > limit:
         raise ValueError(f"expected at most {limit} bytes, got {status.st_size}")
     with path.open("rb") as file:
-        return file.read(limit).decode("utf-8")
+        return file.read(status.st_size).decode("utf-8")  # never `limit`, which would be allocated
 
 
 def inside(path: Path) -> Path:
