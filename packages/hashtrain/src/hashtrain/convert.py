@@ -57,9 +57,10 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
     largest = 2 * 4 * shape.num_layers * shape.num_query_heads * (2 * d * d + 2 * d) + (1 << 20)
     try:
         with zipfile.ZipFile(path) as archive:
-            content = sum(entry.file_size for entry in archive.infolist())
-        if content > largest:  # a small file may hold a large one
-            raise ValueError(f"it holds {content} bytes, expected at most {largest}")
+            if (content := sum(entry.file_size for entry in archive.infolist())) > largest:  # a small file may lie
+                raise ValueError(f"it holds {content} bytes, expected at most {largest}")
+            if (wrong := archive.testzip()) is not None:  # torch checks no checksum
+                raise ValueError(f"the checksum of its {wrong} is wrong")
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # on damaged bytes, the zip reader and the unpickler raise all kinds of errors
         what = f"is truncated, damaged or holds more than tensors ({first_line(error)})"
