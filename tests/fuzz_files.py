@@ -1,5 +1,5 @@
 """Damaged and lying files of untrusted origin: hashers, adapters, published lists, captures, checkpoints, runs, tuned
-parameters, settings, texts, and a benchmark's lines.
+parameters, texts, and a benchmark's lines.
 
 A case damages one file of one kind: the law stands in fuzz_damage.py.
 """
@@ -16,15 +16,13 @@ from evals.tuned import FILE, read_tuned
 from fuzz_damage import altered, damaged, folder, found, one_of
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.adapters import base_of
-from hashtrain.artefact.convert import convert
-from hashtrain.artefact.hasher import make_layer
+from hashtrain.convert import convert
 from hashtrain.data.capture import Capture
 from hashtrain.data.texts import read_texts
-from hashtrain.settings.toml import with_config
+from hashtrain.hasher import make_layer
 from hashtrain.training.checkpoint import load_stored, save_stored
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training
-from hashtrain.usage import UsageError
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
@@ -256,20 +254,9 @@ def benchmark_lines(rng) -> None:
         assert all(row["context"].strip() and all(one.strip() for one in row[name]) and row[name] for row in read)
 
 
-TOML = b'bits = 64\nout = "runs/x"\nonly = ["planes", "lsh"]\nlearning_rate = 0.01\n'
-WORSE = [b"a = " + b"[" * 9000, b"bits = " + b"9" * 5000, b'out = "--help"']
-
-
-def settings(rng) -> None:
-    path = folder() / "damaged.toml"
-    path.write_bytes(one_of(rng, WORSE) if rng.random() < 0.1 else damaged(rng, TOML))
-    words = found(lambda: with_config(["train", "--config", str(path)]), "damaged.toml", UsageError)
-    assert words is None or (words[0] == "train" and "--help" not in words)
-
-
 KINDS = (
     *(hasher_weights, hasher_config, published_list, shard),
-    *(checkpoint, stored_run, settings, tuned, adapter, texts, benchmark_lines),
+    *(checkpoint, stored_run, tuned, adapter, texts, benchmark_lines),
 )
 
 

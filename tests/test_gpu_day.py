@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DAY = ROOT / "tools" / "gpu_day" / "day.sh"
-SPARSE = "sparse-decode/tests/test_on_gpu.py"
 PLANTED = """
 import pytest
 

@@ -181,27 +181,23 @@ def test_a_file_of_a_model_that_is_no_file_is_one_sentence(kind, copy, model, ca
         assert not (copy.parent / "out").exists()
 
 
-@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
-@pytest.mark.parametrize("name", ["/dev/zero", "../text.txt", 5])
-def test_an_index_of_weights_that_leads_elsewhere_is_one_sentence(name, index, copy, model, capsys):
+def _index(copy):
     (copy / "model.safetensors").unlink()
-    (copy / index).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "../text.txt"}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_index, "names the file '../text.txt', expected a file of weights in its folder"),
+        (lambda copy: configured(copy, transformers_weights="../model.safetensors"), "expected a file of its folder"),
+        (lambda copy: os.truncate(copy / "tokenizer.json", (1 << 28) + 1), "tokenizer.json has 268435457 bytes"),
+    ],
+)
+def test_files_elsewhere_and_too_large_are_one_sentence(change, message, copy, model, capsys):
+    change(copy)
     main, words = commands(copy, model.parent / "text.txt")["sparse-decode"]
-    assert f"names the file {name!r}, expected a file of weights in its folder" in refused(main, words, capsys)
-
-
-@pytest.mark.parametrize("name", ["below/model.safetensors", "../model.safetensors", 7])
-def test_a_config_that_names_weights_elsewhere_is_one_sentence(name, copy, model, capsys):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
-    main, words = commands(copy, model.parent / "text.txt")["sparse-decode"]
-    assert f"names the weights {name!r} (transformers_weights), expected a file" in refused(main, words, capsys)
-
-
-def test_a_tokenizer_too_large_to_be_read_is_one_sentence(copy, model, capsys):
-    os.truncate(copy / "tokenizer.json", (1 << 28) + 1)
-    main, words = commands(copy, model.parent / "text.txt")["sparse-decode"]
-    assert "tokenizer.json has 268435457 bytes, expected at most 268435456" in refused(main, words, capsys)
+    assert message in refused(main, words, capsys)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

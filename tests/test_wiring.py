@@ -72,19 +72,6 @@ def test_hashcore_imports_without_torch_and_cuda():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_hashtrain_brings_what_cuda_needs_where_there_are_gpus():
-    """hashcore alone stays small; whoever trains or decodes on Linux x86-64 can compile kernels."""
-    stated = [Requirement(text) for text in importlib.metadata.requires("hashtrain") or []]
-    (cuda,) = [one for one in stated if one.name == "hashcore" and one.extras == {"cuda"}]
-    for system, machine, wanted in (
-        ("linux", "x86_64", True),
-        ("linux", "aarch64", False),
-        ("darwin", "x86_64", False),
-    ):
-        assert cuda.marker.evaluate({"sys_platform": system, "platform_machine": machine}) is wanted
-    assert not [text for text in importlib.metadata.requires("hashcore") if "cuda-core" in text and "extra" not in text]
-
-
 def test_no_index_host_and_no_machine_path():
     # A checkout may belong to another user, as in a container.
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

@@ -32,7 +32,7 @@ class Layer:
 
     def __init__(self, device: str, copies: int):
         from hashtrain import HasherConfig, ModelShape
-        from hashtrain.artefact.hasher import make_layer
+        from hashtrain.hasher import make_layer
         from sparse_decode.cuda import encode_weights
 
         config = HasherConfig("transform", ModelShape(1, HEADS, KV_HEADS, DIM), bits=128, hidden=128)

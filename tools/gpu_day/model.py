@@ -129,8 +129,8 @@ def agree(stage: Stage, model: PreTrainedModel, hasher: Any, tokens: int) -> Non
 def train(stage: Stage, variant: str, tokens: int) -> None:
     """Write a row `train`: the time and the memory of a training step of one layer."""
     from hashtrain import HasherConfig, ModelShape, TrainConfig
-    from hashtrain.artefact.hasher import make_layer
     from hashtrain.data.captured import Capture
+    from hashtrain.hasher import make_layer
     from hashtrain.training.trainer import Training
 
     config = HasherConfig(variant, ModelShape(1, 32, 8, 128), bits=128, hidden=128)

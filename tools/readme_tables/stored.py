@@ -61,17 +61,16 @@ def _measured(result: Result) -> dict[str, Any]:
     return {"config": result.config, "environment": result.environment, **json.loads(rows_to_text(rows))}
 
 
+_BY_HEAD = {"iou_by_head", "mass_by_head", "failing"}
+
+
 def _trained(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of a training without lists by head, except those of the worst rows."""
     hashers = {}
-    worst = {"low_by_head", "lost_by_head"}
     for name, found in metrics["hashers"].items():
         hashers[name] = {key: found[key] for key in ("dense_layers", "failing", "repaired", "cost") if key in found}
-        for heads in ("kv_head", "query_head", "remainder"):
-            names = {key for layer in found[heads]["layers"] for key in layer if not key.endswith("_by_head")}
-            names |= worst if heads == "kv_head" else set()
-            layers = [{k: v for k, v in layer.items() if k in names} for layer in found[heads]["layers"]]
-            hashers[name][heads] = {"layers": layers, "mean": found[heads]["mean"]}
+        layers = [{k: v for k, v in at.items() if k not in _BY_HEAD} for at in found["kv_head"]["layers"]]
+        hashers[name]["kv_head"] = {"layers": layers, "mean": found["kv_head"]["mean"]}
     return {**metrics, "hashers": hashers}
 
 

@@ -13,7 +13,7 @@ from evals.metrics import Estimate
 from evals.results import Result, Row
 from evals.rivals import RIVALS
 from evals.tables import percent, protocol, signed_percent
-from hashtrain.settings.train_command import PAPER
+from hashtrain.run.settings import PAPER
 from sparse_decode.costs import state_bytes
 
 from readme_tables.stored import load, stored

@@ -20,7 +20,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path
 from hashtrain.evaluation.remainder import calibrate
-from hashtrain.settings.recipes import ALL
+from hashtrain.run.recipes import ALL
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 CONTEXT = 128

@@ -66,7 +66,7 @@ def test_ppl_ends_with_json_and_leaves_the_files(typed, made, tmp_path, capsys):
 
 def test_list_names_the_methods(capsys):
     assert cli.main(["list"]) == 0
-    assert "paper-rotation" in last_line(capsys)["methods"]
+    assert "paper-reconstruction" in last_line(capsys)["methods"]
 
 
 def test_missing_hashers_are_named_together_with_what_is_there(typed, made, tmp_path, capsys):

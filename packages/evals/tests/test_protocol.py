@@ -5,8 +5,8 @@ import torch
 from evals.settings import Always
 from evals.tasks import ppl
 from evals.tasks.ppl import Cell, budget_of, measure
-from hashtrain.data.capture import replacing
-from hashtrain.settings.recipes import EXACT
+from hashtrain.data.capture import capturing
+from hashtrain.run.recipes import EXACT
 from hashtrain.training.target import top_count
 from hashtrain.usage import UsageError
 from rich.console import Console
@@ -28,7 +28,7 @@ def by_hand(loaded, hasher, fraction, dense):
             hidden = hidden | (order >= top_count(at + 1, fraction)[:, None])
         return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 1)).transpose(1, 2)
 
-    with torch.inference_mode(), replacing(loaded.model, attend):
+    with torch.inference_mode(), capturing(loaded.model, attend):
         return loaded.model(loaded.ids[None], use_cache=False).logits[0]
 
 

@@ -15,6 +15,9 @@ SMALL = [
 class Whole:
     """Adds the accessors of a capture to a class whose `read` returns q, k and the scaling."""
 
+    def stride(self, context):
+        return 1
+
     def keys(self, context, layer):
         return self.read(context, layer)[1:]
 

@@ -59,15 +59,6 @@ def test_capturing_changes_no_output_of_models_with_their_own_attention(family):
     assert model.config._attn_implementation == "eager"
 
 
-def test_stored_capture_reads_back(model, data):
-    q, k, scaling = data.read(2, 1)
-    assert q.dtype == k.dtype == torch.bfloat16
-    assert q.shape == (1, 4, 512, 32)
-    assert k.shape == (1, 2, 512, 32)
-    assert scaling == 32**-0.5
-    assert len(data) == 3
-
-
 def test_a_model_that_calls_its_output_projection_decoder_is_captured():
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}

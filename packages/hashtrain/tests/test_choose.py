@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.evaluation.metrics import fails
+from hashtrain.evaluation.metrics import Quality, fails
+from hashtrain.hasher import make_layer
 from hashtrain.training import choose as module
 from hashtrain.training.choose import choose
 from hashtrain_runs import Whole
@@ -60,6 +60,7 @@ def test_a_head_fails_by_its_worst_rows():
 def test_what_does_not_fail_beats_a_better_mean(monkeypatch):
     """Masses are invented, in the order in which hashers are measured."""
     masses = [[LOST, LOST], [GOOD, LOST * 0.9], [GOOD * 0.9, LOST * 0.91]]
-    monkeypatch.setattr(module, "_masses", lambda *_: masses)
+    found = [Quality(torch.empty(0), torch.empty(0), torch.stack(of)) for of in masses]
+    monkeypatch.setattr(module, "layer_quality", lambda *_: found)
     layer, *others = (started(Captured()) for _ in masses)
     assert choose(layer, dict(zip("ab", others, strict=True)), 0, Captured(), 0.3) == {0: "a"}

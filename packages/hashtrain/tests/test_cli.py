@@ -1,15 +1,13 @@
 """The command's errors, its output before and after a run, and its smaller subcommands."""
 
 import json
-import re
 import shutil
 
 import pytest
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.cli import _parse, main, next_command, parse
+from hashtrain.cli import main, next_command
 from hashtrain.run.prepare import _check_model
-from hashtrain.settings.recipes import ALL
-from hashtrain.settings.train_command import PAPER, TrainCommand
+from hashtrain.run.settings import TrainCommand
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
 
@@ -38,7 +36,7 @@ def refused(folder, tmp_path, capsys):
         (["--only", "transfrom"], "--only takes no transfrom; did you mean transform"),
         (["--steps", "0"], "at least 1"),
         (["--stream"], "--stream left in hashtrain 2.0: captures are made in waves"),
-        (["--spread=data"], "--spread left in hashtrain 2.0: workers train different layers"),
+        (["--alpha=1"], "--alpha left in hashtrain 2.0: every ablation is a hasher with a name"),
         (["--disk", "0.000001"], "not enough free disk for captures"),
         (["--bits", "100"], "multiple of 32"),
         (["--planes", "9"], "between 1 and 8"),
@@ -54,25 +52,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(refused, change, message):
     assert message in refused(*change)
 
 
-def test_inspect_prints_the_config(folder, tmp_path, capsys):
-    assert main(command(folder, tmp_path / "run", "--only", "lsh")) == 0
-    capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "run" / "lsh")]) == 0
-    assert json.loads(capsys.readouterr().out)["variant"] == "lsh"
-    for place, said in (
-        (tmp_path, "expected a config.json there"),
-        (tmp_path / "run", f"it holds hashers; name one, such as {tmp_path / 'run' / 'lsh'}"),
-        (tmp_path / "run" / "lsh" / "config.json", f"that is a file, expected a folder such as {tmp_path / 'run'}"),
-        (folder / "model", "is a model, expected a hasher"),
-    ):
-        assert main(["inspect", str(place)]) == 2
-        assert said in capsys.readouterr().err
-
-
 def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["--model", str(folder / "model")]) == 2
-    assert "needs --out FOLDER: runs/demo is for hashers of the demo model" in capsys.readouterr().err
+    assert "needs --out FOLDER: runs/demo is for the demo's hashers" in capsys.readouterr().err
     Hasher(HasherConfig("lsh", ModelShape(2, 4, 2, 32), base_model="other")).save_pretrained(out / "lsh")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert main(command(folder, out, "--only", "lsh")) == 2
@@ -86,68 +69,12 @@ def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
     assert "lsh is a model, which would be replaced" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("trian", "no command trian; did you mean train?"),
-        ("x", "expected one of train,"),
-        ("plan", "plan left in hashtrain 2.0: use `hashtrain --dry-run`"),
-    ],
-)
-def test_an_unknown_command_is_one_sentence(capsys, word, said):
-    assert main([word]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("steps = ", "is not a TOML file"),
-        ("step = 5", "sets step, expected one of alpha, beta, bits"),
-        ("steps = true", "sets steps to True, expected numbers or strings"),
-        ("stream = true", "sets stream, which left in hashtrain 2.0: captures are made in waves"),
-        ("steps = 0", "--steps must be at least 1"),
-    ],
-)
-def test_a_config_that_cannot_be_used_is_one_sentence(folder, tmp_path, capsys, content, message):
-    (tmp_path / "run.toml").write_text(content)
-    words = ["--model", str(folder / "model"), "--out", str(tmp_path / "run"), "--config", str(tmp_path / "run.toml")]
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, capsys):
     assert main(command(folder, tmp_path / "run", "--only", "lsh", "planes", "--dry-run")) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
-    whole = 2 * 512 * 2 * (4 + 2 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
-    evaluated = 2 * (512 * 2 + 4 * 4) * 32 * 2 + 2 * 4 * 4  # keys, the queries of four rows, and the rows' numbers
-    assert found["disk"] == whole + evaluated
-    assert found["waves"] == 1
-    assert found["step_memory"] > 0
+    whole = 3 * 512 * 2 * (4 + 2 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
+    assert found == {"hashers": ["lsh", "planes"], "disk": whole, "waves": 1}
     assert not (tmp_path / "run").exists()
-
-
-def test_contexts_that_the_text_does_not_hold_are_said_to_be_fewer(folder, tmp_path, capsys):
-    many = ["--contexts", "500", "--held-out", "99", "--only", "lsh", "--dry-run"]
-    assert main(command(folder, tmp_path / "run", *many)) == 0
-    said = " ".join(capsys.readouterr().err.split())
-    train, held = (int(re.search(f"the {name} has (\\d+)", said)[1]) for name in ("text", "held-out text"))
-    assert f"the text has {train} training contexts; 500 were requested" in said
-    assert f"the held-out text has {held} contexts; 99 were requested" in said
-    assert f"{train} contexts of 512 tokens to train on, {held} held out" in said
-    assert 0 < held < train < 500
-    assert main(command(folder, tmp_path / "few", "--dry-run")) == 0
-    assert "requested" not in capsys.readouterr().err
-
-
-def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
-    demo, other = (_parse(["train", "--model", name], defaults) for name, defaults in (("demo", {}), ("x/y", PAPER)))
-    assert (demo.context, demo.contexts, demo.steps, demo.learning_rate, demo.warmup) == (4096, 40, 800, None, 0.02)
-    assert (other.context, other.contexts, other.steps) == (8192, 8192, 8192)
-    assert (other.learning_rate, other.warmup) == (1e-3, 0.01)
-    assert (demo.planes, demo.digits) == (other.planes, other.digits) == (None, None)
-    assert other == TrainCommand(model="x/y", **PAPER)
 
 
 @pytest.mark.parametrize(
@@ -165,22 +92,6 @@ def test_the_next_command_has_options_that_evals_accepts(changes, words):
     assert (
         next_command(TrainCommand(**changes)) == f"uv run evals ppl --documents 4 --hashers runs/demo {words}".strip()
     )
-
-
-@pytest.mark.parametrize(
-    ("only", "made"),
-    [
-        ((), ["lsh", "paper", "transform"]),
-        (("default",), ["lsh", "paper", "transform"]),
-        (("planes",), ["planes"]),
-        (("planes", "default"), ["lsh", "paper", "transform", "planes"]),
-        (("all",), [recipe.name for recipe in ALL]),
-        (("default", "all"), [recipe.name for recipe in ALL]),
-    ],
-)
-def test_groups_of_hashers_can_be_named_with_single_ones(only, made):
-    command = parse(["--only", *only] if only else [])
-    assert [recipe.name for recipe in command.recipes] == made
 
 
 def test_unsupported_models_are_refused_before_training():

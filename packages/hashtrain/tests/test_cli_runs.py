@@ -41,17 +41,3 @@ def test_hashers_and_figures_do_not_depend_on_the_number_of_workers(folder, tmp_
     (one, mine), (other, theirs) = found
     assert one == other
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-def test_a_stored_config_repeats_the_run_and_the_command_line_wins(folder, tmp_path):
-    changed = ("--only", "lsh", "--bits", "64", "--fraction", "0.1")
-    assert main(command(folder, tmp_path / "one", *changed)) == 0
-    stored = tmp_path / "one" / "config.toml"
-    stored.write_text(stored.read_text() + 'stream = false\nspread = "layers"\n')  # of an earlier version
-    assert main(["train", "--config", str(stored), "--out", str(tmp_path / "two")]) == 0
-    assert main([f"--config={stored}", "--out", str(tmp_path / "three"), "--bits", "32"]) == 0
-    one, two, three = (Hasher.from_pretrained(tmp_path / name / "lsh") for name in ("one", "two", "three"))
-    assert all(torch.equal(tensor, two.state_dict()[name]) for name, tensor in one.state_dict().items())
-    assert (one.config.bits, three.config.bits) == (64, 32)
-    assert json.loads((tmp_path / "two" / "metrics.json").read_text())["fraction"] == 0.1
-    assert json.loads((tmp_path / "two" / "environment.json").read_text())["device"] == "cpu"

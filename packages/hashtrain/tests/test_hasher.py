@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.artefact import hasher as hasher_module
+from hashtrain import hasher as hasher_module
 from hashtrain.config import VARIANTS
 from hashtrain.layers import shapes
 from hypothesis import given, settings
@@ -122,24 +122,6 @@ def test_every_changed_byte_is_one_sentence_or_harmless(stored, share, flip):
         weights.write_bytes(whole)
 
 
-def test_loading_draws_nothing(tmp_path, monkeypatch):
-    made = make("paper")
-    made.save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.linalg, "qr", lambda *a: pytest.fail("a small file could ask for a rotation of any size"))
-    assert torch.equal(Hasher.from_pretrained(tmp_path).state_dict()["layers.1.w2"], made.state_dict()["layers.1.w2"])
-
-
-def test_missing_folder_and_broken_json(tmp_path):
-    with pytest.raises(ValueError, match="no hasher at"):
-        Hasher.from_pretrained(tmp_path / "none")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is corrupt"):
-        Hasher.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="nested deeper than"):
-        Hasher.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changes", "fact"),
     [
@@ -181,10 +163,18 @@ def test_heads_that_vary_by_layer(tmp_path, variant):
         read.require_match(heterogeneous(per_layer_config={1: {"head_dim": 64, "num_key_value_heads": 1}}))
 
 
-@pytest.mark.parametrize(
-    ("per_layer", "message"),
-    [([[4, 2]], "must list query heads"), ([[4, 2, 32]], "must have 2 layers, got 1"), ("ab", "must list query heads")],
-)
-def test_a_malformed_list_of_layers_is_refused(per_layer, message):
-    with pytest.raises(ValueError, match=message):
-        ModelShape(2, 4, 2, 32, {}, per_layer)
+def test_a_hasher_comes_from_the_hub_and_a_folder_comes_first(tmp_path, monkeypatch):
+    make().save_pretrained(tmp_path / "hub")
+
+    def download(name, *, allow_patterns, revision):
+        if (name, revision) != ("me/hasher", "v1"):
+            raise OSError("404: no such repository\nmore")
+        return tmp_path / "hub"
+
+    monkeypatch.setattr(hasher_module, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert Hasher.from_pretrained("me/hasher", revision="v1").config == make().config
+    with pytest.raises(ValueError, match=r"no hasher me/none: .* none on the Hub \(404: no such repository\)"):
+        Hasher.from_pretrained("me/none")
+    make("lsh").save_pretrained("me/hasher")
+    assert Hasher.from_pretrained("me/hasher", revision="v1").config.variant == "lsh"

@@ -6,16 +6,15 @@ import hashcore
 import pytest
 import torch
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.layers import BY_VARIANT, rotation
+from hashtrain.layers import BY_VARIANT
 
 SHAPE = ModelShape(num_layers=1, num_query_heads=6, num_kv_heads=2, head_dim=64)
 CASES = [
     ("lsh", "rotation"),
     ("linear", "rotation"),
     ("paper", "random"),
-    ("paper", "rotation"),
+    ("paper", "gaussian"),
     ("planes", "rotation"),
-    ("planes", "random"),
     ("transform", "rotation"),
 ]
 
@@ -37,25 +36,6 @@ def scores(layer, q, k, per_query_head=False):
 
 
 @pytest.mark.parametrize(("variant", "init"), CASES)
-def test_keys_hashed_once_score_as_if_hashed_for_either_kind_of_head(variant, init):
-    layer, (q, k) = make(variant, init), qk()
-    codes = layer.encode_keys(k)
-    assert torch.equal(layer.by_query_head(codes), layer.encode_keys(k, per_query_head=True))
-    assert torch.equal(layer.scores_of(q, codes), scores(layer, q, k))
-    assert torch.equal(layer.scores_of(q, layer.by_query_head(codes), True), scores(layer, q, k, True))
-
-
-@pytest.mark.parametrize("bits", [32, 64, 96, 192])
-def test_rotation_blocks_are_orthogonal_with_determinant_one(bits):
-    r = rotation(64, bits, torch.Generator().manual_seed(0))
-    assert r.shape == (64, bits)
-    for block in r.split(64, dim=1):
-        torch.testing.assert_close(block.T @ block, torch.eye(block.shape[1]), atol=1e-5, rtol=0)
-        if block.shape[1] == 64:
-            assert torch.linalg.det(block).item() == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.parametrize(("variant", "init"), CASES)
 def test_codes_have_the_documented_shapes(variant, init):
     layer, (q, k) = make(variant, init), qk()
     words = 4 * 3 if variant == "paper" else 4
@@ -73,35 +53,6 @@ def test_group_score_is_the_sum_of_its_query_heads_scores(variant, init):
     torch.testing.assert_close(scores(layer, q, k), alone.unflatten(1, (2, 3)).sum(2, dtype=torch.int32))
 
 
-def test_planes_group_score_ranks_by_the_summed_query_weight():
-    layer, (q, k) = make("planes"), qk()
-    levels, _ = hashcore.quantise(layer.query_weight(q), 3)
-    signs = hashcore.unpack(layer.encode_keys(k)).float() * 2 - 1
-    expected = (levels.float() @ signs.transpose(-1, -2) + 128 * 7) / 2
-    torch.testing.assert_close(scores(layer, q, k).float(), expected)
-
-
-def test_training_scores_of_group_sums_are_the_deployed_scores():
-    layer, (q, k) = make("linear", estimator="straight-through"), qk()
-    deployed = (2 * scores(layer, q, k) - 128 * 3) / 3
-    torch.testing.assert_close(soft_scores(layer, q, k), deployed, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize("variant", ["linear", "paper", "planes"])
-def test_the_estimator_changes_training_and_nothing_that_is_deployed(variant):
-    init = "random" if variant == "paper" else "rotation"
-    straight, soft = (make(variant, init, estimator=name) for name in ("straight-through", "softsign"))
-    q, k = qk()
-    assert torch.equal(scores(straight, q, k), scores(soft, q, k))
-    keys = k.repeat_interleave(3, 1) if variant == "paper" else k
-    assert straight.soft_keys(keys).abs().eq(1).all()
-    values = soft.soft_keys(keys)
-    assert values.abs().lt(1).all()
-    assert torch.equal(values > 0, straight.soft_keys(keys) > 0)
-    own = make(variant, init).soft_keys(keys)
-    assert torch.equal(own, values if variant in ("linear", "paper") else straight.soft_keys(keys))
-
-
 def test_linear_starts_as_lsh():
     layer, (q, k) = make("linear"), qk()
     assert torch.equal(scores(layer, q, k), scores(make("lsh"), q, k))
@@ -116,14 +67,6 @@ def test_paper_with_residuals_is_the_published_function():
     x = q[0, 4, 3]
     h = torch.nn.functional.silu(x @ layer.w1[4] + layer.b1[4, 0]) + x
     torch.testing.assert_close(layer.values(q)[0, 4, 3], h @ layer.w2[4] + layer.b2[4, 0] + h, atol=1e-4, rtol=1e-4)
-
-
-def test_paper_from_a_rotation_starts_as_that_rotation():
-    layer, (q, _) = make("paper"), qk()
-    r = layer.w2[:, :64]
-    torch.testing.assert_close(layer.values(q), q @ r, atol=1e-4, rtol=1e-4)
-    for block in r[0].split(64, dim=1):
-        torch.testing.assert_close(block.T @ block, torch.eye(64), atol=1e-4, rtol=0)
 
 
 def soft_scores(layer, q, k):

@@ -1,7 +1,6 @@
 """Contexts at offsets: the same attention, other keys; and which offsets they get."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from hashtrain import Hasher
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import capture, run_context
-from hashtrain.data.offsets import offset, positions, reach_of
+from hashtrain.data.offsets import offset, reach_of
 from hashtrain.evaluation.cost import Steps
 from hashtrain_runs import command
 
@@ -80,24 +79,6 @@ def test_frequencies_that_follow_what_ran_before_do_not_reach_beyond_their_begin
     assert reach_of(config, CONTEXT) == 256
     with pytest.raises(ValueError, match="expected --reach from 64, the --context, to 256"):
         reach_of(config, CONTEXT, 512)
-
-
-def test_the_reach_is_the_models_longest_unless_another_is_wanted(tiny_config):
-    config = tiny_config()
-    assert [reach_of(config, CONTEXT, wanted) for wanted in (None, CONTEXT, 500)] == [REACH, CONTEXT, 500]
-    assert reach_of(config, 2 * REACH) == 2 * REACH
-    for wrong in (CONTEXT - 1, REACH + 1):
-        with pytest.raises(ValueError, match=f"got {wrong}"):
-            reach_of(config, CONTEXT, wrong)
-
-
-def test_keys_that_cannot_be_moved_reach_their_context(tiny_config):
-    config = transformers.GPT2Config(n_positions=REACH)
-    assert reach_of(config, CONTEXT) == CONTEXT
-    unaware = SimpleNamespace(forward=lambda input_ids: None)
-    assert positions(unaware, CONTEXT, 0) == {}
-    with pytest.raises(ValueError, match="takes no positions"):
-        positions(unaware, CONTEXT, 1)
 
 
 @pytest.mark.parametrize("count", [2, 3, 6, 17, 40])

@@ -7,9 +7,9 @@ import torch
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.evaluation.remainder import (
     Evidence,
-    add_remainder,
     calibrate,
     estimated_share,
+    fit_weight,
     linear_values,
     log_weight,
     measure,
@@ -61,27 +61,10 @@ def test_measure_agrees_with_sums_written_out(rows):
             assert (found.visible[row], found.selected[head // 2, 0, row]) == (seen, count)
 
 
-def test_a_row_that_selected_all_it_sees_has_no_remainder():
-    e = evidence(visible=4, selected=4)
-    weight = log_weight(torch.ones(5), e)
-    assert weight.item() == -math.inf
-    out = torch.tensor([[1.0, 2.0]])
-    torch.testing.assert_close(add_remainder(out, e.lse, torch.tensor([9.0, 9.0]), weight), out, rtol=0, atol=0)
-
-
 def test_a_token_left_out_weighs_at_most_the_mean_selected_one():
     e = evidence(visible=100, selected=4, lse=3.0)
     assert log_weight(torch.tensor([1e3, 0, 0, 0, 0]), e).item() == pytest.approx(3.0 - math.log(4) + math.log(96))
     assert log_weight(torch.tensor([-1e3, 0, 0, 0, 0]), e).item() == pytest.approx(-1e3 + math.log(96))
-
-
-@pytest.mark.parametrize("term", range(5))
-def test_each_term_multiplies_its_own_statistic(term):
-    e = evidence(mean=-2.0, lse=50.0, mean_key=-3.0, visible=1000, selected=10)
-    facts = (1.0, -2.0, -3.0, math.log(1000), math.log(10))
-    coefficients = torch.zeros(5)
-    coefficients[term] = 0.5
-    assert log_weight(coefficients, e).item() == pytest.approx(0.5 * facts[term] + math.log(990), rel=1e-5)
 
 
 def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
@@ -103,7 +86,7 @@ def test_linear_values_are_the_mean_and_the_covariance_written_out(rows):
     q, k, positions = rows
     v = torch.randn(1, 2, 60, 24, generator=torch.Generator().manual_seed(4))
     slopes = torch.tensor([0.0, 0.3, -0.2, 1.5])
-    found = linear_values(q, k, v, positions, slopes)
+    found = torch.add(*linear_values(q, k, v, positions, slopes)).flatten(1, 2)
     for head in range(4):
         for row, position in enumerate(positions.tolist()):
             keys, values = (x[0, head // 2, : position + 1].double() for x in (k, v))
@@ -135,3 +118,14 @@ def test_the_slope_is_that_of_normal_keys_and_linear_values():
     calibrate(hasher, 0, Linear())
     # A selection removes the best tokens, so the others lean slightly less towards the query.
     assert ((hasher.remainder[:, -1] > 0.6) & (hasher.remainder[:, -1] < 1.0)).all()
+
+
+@pytest.mark.parametrize("least", [-4.0, -12.0, -math.inf])
+def test_estimated_shares_sum_to_the_exact_ones(least):
+    """Also where some rows leave nothing out, and no statistic tells which."""
+    logits = torch.full((2, 2, 60), least)
+    logits[..., ::6] = 1.0
+    count = torch.tensor
+    e = Evidence(torch.zeros(2, 2, 60), torch.full((2, 2, 60), 3.0), torch.zeros(2, 2, 60), count(1000), count(20))
+    share = torch.sigmoid(log_weight(fit_weight([(e, e.lse + logits)]).view(2, 2, 1, 5), e) - e.lse)
+    torch.testing.assert_close(share.sum(-1).float(), torch.sigmoid(logits).sum(-1), rtol=0.02, atol=0)

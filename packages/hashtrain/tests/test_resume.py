@@ -11,8 +11,6 @@ from hashtrain.run.workfolder import locked
 from hashtrain_runs import model_and_text, stored
 from worker_jobs import command_line
 
-FORMS = {"planes": "--only planes --bits 32", "transform": "--only transform"}
-
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory, tiny_config):
@@ -49,33 +47,21 @@ def checkpoint_since(moment, out):
     return False
 
 
-@pytest.fixture(scope="module")
-def form(request, tmp_path_factory, tiny_config):
-    """The arguments of a training that saves a checkpoint at every step, and what it stores without a kill."""
-    name, steps = request.param
-    root = tmp_path_factory.mktemp(name)
-    named = model_and_text(root, tiny_config(vocab_size=4096), 3000)
-    sizes = f"--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps {steps} --dense-layers 1 --workers 1"
-    arguments = [*named, *f"{sizes} {FORMS[name]} --checkpoint-seconds 0".split()]
-    began = time.monotonic()
-    assert main([*arguments, "--out", str(root / "run")]) == 0
-    return arguments, stored(root / "run"), time.monotonic() - began
-
-
 @pytest.mark.parametrize(
-    ("form", "anywhere", "kills"),
+    ("only", "steps", "anywhere", "kills"),
     [
-        pytest.param(("planes", 60), 1, 2, marks=pytest.mark.slow),
-        *(pytest.param((name, 150), 3, 10, marks=pytest.mark.full) for name in FORMS),
+        pytest.param("planes --bits 32", 60, 1, 2, marks=pytest.mark.slow),
+        *(pytest.param(only, 150, 3, 10, marks=pytest.mark.full) for only in ("planes --bits 32", "transform")),
     ],
-    indirect=["form"],
 )
-def test_kills_in_training_and_before_change_no_bit(form, anywhere, kills, tmp_path):
+def test_kills_in_training_and_before_change_no_bit(arguments, only, steps, anywhere, kills, tmp_path):
     """Kills at any moment, then kills in training. A run in waves, cut off in its own process: test_waves.py."""
-    arguments, wanted, seconds = form
-    out, moments, exits = tmp_path / "run", random.Random(0), []
+    given = [*arguments[:-6], *f"--steps {steps} --only {only} --checkpoint-seconds 0".split()]
+    began = time.monotonic()
+    assert main([*given, "--out", str(tmp_path / "whole")]) == 0
+    seconds, out, moments, exits = time.monotonic() - began, tmp_path / "run", random.Random(0), []
     for number in range(anywhere + kills):
-        began, process = time.time_ns(), started(arguments, out)
+        began, process = time.time_ns(), started(given, out)
         if number < anywhere:
             process.join(moments.uniform(0, 0.3) * seconds)
         else:
@@ -87,8 +73,8 @@ def test_kills_in_training_and_before_change_no_bit(form, anywhere, kills, tmp_p
         exits.append(process.exitcode)
         assert number < anywhere or checkpoint_since(began, out), "it was killed before it had trained"
     assert exits == [-9] * len(exits), f"a run was over before it was killed: {exits}"
-    assert main([*arguments, "--out", str(out)]) == 0
-    assert stored(out) == wanted
+    assert main([*given, "--out", str(out)]) == 0
+    assert stored(out) == stored(tmp_path / "whole")
     assert not list(out.glob(".work*"))
 
 
@@ -102,7 +88,7 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     assert main([*arguments, "--out", str(out)]) == 2
     monkeypatch.undo()
     monkeypatch.setattr("hashtrain.run.waves.capture_one", fail)
-    monkeypatch.setattr("hashtrain.run.job.evaluate_layer", fail)
+    monkeypatch.setattr("hashtrain.run.job.layer_quality", fail)
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted
 

@@ -8,8 +8,7 @@ from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.evaluation.metrics import hash_quality
 from hashtrain.layers import BY_VARIANT
 from hashtrain.training.checkpoint import Checkpoint
-from hashtrain.training.loss import ranking_loss
-from hashtrain.training.trainer import Training, _loss, pair_scores
+from hashtrain.training.trainer import Training
 from hashtrain_runs import Whole
 
 SHAPE = ModelShape(2, 4, 2, 32)
@@ -33,8 +32,8 @@ class Skewed(Whole):
         return self.contexts[context]
 
 
-def layer_of(variant, init="rotation"):
-    config = HasherConfig(variant, SHAPE, bits=64, hidden=64, init=init)
+def layer_of(variant):
+    config = HasherConfig(variant, SHAPE, bits=64, hidden=64)
     return BY_VARIANT[variant](config, torch.Generator().manual_seed(0))
 
 
@@ -47,21 +46,14 @@ def iou(layer, data):
 SETTINGS = TrainConfig(fraction=0.05, steps=60, rows=16, max_top=8, max_rest=32, min_position=50, learning_rate=5e-3)
 
 
-@pytest.mark.parametrize(("variant", "init"), [("planes", "rotation"), ("paper", "rotation"), ("paper", "random")])
-def test_training_raises_iou_on_rows_it_never_saw(variant, init):
-    data, layer = Skewed(), layer_of(variant, init)
+@pytest.mark.parametrize(("variant", "gain"), [("planes", 0.05), ("paper", 0.05), ("linear", 0.02)])
+def test_training_raises_iou_on_rows_it_never_saw(variant, gain):
+    data, layer = Skewed(), layer_of(variant)
     before = iou(layer, data)
     losses = train_layer(layer, 0, data, SETTINGS)
     assert len(losses) == 60
     assert sum(losses[-10:]) < sum(losses[:10])
-    assert iou(layer, data) > before + 0.05
-
-
-def test_a_rotation_learns():
-    data, layer = Skewed(), layer_of("linear")
-    before = iou(layer, data)
-    train_layer(layer, 0, data, SETTINGS)
-    assert iou(layer, data) > before + 0.02
+    assert iou(layer, data) > before + gain
 
 
 def test_keys_alone_are_trained_first_and_what_they_were_then_is_kept():
@@ -76,19 +68,7 @@ def test_keys_alone_are_trained_first_and_what_they_were_then_is_kept():
     after_keys = {name: tensor.clone() for name, tensor in now.items()}
     training.run(until=15)  # at the end of an interval it may go back
     assert not torch.equal(layer.state_dict()["query.r"], start["query.r"])
-    assert training.keys_trained.keys() == after_keys.keys()
-    assert all(torch.equal(training.keys_trained[name], after_keys[name]) for name in after_keys)
-
-
-def test_the_slope_of_products_is_that_of_the_logits():
-    data, layer = Skewed(), layer_of("transform")
-    layer.start(data, 0)
-    (q, k, scaling), rows = data.read(0, 0), torch.arange(100, 116)
-    training = Training(layer, 0, data, SETTINGS)
-    ((part, pairs, _),) = training._pairs(q[:, :, rows], k, rows, scaling)
-    top, rest = pair_scores(layer, part, k, pairs)
-    expected = ranking_loss(top, rest, pairs.valid, scaling)
-    torch.testing.assert_close(_loss(layer, part, k, pairs, scaling, SETTINGS), expected)
+    assert all(torch.equal(training.kept["keys"][name], after_keys[name]) for name in after_keys)
 
 
 def poisoned(at):
@@ -106,11 +86,6 @@ def test_a_loss_that_is_not_finite_stops_the_layer_and_the_start_is_kept(variant
     assert len(losses) == 2
     assert "layer 0 stopped at step 2 of 60" in caplog.text
     assert all(torch.equal(start[name], tensor) for name, tensor in layer.state_dict().items())
-
-
-def test_a_first_loss_that_is_not_finite_is_one_sentence():
-    with pytest.raises(FloatingPointError, match="layer 0: expected a finite loss at the first step, got nan"):
-        train_layer(layer_of("paper"), 0, poisoned(0), SETTINGS)
 
 
 def test_a_diverging_loss_stops_the_layer_and_the_best_interval_is_kept():
@@ -150,38 +125,6 @@ def test_a_loss_that_rises_with_the_queries_slows_them_down(risen, share, tmp_pa
     assert queries == pytest.approx(share * keys)
 
 
-@pytest.mark.parametrize("loss", ["ranking", "reconstruction"])
-def test_chunks_add_up_to_the_gradient_of_the_mean_over_all_rows(loss):
-    """One row per chunk, with the pairs that each chunk drew, against one loss over all rows."""
-    config = TrainConfig(fraction=0.05, steps=1, rows=4, chunk=1, max_top=4, max_rest=16, min_position=50, loss=loss)
-    layer = layer_of("planes")
-    training = Training(layer, 0, Skewed(), config)
-    drawn = []
-    pairs_of = training._pairs
-    training._pairs = lambda *args: drawn.append(pairs_of(*args)) or drawn[-1]
-    q, k, scaling = training.data.read(0, 0)
-    at = torch.tensor([60, 200, 333, 399])
-    got = training._gradients(q[:, :, at], k, at, scaling)
-    gradients = [p.grad.clone() for p in layer.parameters()]
-    means = torch.stack([_loss(layer, rows, k, pairs, scaling, config) for rows, pairs, _ in drawn[0]])
-    weights = torch.tensor([float(weight) for *_, weight in drawn[0]])
-    wanted = (means * weights).sum() / weights.sum()
-    for found, expected in zip(gradients, torch.autograd.grad(wanted, list(layer.parameters())), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
-    assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
-
-
-def test_bf16_trains_as_well_and_keeps_its_weights_in_float32():
-    data, found = Skewed(), {}
-    for precision in ("fp32", "bf16"):
-        layer = layer_of("planes")
-        train_layer(layer, 0, data, replace(SETTINGS, precision=precision))
-        assert {p.dtype for p in layer.parameters()} == {torch.float32}
-        found[precision] = iou(layer, data)
-    assert found["bf16"] == pytest.approx(found["fp32"], abs=0.03)
-    assert found["bf16"] != found["fp32"], "autocast was not on"
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("variant", "at"), [("planes", 1), ("planes", 37), ("paper", 20), ("transform", 30), ("transform", 31)]
@@ -204,8 +147,9 @@ def test_a_training_cut_off_at_any_step_ends_with_the_same_bits(variant, at, tmp
     resumed.run()
     assert resumed.losses == training.losses
     assert all(torch.equal(t, resumed.hasher.state_dict()[name]) for name, t in whole.state_dict().items())
-    assert resumed.keys_trained.keys() == training.keys_trained.keys()
-    assert all(torch.equal(t, resumed.keys_trained[name]) for name, t in training.keys_trained.items())
+    assert resumed.kept.keys() == training.kept.keys()
+    for what, kept in training.kept.items():
+        assert all(torch.equal(t, resumed.kept[what][name]) for name, t in kept.items())
 
 
 def test_learning_rate_rises_then_falls_to_zero():

@@ -68,13 +68,6 @@ def test_no_digit_would_save_more_elsewhere(variances, most, data):
     assert min(given_up, default=math.inf) >= max(wanted, default=0) * (1 - 1e-9)
 
 
-def test_more_bits_than_digits_are_refused():
-    with pytest.raises(ValueError, match="2 coordinates hold at most 16 bits, got 17"):
-        allocate(torch.ones(2, dtype=torch.float64), 17)
-    with pytest.raises(ValueError, match="transform stores at most 8 bits per dimension of a head, 128 here"):
-        HasherConfig("transform", SHAPE, bits=160)
-
-
 def test_coordinates_are_uncorrelated_and_rebuild_the_inner_product():
     data = Captured()
     found = moments(data.read(c, 0)[:2] for c in range(3))
@@ -92,21 +85,6 @@ def test_coordinates_are_uncorrelated_and_rebuild_the_inner_product():
     rebuilt = (queries @ made.query) @ z.mT
     assert used.sum() < 32  # some directions are too narrow for a digit
     assert torch.corrcoef(torch.stack([exact.flatten(), rebuilt.flatten()]))[0, 1] > 0.999
-
-
-def test_a_start_has_whole_digits_that_fill_the_code():
-    layer = make(bits=96)
-    layer.start(Captured(), 0)
-    assert layer.digits.sum(-1).tolist() == [96, 96]
-    assert layer.digits.max() > layer.digits.min()
-    assert layer.digits.max() > 4
-    layer.start(Captured(), 0, 4)
-    assert layer.digits.sum(-1).tolist() == [96, 96] == 2 * [16 * 6]
-    assert layer.digits.max() == 6  # 4 in 16 dimensions are too few for 96 bits
-    less = make(bits=32)
-    less.start(Captured(), 0, 4)
-    assert less.digits.sum(-1).tolist() == [32, 32]
-    assert less.digits.max() == 4
 
 
 def test_digits_are_those_of_the_quantiser():
@@ -169,19 +147,6 @@ def test_a_layout_goes_where_its_layer_goes_and_survives_inference_mode():
     assert {x.device.type for x in make().to("meta").layout()} == {"meta"}
     compiled = torch.compile(layer.requires_grad_(False).encode_keys, fullgraph=True, backend="eager")
     assert torch.equal(compiled(torch.ones(1, 2, 3, 16)), codes)
-
-
-def test_contexts_that_are_not_finite_are_left_out_of_a_start():
-    broken, whole, layer = Captured(), Captured(), make()
-    broken.k[1, 0, 5, 3] = torch.inf
-    whole.q, whole.k = whole.q[[0, 2]], whole.k[[0, 2]]
-    layer.start(broken, 0)
-    expected = make()
-    expected.start(whole, 0)
-    assert torch.equal(layer.key.r, expected.key.r)
-    broken.q[:] = torch.nan
-    with pytest.raises(FloatingPointError, match="expected a context with finite queries and keys"):
-        layer.start(broken, 0)
 
 
 @pytest.mark.parametrize("value", [-1.0, 9.0, 3.5, 5.0])

@@ -1,71 +1,60 @@
-"""Captures without unused queries, in waves: bit-identical hashers with a fraction of the disk."""
+"""Captures with few queries, in waves: bit-identical hashers with a fraction of the disk."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
-from hashtrain import Hasher, ModelShape, TrainConfig
-from hashtrain.artefact.hasher import make_layer
+from hashtrain import Hasher, ModelShape
 from hashtrain.cli import main
-from hashtrain.config import HasherConfig
+from hashtrain.data import captured
 from hashtrain.data.capture import capture_one, context_bytes
-from hashtrain.data.captured import EVERYTHING, Capture, Kept
-from hashtrain.evaluation import cost, remainder
+from hashtrain.data.captured import Capture
+from hashtrain.evaluation import remainder
 from hashtrain.layers import transform
 from hashtrain.run import pipeline, waves
 from hashtrain.run import prepare as prepare_module
-from hashtrain.run.waves import Reads, training_reads, validation_reads
-from hashtrain.settings.train_command import PAPER, TrainCommand
 from hashtrain.training import choose
-from hashtrain.training.train_config import rows_of_steps
-from hashtrain.training.trainer import Training
 from hashtrain_runs import command, stored
 
 LLAMA_3_8B = ModelShape(32, 32, 8, 128)
 SHAPE = ModelShape(2, 4, 2, 32)
-READERS = [(remainder, "MAX_CONTEXTS"), (transform, "CONTEXTS"), (choose, "CONTEXTS"), (cost, "CONTEXTS")]
+READERS = [(remainder, "MAX_CONTEXTS"), (transform, "CONTEXTS"), (choose, "CONTEXTS")]
 """How many first contexts each part of a run reads whole."""
 
 
 @pytest.fixture
 def one_whole(monkeypatch):
-    """Runs store only their first context whole, and no start, choice or calibration reads another one."""
+    """Runs store only their first context whole, no start, choice or calibration reads another one, and contexts of 512
+    tokens keep every eighth query."""
     for module, name in ((prepare_module, "MAX_CONTEXTS"), *READERS):
         monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(captured, "FEW", 60)
 
 
 def test_what_is_read_whole_is_stored_whole():
     assert max(getattr(*of) for of in READERS) <= prepare_module.MAX_CONTEXTS
 
 
-@pytest.mark.parametrize(("variant", "heads"), [("planes", 2), ("paper", 4)])
-@pytest.mark.parametrize("changes", [{}, {"rows": 100, "chunk": 64}, {"loss": "reconstruction", "keys_first": 0.5}])
-def test_the_rows_of_all_steps_are_known_before_the_first(variant, heads, changes, data, monkeypatch):
-    config = replace(TrainConfig(steps=7, min_position=32, seed=3), **changes)
-    wanted, read, original = rows_of_steps(config, 1, heads, 512), [], Capture.queries
-    monkeypatch.setattr(Capture, "queries", lambda own, *at: read.append(at[2]) or original(own, *at))
-    Training(make_layer(HasherConfig(variant, SHAPE, bits=32), 1, 0), 1, data, config).run()
-    assert torch.equal(torch.stack(read).int(), wanted)
-
-
-def test_rows_that_were_kept_are_those_of_all_queries(model, data, tmp_path):
+def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(captured, "FEW", 50)
     ids = torch.randint(0, 97, (512,), generator=torch.Generator().manual_seed(1))  # the first context of `data`
-    kept = Kept((torch.tensor([3, 70, 511], dtype=torch.int32), torch.empty(0, dtype=torch.int32)), values=False)
     few = Capture(tmp_path, 1)
-    capture_one(model, ids, few.file(0), kept=kept)
-    rows = torch.tensor([511, 3, 511])
+    capture_one(model, ids, few.file(0), whole=False)
+    rows = torch.tensor([510, 30, 510])
+    assert (few.stride(0), data.stride(0)) == (10, 1)
     assert torch.equal(few.queries(0, 0, rows), data.queries(0, 0, rows))
     assert torch.equal(data.queries(0, 0, rows), data.read(0, 0)[0][:, :, rows])
     assert torch.equal(few.keys(0, 1)[0], data.keys(0, 1)[0])
-    for layer, asked, lost in ((0, torch.tensor([3, 4]), 4), (1, torch.tensor([9]), 9), (0, None, 0)):
-        with pytest.raises(ValueError, match=f"but not of row {lost}; .*capture again"):
-            few.queries(0, layer, asked)
+    for asked in (torch.tensor([3]), None):
+        with pytest.raises(ValueError, match=r"holds the queries of every 10th row alone; .*capture again"):
+            few.queries(0, 0, asked)
     with pytest.raises(ValueError, match="damaged"):
         few.values(0, 0)
+    size = few.file(0).stat().st_size
+    assert 0 < size - context_bytes(SHAPE, 512, torch.bfloat16, whole=False) < 4096  # the header
 
 
-def test_hashers_are_the_same_bits_with_few_queries_and_in_waves(folder, tmp_path, monkeypatch, capsys, one_whole):
+def test_hashers_are_the_same_bits_in_waves(folder, tmp_path, monkeypatch, capsys, one_whole):
     """Four contexts, six steps: the disk that is given has room for the first context and one other."""
     words = ["--contexts", "4", "--steps", "6", "--rows", "32", "--only", "lsh", "planes", "transform"]
 
@@ -74,26 +63,23 @@ def test_hashers_are_the_same_bits_with_few_queries_and_in_waves(folder, tmp_pat
         assert main(command(folder, tmp_path / "dry", *words, *more, "--dry-run")) == 0
         return json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
 
-    few, original, sizes = told(), pipeline.run_jobs, []
-    row = 2 * 32 * (4 * 2) + 2 * 4  # of two layers: the query of four heads, and its number
-    other = context_bytes(SHAPE, 512, torch.bfloat16, 64, values=False)
-    always = context_bytes(SHAPE, 512, torch.bfloat16) + context_bytes(SHAPE, 512, torch.bfloat16, 4, values=False)
-    assert (few["disk"], few["waves"]) == (always + 3 * other, 1)
-    assert few["traffic"] == 2 * 6 * (other - 32 * row)
+    original, sizes = pipeline.run_jobs, []
+    other = context_bytes(SHAPE, 512, torch.bfloat16, whole=False)
+    always = 2 * context_bytes(SHAPE, 512, torch.bfloat16)
     room = f"{(always + 1.5 * other) / 1e9:.9f}"
-    assert (told("--disk", room)["disk"], told("--disk", room)["waves"]) == (always + other, 6)
+    assert [told(*more)[what] for more in ((), ("--disk", room)) for what in ("disk", "waves")] == [
+        *(always + 3 * other, 1),
+        *(always + other, 6),
+    ]
 
     def noted(*given):
         sizes.append(sum(path.stat().st_size for path in (tmp_path / "waves").glob(".work/[th]*/*.safetensors")))
         return original(*given)
 
-    for name, more in (("few", ()), ("waves", ("--disk", room)), ("all", ())):
-        with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "run_jobs", noted)
-            if name == "all":
-                patch.setattr(Reads, "kept", lambda reads, context: EVERYTHING)
-            assert main(command(folder, tmp_path / name, *words, *more)) == 0
-    assert stored(tmp_path / "few") == stored(tmp_path / "all") == stored(tmp_path / "waves")
+    monkeypatch.setattr(pipeline, "run_jobs", noted)
+    for name, more in (("all", ()), ("waves", ("--disk", room))):
+        assert main(command(folder, tmp_path / name, *words, *more)) == 0
+    assert stored(tmp_path / "all") == stored(tmp_path / "waves")
     assert max(sizes) < always + other + 4 * 4096  # headers
 
 
@@ -102,9 +88,8 @@ def test_a_run_in_waves_goes_on_in_the_wave_where_it_was_stopped(folder, tmp_pat
     """Seven captures before, and as many as are left after."""
     words = ["--only", "planes", "--contexts", "4", "--steps", "6", "--checkpoint-seconds", "100"]
     assert main(command(folder, tmp_path / "whole", *words)) == 0
-    other = context_bytes(SHAPE, 512, torch.bfloat16, 128, values=False)
-    always = context_bytes(SHAPE, 512, torch.bfloat16) + context_bytes(SHAPE, 512, torch.bfloat16, 4, values=False)
-    words += ["--disk", f"{(always + 1.5 * other) / 1e9:.9f}"]
+    other = context_bytes(SHAPE, 512, torch.bfloat16, whole=False)
+    words += ["--disk", f"{(2 * context_bytes(SHAPE, 512, torch.bfloat16) + 1.5 * other) / 1e9:.9f}"]
     original, made = waves.capture_one, []
 
     def dies(model, ids, path, *more, **how):
@@ -123,37 +108,12 @@ def test_a_run_in_waves_goes_on_in_the_wave_where_it_was_stopped(folder, tmp_pat
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_another_schedule_captures_again_and_the_same_does_not(folder, tmp_path, monkeypatch, one_whole):
-    """Only the second and third context are read by a schedule; the first is stored whole."""
-    made, original = [], waves.capture_one
-
-    def captured(*more):
-        made.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(waves, "capture_one", lambda *given, **how: made.append(1) or original(*given, **how))
-            patch.setattr(pipeline, "_store", lambda *_: (_ for _ in ()).throw(OSError("the power went")))
-            assert main(command(folder, tmp_path, "--contexts", "3", "--only", "planes", *more)) == 2
-        return len(made)
-
-    assert captured("--steps", "3") == 4
-    assert captured("--steps", "3", "--learning-rate", "0.1") == 0
-    assert captured("--steps", "4") == 0, "the fourth step reads the first context"
-    assert captured("--steps", "5") == 1
-    assert captured("--steps", "30") == 2
-    assert captured("--steps", "33") == 0, "all queries are stored: any schedule can read them"
-
-
-def test_the_papers_schedule_takes_a_fifth_of_the_disk():
+def test_the_papers_schedule_takes_a_fourth_of_the_disk(tmp_path):
     """For Llama-3-8B a context of 8,192 tokens has 3.2 GB of queries, keys and values, and 64 of its rows are read."""
-    given = TrainCommand(model="llama", **PAPER, only=("lsh", "paper", "planes", "transform"))
-    reads = training_reads(given, LLAMA_3_8B, given.contexts, 32)
-    every = context_bytes(LLAMA_3_8B, 8192, torch.bfloat16)
-    assert reads.bytes(range(8192)) == pytest.approx(4.76e12, rel=0.01)
-    assert reads.bytes(range(8192)) < 8192 * every / 5
-    assert validation_reads(given, LLAMA_3_8B, 24).bytes(range(24)) < 24 * every / 5
-    assert training_reads(TrainCommand(), SHAPE, 40, 32).all_queries  # the demo reads each context often
-    parts = waves.waves(reads, always := reads.bytes(range(32)), int(500e9))
+    source = waves.Source("train", tmp_path, [torch.empty(8192)] * 8192, 32, LLAMA_3_8B, "", "cpu")
+    assert source.bytes(range(8192)) == pytest.approx(5.58e12, rel=0.01)
+    parts = waves.waves(source, 8192, always := source.bytes(range(32)), int(500e9))
     assert [step for part in parts for step in part] == [*range(8192)]
-    assert all(always + len(part) * reads.bytes([32]) <= 500e9 for part in parts)
+    assert all(always + len(part) * source.bytes([32]) <= 500e9 for part in parts)
     with pytest.raises(OSError, match="not enough free disk for captures: expected 103"):
-        waves.waves(reads, always, always)
+        waves.waves(source, 8192, always, always)

@@ -1,8 +1,6 @@
 """Jobs in several processes: in order, independent of their number, and with no process left behind."""
 
-import multiprocessing
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -12,18 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain import ModelShape
-from hashtrain.cli import main
-from hashtrain.machine import allocator, distribute, workers
-from hashtrain.machine.distribute import device_for, here
-from hashtrain.machine.workers import default_workers, run_jobs
-from hashtrain.run import prepare, waves
+from hashtrain import ModelShape, device
+from hashtrain.device import device_for, here
+from hashtrain.run import waves
 from hashtrain.run.prepare import workers_of
-from hashtrain.run.waves import Reads
-from hashtrain.settings.train_command import TrainCommand
-from hashtrain_runs import command
+from hashtrain.run.settings import TrainCommand
+from hashtrain.run.workers import run_jobs
 from safetensors.torch import load_file
-from worker_jobs import die, fail, its_number, square
+from worker_jobs import die, fail, square
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
@@ -38,31 +32,12 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
-def test_what_workers_are_forked_from_leaves_ctrl_c_to_its_parent():
-    """Interrupted in its imports it would print a traceback."""
-    code = "import signal\nfrom hashtrain.machine import workers\nfrom worker_jobs import square\n"
-    code += "workers.PRELOADED = ('says_interrupts',)\n"
-    code += "if __name__ == '__main__':\n    workers.run_jobs(square, [1, 2], 2, lambda *_: None)\n"
-    code += "    print('parent', signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    assert sorted(said_by(code)) == ["parent True", "server ignores True"]
-
-
-def said_by(code):
-    """Run code in a new interpreter that finds the modules beside this file. Returns: the lines it printed."""
-    here = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=here, timeout=120)
-    assert not done.returncode, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, monkeypatch):
-    reads, original, shared, made = Reads(SHAPE, 32, 2, 2, 1, 1, lambda layer: None), waves.run_jobs, [], []
+    original, shared, made = waves.run_jobs, [], []
     monkeypatch.setattr(waves, "run_jobs", lambda *given, **how: shared.append(given[2]) or original(*given, **how))
     for number, room in enumerate((1e12, 0.0)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, room=room: SimpleNamespace(free=room))
-        source = waves.Source("train", tmp_path / str(number), [torch.arange(32)] * 2, reads, "weights", "cpu")
+        source = waves.Source("train", tmp_path / str(number), [torch.arange(32)] * 2, 2, SHAPE, "weights", "cpu")
         waves.make_all(str(folder / "model"), [(source, [0, 1])], 2, lambda *message: None)
         assert source.lacking([0, 1]) == []
         made.append([load_file(source.stored.file(n)) for n in range(2)])
@@ -75,20 +50,15 @@ def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, mo
 
 def test_each_worker_has_a_device_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(distribute, "require_compiler", lambda: None)
-    for number, device in enumerate(("cuda:0", "cuda:1", "cuda:0")):
-        monkeypatch.setattr(workers, "number", number)
-        assert (str(here("cuda")), str(here("cuda:1")), str(here("cpu"))) == (device, "cuda:1", "cpu")
+    monkeypatch.setattr(device, "require_compiler", lambda: None)
+    for number, own in enumerate(("cuda:0", "cuda:1", "cuda:0")):
+        monkeypatch.setattr(device, "worker", number)
+        assert (str(here("cuda")), str(here("cuda:1")), str(here("cpu"))) == (own, "cuda:1", "cpu")
     for wanted in ("cuda:2", f"cuda:{10**30}"):
         with pytest.raises(ValueError, match=f"{wanted} does not exist: this machine has 2 CUDA devices, cuda:0"):
             device_for(wanted, 0)
     assert workers_of(TrainCommand(), "cuda") == 2
     assert workers_of(TrainCommand(), "cuda:1") == 1
-
-
-@pytest.mark.slow
-def test_workers_know_their_numbers():
-    assert sorted(run_jobs(its_number, [1, 2], 2, print)) == [0, 1]
 
 
 def test_an_error_of_one_job_stops_the_others():
@@ -106,7 +76,7 @@ def test_a_killed_worker_is_one_sentence():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_process_that_started_them(how):
-    code = "from hashtrain.machine import workers; from worker_jobs import linger\n"
+    code = "from hashtrain.run import workers; from worker_jobs import linger\n"
     code += "if __name__ == '__main__':\n"
     code += "    workers.PRELOADED = (workers.__name__,)\n"  # this job needs no more
     code += "    workers.run_jobs(linger, [1, 2], 2, lambda pid: print(pid, flush=True))"
@@ -129,37 +99,3 @@ def alive(pid):
         return False
     with open(f"/proc/{pid}/stat") as file:
         return file.read().split()[2] != "Z"
-
-
-def faults(keep):
-    """Return the page faults of a new process that frees 64 MB repeatedly."""
-    # By path: importing the package would dominate the time.
-    code = f"import resource, runpy, numpy\nkeep = runpy.run_path({allocator.__file__!r})['keep_freed_memory']\n"
-    code += f"{keep} and print(keep())\n"
-    code += "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-    code += "numpy.ones(1 << 23)\nbegan = faults()\nfor _ in range(50): numpy.ones(1 << 23)\nprint(faults() - began)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
-def test_freed_memory_is_kept():
-    said, kept = faults(keep=True)
-    assert said == "True"
-    assert int(kept) < int(faults(keep=False)[0]) / 10
-
-
-def test_there_is_a_worker_a_core_up_to_six(monkeypatch):
-    for cores, expected in ((1, 1), (2, 2), (64, 6)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
-        assert default_workers() == expected
-
-
-def test_a_missing_compiler_is_a_sentence_before_the_model_is_read(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(prepare, "loaded", lambda *_: pytest.fail("the model was read"))
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
-    assert main([*command(folder, tmp_path / "run"), "--device", "auto"]) == 2
-    assert "hashcore needs cuda-core to compile its CUDA kernels" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -34,10 +34,3 @@ def command_line(arguments):
     from hashtrain.cli import main
 
     raise SystemExit(main(arguments))
-
-
-def its_number(job, report):
-    from hashtrain.machine import workers
-
-    time.sleep(0.5)  # so that the other worker takes the other job
-    return workers.number

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape
-from hashtrain.artefact.hasher import make_layer
+from hashtrain.hasher import make_layer
 from hostsim import check_slack
 from sparse_decode.cuda import encode as encode_cuda
 from sparse_decode.cuda import encode_weights

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape
-from hashtrain.artefact.hasher import make_layer
+from hashtrain.hasher import make_layer
 from sparse_decode.cuda import encode, encode_weights, gather, sums
 from sparse_decode.sums import FOLD, Sums
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gather_cases import CLOSE, KINDS, expected, make, poisoned
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.artefact.hasher import make_layer
+from hashtrain.hasher import make_layer
 from paged_cases import BUDGETS, LENGTHS, SIZES, Batch, layer_of
 from sparse_decode import HashSelector, attend
 from sparse_decode.budget import LayerBudget

@@ -32,7 +32,9 @@ def check(sums, k, v, starts, first, last):
             own_k, own_v = (x[b : b + 1, :, start : r + 1] for x in (k, v))
             torch.testing.assert_close(keys[b, :, r - first], own_k[0].mean(1), atol=1e-5, rtol=1e-5)
             at = torch.tensor([r - start])
-            expected = linear_values(q[b : b + 1, :, r - first, None], own_k, own_v, at, slopes)
+            expected = torch.add(*linear_values(q[b : b + 1, :, r - first, None], own_k, own_v, at, slopes)).flatten(
+                1, 2
+            )
             torch.testing.assert_close(values[b, :, r - first], expected[0, :, 0], atol=1e-4, rtol=1e-4)
 
 

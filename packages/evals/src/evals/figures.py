@@ -23,7 +23,6 @@ COLOURS = {
     "planes": "#d55e00",
     "linear": "#b8a000",
     "group-xnor": "#7f3f00",
-    "planes-64": "#ff9a5c",
     "quest": "#009e73",
     "quest-heads": "#006a4e",
     "magicpig": "#0072b2",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import hashtrain
 import sparse_decode
-from hashtrain.settings.recipes import ABLATIONS, EXACT, RECIPES
+from hashtrain.run.recipes import ABLATIONS, EXACT, RECIPES
 from hashtrain.usage import meant
 
 from evals.rivals import RIVALS, rival_named
@@ -199,7 +199,7 @@ def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
 
 def _no_hashers(lacking: Sequence[str], folder: Path) -> str:
     """Say which hashers a folder lacks, and what to do about it."""
-    from hashtrain.artefact.hasher import hashers_in  # imported here: `--help` lists the methods without torch
+    from hashtrain.hasher import hashers_in  # imported here: `--help` lists the methods without torch
 
     if (folder / "config.json").is_file():
         return f"--hashers {folder} is one hasher; give the folder that holds it: --hashers {folder.parent}"

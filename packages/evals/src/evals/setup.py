@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from hashtrain.config import ModelShape
+from hashtrain.device import device_for
 from hashtrain.files.atomic import write_text
-from hashtrain.machine.distribute import device_for
 from hashtrain.models import load_model, require_vocabulary
-from hashtrain.reporting.progress import tracking
+from hashtrain.run.progress import tracking
 from rich.console import Console
 from sparse_decode.streaming import require_dtype
 from torch import Tensor

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from hashtrain.lazy import export
 
 if TYPE_CHECKING:
-    from hashtrain.artefact.hasher import Hasher
     from hashtrain.config import HasherConfig, ModelShape
+    from hashtrain.hasher import Hasher
     from hashtrain.training.loss import ranking_loss
     from hashtrain.training.target import top_count
     from hashtrain.training.train_config import TrainConfig
@@ -16,7 +16,7 @@ export(
     __name__,
     {
         "config": ("HasherConfig", "ModelShape"),
-        "artefact.hasher": ("Hasher",),
+        "hasher": ("Hasher",),
         "training.loss": ("ranking_loss",),
         "training.target": ("top_count",),
         "training.train_config": ("TrainConfig",),

@@ -1,10 +1,10 @@
-"""The command line: `hashtrain [train|convert|inspect] ...`."""
+"""The command line: `hashtrain [train|convert] ...`."""
 
 import json
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +13,8 @@ from rich.console import Console
 
 from hashtrain import command_line
 from hashtrain.demo import DEMO, base_model, model_path
-from hashtrain.settings.recipes import RECIPES
-from hashtrain.settings.train_command import GONE, PAPER, TrainCommand
+from hashtrain.run.recipes import RECIPES
+from hashtrain.run.settings import GONE, PAPER, TrainCommand
 from hashtrain.usage import UsageError, guarded, require_folder
 
 
@@ -30,42 +30,26 @@ class ConvertCommand:
     """Folder for the hasher, which is stored below it as `paper`; pass it to `evals --hashers`."""
 
 
-@dataclass(frozen=True)
-class InspectCommand:
-    """Read a hasher and print its config."""
-
-    folder: Annotated[Path, tyro.conf.Positional]
-    """The hasher's folder."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0, or 2 with one sentence on stderr if the input cannot be used."""
     return guarded("hashtrain", lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-_HELP = """Learned hashing of the KV cache: train hashers for a model, inspect them.
+_HELP = """Learned hashing of the KV cache: train hashers for a model.
 
 Without a subcommand it trains: `hashtrain --model NAME` is `hashtrain train --model NAME`, and `hashtrain train --help`
 lists the flags."""
 
 
 def _run(arguments: list[str]) -> int:
-    from hashtrain.settings.toml import with_config
-
-    command = parse(with_config(_named(arguments)))
-    if isinstance(command, TrainCommand | ConvertCommand):
-        require_folder(command.out)
-    if isinstance(command, TrainCommand):
-        _require_own_out(command)
+    command = parse(arguments)
+    require_folder(command.out)
+    writes = isinstance(command, TrainCommand) and not command.dry_run
+    if writes and command.model != DEMO and command.out == TrainCommand().out:
+        raise UsageError(f"--model {command.model} needs --out FOLDER: {command.out} is for the demo's hashers")
     (act,) = (act for kind, act in COMMANDS.values() if kind is type(command))
     print(json.dumps(act(command)), flush=True)
     return 0
-
-
-def _require_own_out(command: TrainCommand) -> None:
-    """Raise UsageError if the hashers of another model would be stored with those of the demo model."""
-    if not command.dry_run and command.model != DEMO and command.out == TrainCommand().out:
-        raise UsageError(f"--model {command.model} needs --out FOLDER: {command.out} is for hashers of the demo model")
 
 
 def parse(arguments: list[str]) -> Any:
@@ -98,69 +82,52 @@ def _parse(arguments: list[str], defaults: dict[str, Any]) -> Any:
     return command_line.parse("hashtrain", arguments, kinds, _HELP, default)
 
 
-def _console() -> Console:
-    return Console(stderr=not sys.stdout.isatty(), width=None if sys.stderr.isatty() else 120)
-
-
 def _convert(command: ConvertCommand) -> dict[str, Any]:
-    from hashtrain.artefact.convert import convert
-    from hashtrain.artefact.hasher import require_own
     from hashtrain.config import ModelShape
+    from hashtrain.convert import convert
+    from hashtrain.hasher import require_own
     from hashtrain.models import load_config
 
     made = command.out / "paper"  # the layout of `hashtrain`, which `evals --hashers` expects
     config = load_config(model_path(command.model))
     require_own(made, base_model(command.model), ModelShape.of(config))
     convert(command.file, config, made, base_model(command.model))
-    words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out), "--methods", "paper"]
-    words += ["--model", command.model] if command.model != DEMO else []
-    _console().print(f"stored in {made}; next:\n{shlex.join(words)}", highlight=False, soft_wrap=True)
-    return _inspect(InspectCommand(made))
+    return {"out": str(made)}
 
 
 def _train(command: TrainCommand) -> dict[str, Any]:
     from hashtrain.run.pipeline import run
 
-    console = _console()
+    console = Console(stderr=not sys.stdout.isatty(), width=None if sys.stderr.isatty() else 120)
     metrics = run(command, console)
     if "dry_run" in metrics:
         return metrics
     console.print(f"stored in {command.out}; next:\n{next_command(command)}", highlight=False, soft_wrap=True)
-    mean = {
-        name: {h: result[h]["mean"] for h in ("kv_head", "query_head")} for name, result in metrics["hashers"].items()
-    }
-    best = max(mean, key=lambda name: mean[name]["kv_head"]["iou"])
+    mean = {name: result["kv_head"]["mean"] for name, result in metrics["hashers"].items()}
+    best = max(mean, key=lambda name: mean[name]["iou"])
     return {"out": str(command.out), "seconds": metrics["seconds"], "best": best, "mean": mean}
 
 
 def next_command(command: TrainCommand) -> str:
     """Return the command that evaluates the hashers of this run."""
-    words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out)]
-    if command.model != DEMO:
-        words += ["--model", command.model]
-    if command.text:
-        words += ["--text", "TEXT-NOT-TRAINED-ON"]
-    if command.context != TrainCommand().context:  # evals does not have the defaults of other models
-        words += ["--context", str(command.context)]
-    if command.dense_layers is not None:
-        words += ["--dense-layers", str(command.dense_layers)]
-    made = [c.name for c in command.recipes]
-    if not {c.name for c in RECIPES} <= set(made):  # the default of evals needs all of these
-        words += ["--methods", *made]
-    return shlex.join(words)
-
-
-def _inspect(command: InspectCommand) -> dict[str, Any]:
-    from hashtrain.artefact.hasher import Hasher
-
-    hasher = Hasher.from_pretrained(command.folder)
-    return {**asdict(hasher.config), "parameters": sum(t.numel() for t in hasher.state_dict().values())}
+    given: dict[str, list[str]] = {
+        "--hashers": [str(command.out)],
+        "--model": [command.model] * (command.model != DEMO),
+        "--text": ["TEXT-NOT-TRAINED-ON"] * bool(command.text),
+        # evals does not have the defaults of other models
+        "--context": [str(command.context)] * (command.context != TrainCommand().context),
+        "--dense-layers": [str(n) for n in (command.dense_layers,) if n is not None],
+    }
+    made = [recipe.name for recipe in command.recipes]
+    if not {recipe.name for recipe in RECIPES} <= set(made):  # the default of evals needs all of these
+        given["--methods"] = made
+    words = [word for flag, values in given.items() if values for word in (flag, *values)]
+    return shlex.join(["uv", "run", "evals", "ppl", "--documents", "4", *words])
 
 
 COMMANDS: dict[str, tuple[Any, Callable[[Any], dict[str, Any]]]] = {
     "train": (TrainCommand, _train),
     "convert": (ConvertCommand, _convert),
-    "inspect": (InspectCommand, _inspect),
 }
 """By name, a command's settings, and what runs it and returns the last line of standard output as JSON."""
 

@@ -55,7 +55,7 @@ def require_seed(seed: int) -> None:
 
 
 def require_device_name(device: str) -> None:
-    """Raise UsageError if --device is not a name that `hashtrain.machine.distribute.device_for` accepts."""
+    """Raise UsageError if --device is not a name that `hashtrain.device.device_for` accepts."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {device}")
 

@@ -11,7 +11,7 @@ from typing import Any, TextIO, cast
 import torch
 from hashtrain import Hasher
 from hashtrain.data.corpus import token_ids
-from hashtrain.machine.distribute import device_for
+from hashtrain.device import device_for
 from hashtrain.models import load_model, require_vocabulary, text_decoder
 from hashtrain.usage import UsageError, require_plain_file
 from torch import Tensor

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from hashtrain.settings.recipes import EXACT
+from hashtrain.run.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget
 from sparse_decode.budget import LayerBudget

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.machine.distribute import device_for
+from hashtrain.device import device_for
 from hashtrain.models import from_config
 from hashtrain.training.target import top_count
 from rich.console import Console

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -20,82 +20,66 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations import sdpa_attention
 
 from hashtrain.config import ModelShape
-from hashtrain.data.captured import EVERYTHING, KEY, Kept
+from hashtrain.data.captured import KEY, STRIDE, stride
 from hashtrain.data.captured import Capture as Capture
 from hashtrain.data.offsets import offset, positions
+from hashtrain.device import finish as wait_for
+from hashtrain.device import to_host
 from hashtrain.files.atomic import save_tensors
-from hashtrain.machine.distribute import finish as wait_for
-from hashtrain.machine.distribute import to_device, to_host
 from hashtrain.models import text_decoder
 
-T = TypeVar("T")
-Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
+_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+"""Names of the output projection in attention modules."""
+Hook = Callable[[int, Tensor, Tensor, Tensor, float], Tensor | None]
 # Our name for each attention implementation. Hugging Face looks for "sdpa" and "flash" in names: avoid them.
 _NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
-_sink: ContextVar[Sink | None] = ContextVar("hashtrain_sink", default=None)
-Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-_instead: ContextVar[Attention | None] = ContextVar("hashtrain_instead", default=None)
+_hook: ContextVar[Hook | None] = ContextVar("hashtrain_hook", default=None)
 
 
 def _capturing_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    sink, instead = _sink.get(), _instead.get()
-    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    if sink is not None:
-        sink(module.layer_idx, query.detach(), key.detach(), value.detach(), scaling)
-    if instead is not None:
-        return instead(module.layer_idx, query, key, value, scaling), None
+    hook, scaling = _hook.get(), kwargs.get("scaling") or query.shape[-1] ** -0.5
+    if hook and (out := hook(module.layer_idx, query.detach(), key.detach(), value.detach(), scaling)) is not None:
+        return out, None
     forward = cast("Callable[..., Any]", sdpa_attention.sdpa_attention_forward)
     if module.config._attn_implementation == _NAMES["eager"]:  # supports soft-capping and learned sinks, unlike SDPA
         forward = sys.modules[type(module).__module__].eager_attention_forward
     return forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def capturing(model: PreTrainedModel, sink: Sink) -> contextlib.AbstractContextManager[None]:
-    """Call `sink(layer, q, k, v, scaling)` for every attention layer of every forward pass inside the block.
+@contextlib.contextmanager
+def capturing(model: PreTrainedModel, hook: Hook) -> Generator[None]:
+    """Call `hook(layer, q, k, v, scaling)` in every attention layer of every forward pass inside the block.
 
     q is [B, Hq, T, D] and k is [B, Hkv, T, D], after RoPE and any query or key norm, as attention multiplies them.
-    v is [B, Hkv, T, Dv].
-    A model with "eager" attention still computes its outputs that way; any other uses SDPA.
+    v is [B, Hkv, T, Dv]. Keys and values include cached tokens, and there is no mask. If the hook returns a tensor, it
+    is the layer's output, [B, T, Hq, Dv]; if it returns None, a model with "eager" attention still computes its outputs
+    that way, and any other uses SDPA.
     """
-    return _our_attention(model, _sink, sink)
-
-
-def observe(model: PreTrainedModel, ids: Tensor, sink: Sink, first: int = 0) -> None:
-    """Run one context, ids int64 [T], without gradients; call `sink` for every attention layer, as in `capturing`.
-
-    Args: first: position of the first token (`hashtrain.data.offsets`).
-    """
-    moved = positions(model, len(ids), first)
-    with torch.inference_mode(), capturing(model, sink):
-        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1, **moved)
-
-
-def replacing(model: PreTrainedModel, attend: Attention) -> contextlib.AbstractContextManager[None]:
-    """Let `attend(layer, q, k, v, scaling)` compute the output [B, T, Hq, Dv] of every attention layer in the block.
-
-    q, k and v are the inputs of attention, including cached tokens. There is no mask: `attend` must apply its own.
-    """
-    return _our_attention(model, _instead, attend)
-
-
-@contextlib.contextmanager
-def _our_attention(model: PreTrainedModel, where: ContextVar[T | None], call: T) -> Generator[None]:
-    """Let every attention layer look into `where`, which is `call` in the block."""
     for dense in _NAMES:
         mask: Callable[..., Any] = getattr(masking_utils, f"{dense}_mask")
         AttentionInterface.register(_NAMES[dense], _capturing_attention)
         AttentionMaskInterface.register(_NAMES[dense], mask)
     config = cast(Any, text_decoder(model).config)
     before: str = config._attn_implementation or "sdpa"
-    token = where.set(call)
+    token = _hook.set(hook)
     _set_attention(model, _NAMES["eager" if before == "eager" else "sdpa"])
     try:
         yield
     finally:
         _set_attention(model, before)
-        where.reset(token)
+        _hook.reset(token)
+
+
+def observe(model: PreTrainedModel, ids: Tensor, hook: Hook, first: int = 0) -> None:
+    """Run one context, ids int64 [T], without gradients, inside `capturing`.
+
+    Args: first: position of the first token (`hashtrain.data.offsets`).
+    """
+    moved = positions(model, len(ids), first)
+    with torch.inference_mode(), capturing(model, hook):
+        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1, **moved)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
@@ -114,21 +98,13 @@ def capture(
 ) -> Capture:
     """Run the model over token contexts (int64 [T] each) and store q, k and v of every layer below `folder` as `dtype`.
 
-    Files that an interrupted capture of the same model and contexts has left there are kept.
-
     Args: reach: contexts are spread over positions 0 to reach - 1 (`hashtrain.data.offsets`); None: all begin at 0.
     Raises: OSError, before anything is written, if the disk is too small.
     """
-    stored, weights, shape = Capture(folder, len(contexts)), weights_hash(model), ModelShape.of(model.config)
-    firsts = [offset(number, len(ids), reach) for number, ids in enumerate(contexts)]
-    keys = [
-        context_key(weights, ids, model.device.type, dtype, first=first)
-        for ids, first in zip(contexts, firsts, strict=True)
-    ]
-    lacking = [number for number, key in enumerate(keys) if not stored.holds(number, key)]
-    require_disk(folder, sum(context_bytes(shape, len(contexts[number]), dtype) for number in lacking))
-    for number in lacking:
-        capture_one(model, contexts[number], stored.file(number), keys[number], dtype, first=firsts[number])
+    stored, shape = Capture(folder, len(contexts)), ModelShape.of(model.config)
+    require_disk(folder, sum(context_bytes(shape, len(ids), dtype) for ids in contexts))
+    for number, ids in enumerate(contexts):
+        capture_one(model, ids, stored.file(number), "", dtype, first=offset(number, len(ids), reach))
     return stored
 
 
@@ -138,14 +114,14 @@ def capture_one(
     path: Path,
     key: str = "",
     dtype: torch.dtype = torch.bfloat16,
-    kept: Kept = EVERYTHING,
+    whole: bool = True,
     first: int = 0,
 ) -> None:
-    """Store q, k and v of one context, int64 [T], as far as `kept` says.
+    """Store q, k and v of one context, int64 [T]; if it is not kept `whole`, only its keys and every `stride`-th query.
 
     Args: key: `context_key` of all this; first: position of the first token.
     """
-    tensors, scalings = run_context(model, ids, dtype, kept, first=first)
+    tensors, scalings = run_context(model, ids, dtype, whole, first=first)
     save_tensors(tensors, path, metadata={**scalings, KEY: key})
 
 
@@ -153,8 +129,7 @@ def context_key(
     weights: str,
     ids: Tensor,
     device: str,
-    dtype: torch.dtype = torch.bfloat16,
-    kept: Kept = EVERYTHING,
+    whole: bool = True,
     first: int = 0,
 ) -> str:
     """Return a digest of everything that decides the bits of one context's file.
@@ -163,10 +138,8 @@ def context_key(
     `weights_hash(model)`. Devices and versions of torch round differently.
     """
     versions = [torch.__version__, transformers.__version__]
-    sha = hashlib.sha256(json.dumps([weights, device, str(dtype), first, kept.values, *versions]).encode())
-    for numbers in (ids, *(kept.rows or ())):
-        sha.update(len(numbers).to_bytes(8, "little"))
-        sha.update(numbers.contiguous().numpy().tobytes())
+    sha = hashlib.sha256(json.dumps([weights, device, first, whole, *versions]).encode())
+    sha.update(ids.contiguous().numpy().tobytes())
     return sha.hexdigest()[:32]
 
 
@@ -184,42 +157,47 @@ def run_context(
     model: PreTrainedModel,
     ids: Tensor,
     dtype: torch.dtype = torch.bfloat16,
-    kept: Kept = EVERYTHING,
+    whole: bool = True,
     first: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Run one context; return its tensors and scalings by their names in the file.
+    """Run one context; return its tensors, and the file's header.
 
     Args:
-        kept: what to keep, in host memory. The host waits for the device once, at the end.
+        whole: whether to keep all queries, and the values. The host waits for the device once, at the end.
         first: position of the first token.
     """
-    device, tensors, scalings = model.device, dict[str, Tensor](), dict[str, str]()
-    rows: tuple[Tensor, ...] | None = None
-    if kept.rows is not None:  # one copy to the device for all layers
-        rows = cast("tuple[Tensor, ...]", to_device(torch.cat(kept.rows), device).split([*map(len, kept.rows)]))
+    device, tensors, header = model.device, dict[str, Tensor](), {STRIDE: str(1 if whole else stride(len(ids)))}
 
-    def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
-        found = {"q": q if rows is None else q[:, :, rows[layer]], "k": k, **({"v": v} if kept.values else {})}
+    def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
+        found = {"q": q, "k": k, "v": v} if whole else {"q": q[:, :, :: stride(len(ids))], "k": k}
         tensors.update({f"{name}.{layer}": to_host(x.to(dtype).contiguous()) for name, x in found.items()})
-        scalings[f"scaling.{layer}"] = repr(scaling)
+        header[f"scaling.{layer}"] = repr(scaling)
 
-    observe(model, ids, sink, first)
+    observe(model, ids, keep, first)
     wait_for(device)
-    return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
+    return tensors, header
 
 
-def context_bytes(
-    shape: ModelShape, tokens: int, dtype: torch.dtype, rows: int | None = None, values: bool = True
-) -> int:
-    """Return the bytes of one context's tensors in all layers.
+@torch.no_grad()
+def output_projections(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the output projection of each attention layer, [Hq Dv, hidden], as far as it has a usual name."""
+    found: dict[str, Tensor] = {}
+    for module in cast("list[Any]", [*text_decoder(model).modules()]):
+        layer = getattr(module, "layer_idx", None)
+        project = next((x for name in _OUTPUT if (x := getattr(module, name, None)) is not None), None)
+        if isinstance(layer, int) and project is not None and str(layer) not in found:
+            size = getattr(project, "in_features", None) or project.weight.shape[0]  # of a Conv1D, the latter
+            one = torch.eye(size, device=model.device, dtype=model.dtype)
+            found[str(layer)] = project(one) - project(torch.zeros_like(one[:1]))  # without its bias
+    return found
 
-    Args:
-        rows: how many rows' queries are kept, with their int32 positions; None for all. values: whether values are.
-    """
-    total, queries = 0, tokens if rows is None else rows
+
+def context_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype, whole: bool = True) -> int:
+    """Return the bytes of one context's tensors in all layers, stored `whole` or not."""
+    total, queries = 0, tokens if whole else -(-tokens // stride(tokens))
     for at in map(shape.at, range(shape.num_layers)):
-        heads = (1 + values) * tokens * at.num_kv_heads + queries * at.num_query_heads
-        total += heads * at.head_dim * dtype.itemsize + 4 * (rows or 0)
+        heads = (1 + whole) * tokens * at.num_kv_heads + queries * at.num_query_heads
+        total += heads * at.head_dim * dtype.itemsize
     return total
 
 

@@ -8,28 +8,27 @@ training a layer maps only that layer's bytes.
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from hashtrain.files.untrusted import open_tensors
 
-
-@dataclass(frozen=True)
-class Kept:
-    """What is kept of one context in addition to its keys."""
-
-    rows: tuple[Tensor, ...] | None = None
-    """For each layer, the rows whose queries are kept, int32 [R], ascending; None for all rows."""
-    values: bool = True
+FEW = 512
+"""About how many rows' queries are kept of a context of more than 4,096 tokens that training alone reads."""
 
 
-EVERYTHING = Kept()
-KEY = "made_from"
-"""Entry of a file's header that says what it was made from."""
+def stride(tokens: int) -> int:
+    """Return the distance of the rows whose queries are kept of such a context.
+
+    A step reads all keys and 64 queries: with every query, a context would take four times the bytes.
+    """
+    return tokens // FEW if tokens > 8 * FEW else 1
+
+
+KEY, STRIDE = "made_from", "stride"
+"""Entries of a file's header: what it was made from, and the distance of the rows whose queries it holds."""
 _REMEDY = "delete it and capture again"
 
 
@@ -72,25 +71,19 @@ class Capture:
 
         Raises: as `read`, and ValueError if one of these rows is not stored.
         """
+        apart = self.stride(context)
+        if apart > 1 and (rows is None or bool((rows % apart).any())):
+            raise ValueError(f"{self.file(context)} holds the queries of every {apart}th row alone; {_REMEDY}")
         with open_tensors(self.file(context), _REMEDY) as file:
-            names = set(file.keys())
-            at = cast("Tensor | None", file.get_tensor(f"rows.{layer}") if f"rows.{layer}" in names else None)
-            return _chosen(file.get_tensor(f"q.{layer}"), at, rows, file.get_slice(f"k.{layer}").get_shape()[2])
+            q = file.get_tensor(f"q.{layer}")
+        return q if rows is None else q[:, :, rows // apart]
+
+    def stride(self, context: int) -> int:
+        """Return the distance of the rows whose queries are stored. Raises: as `read`."""
+        with open_tensors(self.file(context), _REMEDY) as file:
+            return int((cast("dict[str, str] | None", file.metadata()) or {}).get(STRIDE, 1))
 
     def values(self, context: int, layer: int) -> Tensor:
         """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read`."""
         with open_tensors(self.file(context), _REMEDY) as file:
             return file.get_tensor(f"v.{layer}")
-
-
-def _chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int) -> Tensor:
-    """Return the queries [1, Hq, R, D] of `rows`, int64 [R], None for all, of those that were kept: q [1, Hq, S, D] of
-    the rows `at`, int [S], ascending, None for all `tokens`."""
-    if at is None:
-        return q if rows is None else q[:, :, rows]
-    rows = torch.arange(tokens) if rows is None else rows
-    places = torch.searchsorted(at, rows.to(at.dtype)).clamp(max=max(0, len(at) - 1))
-    lost = rows[at[places] != rows] if len(at) else rows
-    if len(lost):
-        raise ValueError(f"the queries of {len(at)} rows were kept, but not of row {int(lost[0])}; {_REMEDY}")
-    return q[:, :, places]

@@ -3,8 +3,8 @@
 1. A layer's cost is how far a decode step's probabilities move if only that layer is sparse. Rows of a context stand in
    for decode steps after a dense prompt. Each sees the context up to its own position and no other row, so one short
    forward pass over one cache computes many steps, for any set of sparse layers.
-2. A head's cost is the squared error of the layer's output through that head's part of the output projection. It is
-   measured at a few budgets, on captured rows of dense contexts, and falls about as a power of the budget.
+2. A head's cost is the squared error of the layer's output through that head alone, which calibration measures at a few
+   budgets (`hashtrain.evaluation.remainder.calibrate`). It falls about as a power of the budget.
 """
 
 import math
@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hashtrain.artefact.hasher import Hasher
-from hashtrain.data.capture import replacing
-from hashtrain.data.captured import Capture
+from hashtrain.data.capture import capturing
 from hashtrain.data.offsets import offset
 from hashtrain.data.offsets import positions as moved_to
-from hashtrain.evaluation.remainder import attend, grouped_product
-from hashtrain.layers import LayerHasher
+from hashtrain.evaluation.remainder import FRACTIONS, attend, grouped_product
+from hashtrain.hasher import Hasher
 from hashtrain.training.target import logits
 
 DENSE_ABOVE, MOST_DENSE = 0.02, 0.1
@@ -35,6 +33,8 @@ LEAST_COST = 5e-5
 """Costs below this, in nats of KL, cannot be told from zero: they are means of few steps, and rounded."""
 STEP_CONTEXTS, ROWS = 2, 16
 """Number of training contexts that layers' costs are measured on, and of steps in each."""
+LEAST_SHARE, MOST_SHARE = 0.5, 2.0
+"""Costs are of few rows: wider bounds lost more on other text than they gained (docs/log.md, 2026-11-25)."""
 
 
 class Steps:
@@ -73,7 +73,7 @@ class Steps:
                 self._attended[layer] = out
             return out
 
-        with replacing(self.model, attend_layer):
+        with capturing(self.model, attend_layer):
             logits = self.model(
                 self.ids[None, self.positions],
                 position_ids=self.first + self.positions[None],
@@ -100,7 +100,7 @@ class Steps:
             p, values = exact.softmax(-1), v[0].float()
             out = grouped_product(p, values) + p[:, :, rows, at][..., None] * (own - values[:, at])[:, None]
         else:
-            out = next(attend(hasher.layer(layer), q, k, v, at, scaling, [fraction], exact, own))
+            out = attend(hasher.layer(layer), q, k, v, at, scaling, fraction, exact, own)
         return out.flatten(0, 1).transpose(0, 1)[None].to(q.dtype)
 
 
@@ -116,23 +116,8 @@ def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int, reac
     return found
 
 
-def layer_shares(costs: Sequence[float], dense: Collection[int] = ()) -> tuple[float, ...]:
-    """Divide a budget of tokens among layers so that the sum of their costs is least (eq. 22).
-
-    Args: costs: of each layer alone, in nats, all measured at the same budget; dense: layers that stay dense.
-    Returns: for each layer its budget relative to the mean over the others (`divide`); 1 for dense layers.
-    """
-    sparse = [layer for layer in range(len(costs)) if layer not in dense]
-    wanted = torch.tensor([max(costs[n], LEAST_COST) for n in sparse], dtype=torch.float64)
-    found = dict(zip(sparse, divide(wanted, torch.full_like(wanted, FALLS)).tolist(), strict=True))
-    return tuple(round(found.get(layer, 1.0), 3) for layer in range(len(costs)))
-
-
 def layer_costs(
-    steps: Sequence[Steps],
-    hasher: Hasher,
-    fraction: float,
-    advance: Callable[[str, int], None],
+    steps: Sequence[Steps], hasher: Hasher, fraction: float, advance: Callable[[str, int], None]
 ) -> dict[str, Any]:
     """Measure the cost of each layer alone and of all together; drop remainders that make a layer worse.
 
@@ -167,15 +152,26 @@ def layer_costs(
     return {"layers": costs, "all": whole, "dense": sorted(wanted[: int(MOST_DENSE * count)]), "bare": bare}
 
 
-LEAST_SHARE, MOST_SHARE = 0.5, 2.0
-"""Costs are of few rows: wider bounds lost more on other text than they gained (docs/log.md, 2026-11-25)."""
-FACTORS = tuple(2 ** (n / 2) for n in range(-3, 4))
-"""Budgets at which a head's error is measured, relative to the budget that is divided."""
-CONTEXTS, HEAD_ROWS = 3, 128
-"""Number of training contexts that heads' errors are measured on, and of rows in each."""
-_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-"""Names of the output projection in attention modules; without one, errors are those of attention itself."""
-Project = Callable[[Tensor], Tensor]
+def layer_shares(costs: Sequence[float], dense: Collection[int] = ()) -> tuple[float, ...]:
+    """Divide a budget of tokens among layers so that the sum of their costs is least (eq. 22).
+
+    Args: costs: of each layer alone, in nats, all measured at the same budget; dense: layers that stay dense.
+    Returns: for each layer its budget relative to the mean over the others (`divide`); 1 for dense layers.
+    """
+    sparse = [layer for layer in range(len(costs)) if layer not in dense]
+    wanted = torch.tensor([max(costs[n], LEAST_COST) for n in sparse], dtype=torch.float64)
+    found = dict(zip(sparse, divide(wanted, torch.full_like(wanted, FALLS)).tolist(), strict=True))
+    return tuple(round(found.get(layer, 1.0), 3) for layer in range(len(costs)))
+
+
+def head_shares(errors: Tensor, fraction: float) -> tuple[float, ...]:
+    """Divide a layer's budget among its KV heads so that the squared error of its output is least (eq. 23).
+
+    Args:
+        errors: of each head at `FRACTIONS`, [Hkv, 4], as calibration measures them.
+        fraction: the budget that is divided, of each row's visible tokens.
+    """
+    return tuple(round(share, 3) for share in divide(*power_laws(errors, fraction)).tolist())
 
 
 def divide(costs: Tensor, falls: Tensor) -> Tensor:
@@ -200,85 +196,11 @@ def divide(costs: Tensor, falls: Tensor) -> Tensor:
     return at(low)
 
 
-def head_shares(
-    model: PreTrainedModel, hasher: Hasher, data: Capture, fraction: float = 0.02, seed: int = 0
-) -> tuple[tuple[float, ...], ...]:
-    """Divide each layer's budget among its KV heads so that the squared error of its output is least.
-
-    Args:
-        model: the model of the hasher, all of whose layers have full attention.
-        data: captured training contexts; the first `CONTEXTS` are used, which must hold all queries and values.
-        fraction: the budget that is divided, of each row's visible tokens (eq. 7); seed: draws the rows.
-    Returns: for each layer the budgets of its KV heads relative to their mean, for `HasherConfig.head_shares`.
-    """
-    most = sum(fraction * factor <= 1 for factor in FACTORS)  # beyond, a head reads all tokens
-    return tuple(
-        tuple(round(share, 3) for share in divide(*fitted(errors[:, :most])).tolist())
-        for errors in head_errors(model, hasher, data, fraction, seed)
-    )
-
-
-def fitted(errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit a power law to each head's errors at the first n of `FACTORS`, [H, n]: its error at 1, and its slope."""
+def power_laws(errors: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
+    """Fit a power law to errors at `FRACTIONS`, [H, 4]. Returns each head's error at `fraction`, and how it falls."""
     errors = errors.double()
     logs = errors.clamp(min=max(1e-9 * errors.max().item(), 1e-300)).log()
-    x = torch.tensor(FACTORS[: errors.shape[1]], dtype=torch.float64).log()
+    x = torch.tensor(FRACTIONS, dtype=torch.float64).div(fraction).log()
     away = x - x.mean()
     slopes = ((logs * away).sum(1) / away.square().sum()).clamp(max=-0.1)
     return (logs.mean(1) - slopes * x.mean()).exp(), -slopes
-
-
-@torch.inference_mode()
-def head_errors(model: PreTrainedModel, hasher: Hasher, data: Capture, fraction: float, seed: int) -> list[Tensor]:
-    """Measure each KV head's squared error of the attention output: for each layer float64 [Hkv, 7], sums over rows."""
-    device, project, draw = model.device, _projections(model), torch.Generator().manual_seed(seed)
-    lengths = [data.keys(context, 0)[0].shape[2] for context in range(min(CONTEXTS, len(data)))]
-    rows = [torch.randint(t // 4, t, (HEAD_ROWS,), generator=draw) for t in lengths]
-    found: list[Tensor] = []
-    for layer in range(hasher.config.shape.num_layers):
-        total = torch.zeros((), dtype=torch.float64)
-        for context, at in enumerate(rows):
-            k, scaling = data.keys(context, layer)
-            read = (data.queries(context, layer, at), k, data.values(context, layer), at)
-            q, k, v, where = (x.to(device) for x in read)
-            given = scaling, fraction, project.get(layer), model.dtype
-            total = total + _errors(hasher.layer(layer), q, k, v, where, *given).cpu()
-        found.append(total)
-    return found
-
-
-def _projections(model: PreTrainedModel) -> dict[int, Project]:
-    """Return the output projection of each layer's attention module, as far as it has a usual name."""
-    found: dict[int, Project] = {}
-    for module in cast("list[Any]", [*cast(Any, model).get_decoder().modules()]):  # not those of a vision tower
-        layer = getattr(module, "layer_idx", None)
-        project = next((x for name in _OUTPUT if (x := getattr(module, name, None)) is not None), None)
-        if isinstance(layer, int) and project is not None:
-            found.setdefault(layer, project)
-    return found
-
-
-def _errors(
-    hasher: LayerHasher, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, fraction: float,
-    project: Project | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Return the squared errors of a layer's KV heads, float64 [Hkv, 7]; arguments as in `measure`.
-
-    Args: project: the layer's output projection, of weights of this dtype.
-    """
-    exact = logits(q, k, rows, scaling)[0]
-    dense, wanted = grouped_product(exact.softmax(-1), v[0].float()), [min(1.0, fraction * x) for x in FACTORS]
-    found = attend(hasher, q, k, v, rows, scaling, wanted, exact)
-    return torch.stack([_through(project, out - dense, dtype).double().square().sum((1, 2)) for out in found], 1)
-
-
-def _through(project: Project | None, gap: Tensor, dtype: torch.dtype) -> Tensor:
-    """Send what each KV head adds, [Hkv, G, R, Dv], through the output projection alone: [Hkv, R, hidden]."""
-    hkv, group, rows, dim = gap.shape
-    if project is None:
-        return gap.transpose(1, 2).flatten(2)
-    alone = gap.new_zeros(hkv, rows, hkv, group * dim)
-    for head in range(hkv):
-        alone[head, :, head] = gap[head].transpose(0, 1).flatten(1)
-    alone = alone.flatten(2).to(dtype)
-    return project(alone) - project(torch.zeros_like(alone[:1, :1]))  # without its bias

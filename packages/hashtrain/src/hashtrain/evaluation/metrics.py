@@ -1,13 +1,13 @@
 """Evaluate selections: IoU, recall and attention mass (docs/algorithm.md, eq. 12), of rows and of a whole layer.
 
-All functions use hashcore's integer codes, scores and top-k, as in deployment. A layer is evaluated on held-out rows,
-per KV head as deployed and per query head as in the paper.
+All functions use hashcore's integer codes, scores and top-k, as in deployment. `evals iou` also measures per query
+head, as in the paper.
 """
 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import hashcore
@@ -17,8 +17,7 @@ from torch import Tensor
 from hashtrain.config import RECENT, SINK, Heads
 from hashtrain.data.captured import Capture
 from hashtrain.layers import LayerHasher
-from hashtrain.settings.train_command import TrainCommand
-from hashtrain.training.target import always_read, always_read_tokens, attention, by_heads, logits, top_count
+from hashtrain.training.target import always_read, always_read_tokens, attention, top_count
 
 
 class Quality(NamedTuple):
@@ -134,42 +133,32 @@ def _at(flags: Tensor, tokens: Tensor) -> Tensor:
 LEAST_LOW, MOST_LOST = 0.6, 0.001
 """A head fails if the 5th percentile of its rows' mass is below the first, or if the share of its rows that find less
 than half of the oracle's mass is above the second."""
+_AT_ONCE = 32
 
 
-def evaluate_layer(
-    command: TrainCommand, hasher: LayerHasher, layer: int, validation: Capture
-) -> dict[str, dict[str, Any]]:
-    """Measure one layer and its heads on held-out rows: means, and how bad the worst rows are."""
-    device = hasher.remainder.device
-    samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
-    for context, rows in enumerate(rows_of_contexts(command, len(validation))):
-        k, scaling = validation.keys(context, layer)
-        q, k, rows = (x.to(device) for x in (validation.queries(context, layer, rows), k, rows))
-        p = logits(q, k, rows, scaling).softmax(-1)
-        codes = hasher.encode_keys(k)
-        scores = hasher.scores_of(q, codes)
-        found = quality_of_scores(scores, by_heads(p, rows, "kv"), rows, command.fraction)
-        samples["kv_head"].append([m[0].double().cpu() for m in found])  # per head and row
-        scores = hasher.scores_of(q, hasher.by_query_head(codes), True)  # the same codes: not hashed again
-        found = quality_of_scores(scores, by_heads(p, rows, "query"), rows, command.fraction)
-        samples["query_head"].append([m[0].double().cpu() for m in found])
-    return {heads: _summary(rows_of) for heads, rows_of in samples.items()}
+@torch.no_grad()
+def layer_quality(
+    hashers: Sequence[LayerHasher], layer: int, data: Capture, rows_of: Iterable[Tensor], fraction: float
+) -> list[Quality]:
+    """Measure what hash functions of one layer select per KV head, all on the same rows of captured contexts.
 
-
-def rows_of_contexts(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
-    """Draw the rows to evaluate in each held-out context, the same for every hasher and layer: int64 [rows]."""
-    generator, last = torch.Generator("cpu").manual_seed(command.seed), command.context
-    for _ in range(contexts):
-        yield torch.randint(command.first_row, last, (command.held_out_rows,), generator=generator, device="cpu")
-
-
-def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int]) -> dict[str, Any]:
-    """Collect the results of `evaluate_layer` for all layers, with means over the layers that will be sparse."""
-    by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head")}
-    sparse = [number for number in range(len(layers)) if number not in dense]
-    return {
-        heads: {"layers": found, "mean": _mean(found[number] for number in sparse)} for heads, found in by_heads.items()
-    }
+    Args: rows_of: for each of the first contexts, the rows to measure, int64 [R].
+    Returns: for each hasher float64 [Hkv, rows of all contexts], on the CPU.
+    """
+    device = hashers[0].remainder.device
+    found: list[list[Quality]] = [[] for _ in hashers]
+    for context, drawn in enumerate(rows_of):
+        k, scaling = data.keys(context, layer)
+        q, k, rows = (x.to(device) for x in (data.queries(context, layer, drawn), k, drawn))
+        codes = [hasher.encode_keys(k) for hasher in hashers]  # once, not for each part of the rows
+        parts_of = (cast("tuple[Tensor, ...]", x.split(_AT_ONCE, axis)) for x, axis in ((q, 2), (rows, 0)))
+        for some, at in zip(*parts_of, strict=True):
+            some = some.contiguous()
+            p = attention(some, k, at, scaling)
+            for hasher, keys, parts in zip(hashers, codes, found, strict=True):
+                rows_quality = quality_of_scores(hasher.scores_of(some, keys), p, at, fraction)
+                parts.append(Quality(*(x[0].double().cpu() for x in rows_quality)))
+    return [Quality(*(torch.cat([part[n] for part in parts], 1) for n in range(3))) for parts in found]
 
 
 def fails(mass: Tensor) -> bool:
@@ -177,32 +166,21 @@ def fails(mass: Tensor) -> bool:
     return bool(mass.quantile(0.05) < LEAST_LOW or (mass < 0.5).double().mean() > MOST_LOST)
 
 
-def failing(layers: Sequence[dict[str, Any]], dense: Collection[int] = ()) -> list[tuple[int, int]]:
-    """List the (layer, head) pairs whose worst rows lose too much, without layers that stay dense, given the results of
-    `evaluate_layer` for one kind of head, by layer."""
-    return [
-        (number, head)
-        for number, layer in enumerate(layers)
-        if number not in dense
-        for head, (low, lost) in enumerate(zip(layer["low_by_head"], layer["lost_by_head"], strict=True))
-        if low < LEAST_LOW or lost > MOST_LOST
-    ]
-
-
-def _summary(contexts_of: list[list[Tensor]]) -> dict[str, Any]:
-    """Average over contexts and rows, and by head. `low` is the 5th percentile of the rows' mass in the worst head;
+def summary(found: Quality) -> dict[str, Any]:
+    """Average `layer_quality` over rows, and by head. `low` is the 5th percentile of the rows' mass in the worst head;
     `lost` is the share of rows, over all heads, that find less than half of the oracle's mass."""
-    iou, recall, mass = (torch.cat([c[i] for c in contexts_of], dim=1) for i in range(3))  # [H, rows]
-    low, lost = mass.quantile(0.05, dim=1), (mass < 0.5).double().mean(1)
-    means = {"iou": iou.mean(), "recall": recall.mean(), "mass": mass.mean(), "low": low.min(), "lost": lost.mean()}
-    by_head = {"iou": iou.mean(1), "mass": mass.mean(1), "low": low, "lost": lost}
+    low, lost = found.mass.quantile(0.05, dim=1), (found.mass < 0.5).double().mean(1)
+    means = {**{name: x.mean() for name, x in found._asdict().items()}, "low": low.min(), "lost": lost.mean()}
+    by_head = {"iou": found.iou.mean(1), "mass": found.mass.mean(1), "low": low, "lost": lost}
     return {
         **{name: value.item() for name, value in means.items()},
         **{f"{name}_by_head": values.tolist() for name, values in by_head.items()},
+        "failing": [head for head, mass in enumerate(found.mass) if fails(mass)],
     }
 
 
-def _mean(layers: Iterable[dict[str, Any]]) -> dict[str, float]:
-    found = list(layers)
-    names = [name for name, value in found[0].items() if isinstance(value, float)]
-    return {name: sum(layer[name] for layer in found) / len(found) for name in names}
+def means(layers: Sequence[dict[str, Any]], dense: Collection[int]) -> dict[str, float]:
+    """Average the summaries of all layers that will be sparse."""
+    sparse = [layer for number, layer in enumerate(layers) if number not in dense]
+    names = [name for name, value in sparse[0].items() if isinstance(value, float)]
+    return {name: sum(layer[name] for layer in sparse) / len(sparse) for name in names}

@@ -21,8 +21,10 @@ from hashtrain.layers import LayerHasher
 from hashtrain.training.target import always_read_tokens, logits
 
 FRACTIONS = (0.005, 0.01, 0.02, 0.05)
-"""Budgets of the rows used in the fit; it holds between them."""
+"""Budgets of the rows used in calibration; the fit holds between them."""
 MAX_CONTEXTS, _ROWS, _FIRST_ROW = 32, 32, 64
+_ROUNDS, _LEAST_LOGIT = 12, -16.0
+"""Rounds of the fit of the weight; the least share that it tells from none: float32 sums do not know smaller ones."""
 
 
 class Evidence(NamedTuple):
@@ -55,19 +57,14 @@ def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
     return torch.minimum(typical, e.lse - selected.log()) + (e.visible - e.selected).float().log()
 
 
-def linear_values(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> Tensor:
+def linear_values(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate the value of what each row leaves out: mean v + slope cov(v, k) q, over the visible tokens.
 
     Args:
         q: queries of the rows, [B, Hq, R, D]; k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv]; positions: int64 [R].
         slopes: one per query head, multiplied by the attention scaling: [Hq].
-    Returns: float32 [B, Hq, R, Dv]. Source: docs/algorithm.md, eq. 16.
+    Returns: the two terms, float32 [B, Hkv, 1, R, Dv] and [B, Hkv, G, R, Dv]. Source: docs/algorithm.md, eq. 16.
     """
-    return torch.add(*_linear_parts(q, k, v, positions, slopes)).flatten(1, 2)
-
-
-def _linear_parts(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two terms of `linear_values`, float32 [B, Hkv, 1, R, Dv] and [B, Hkv, G, R, Dv]."""
     hkv, t = k.shape[1], k.shape[2]
     steep = cast(Tensor, (q.float() * slopes[:, None, None]).unflatten(1, (hkv, -1)))  # [B, Hkv, G, R, D]
     visible = (positions + 1)[:, None].float()
@@ -91,35 +88,50 @@ def grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
     return cast(Tensor, (rows.flatten(-3, -2) @ shared).unflatten(-2, rows.shape[-3:-1]))
 
 
-def add_remainder(out: Tensor, lse: Tensor, value: Tensor, log_weight: Tensor) -> Tensor:
-    """Add the remainder to softmax attention over a selection, as one more token with that value and weight.
+@torch.no_grad()
+def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0, output: Tensor | None = None) -> Tensor:
+    """Fit `hasher.remainder` on captured queries, keys and values, and measure what each KV head's selection costs.
+
+    One pass over rows of the first `MAX_CONTEXTS` contexts at `FRACTIONS`: for each query head the weight, then the
+    slope by weighted least squares, where all rows count alike, whatever the norm of their output; then the errors.
 
     Args:
-        out: attention over the selection, [..., D]; value: `linear_values`, broadcast against it.
-        lse: log sum exp of the selected logits, [...]; log_weight: `log_weight`, [...].
-    Returns: float32 [..., D].
-    Source: docs/algorithm.md, eq. 16.
-    """
-    return torch.lerp(out.float(), value.float(), torch.sigmoid(log_weight - lse)[..., None])
-
-
-@torch.no_grad()
-def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> None:
-    """Fit `hasher.remainder` on captured queries, keys and values: for each query head the weight, then the slope.
-
-    Both are weighted least squares. For the weight, rows count by how much the estimate matters: share (1 - share), the
-    derivative of the remainder's softmax share. For the slope, all rows count alike, whatever the norm of their output.
+        output: the layer's output projection, [Hq Dv, hidden]; None: errors are those of attention itself.
+    Returns: the squared errors of the layer's output through each KV head alone, at each budget, summed over the rows
+        in the last three quarters of their contexts: float64 [2, Hkv, 4], without the remainder and with it.
     """
     samples = list(_samples(hasher, layer, data, seed))
-    hasher.remainder[:, :-1] = _fit_weight(samples)
+    hasher.remainder[:, :-1] = fit_weight([(rows.evidence, rows.exact) for rows in samples])
     hasher.remainder[:, -1] = _fit_slope(hasher, samples)
+    slopes = by_head(hasher, hasher.remainder[:, -1])[..., None]
+    errors = torch.zeros(2, hasher.hkv, len(FRACTIONS), dtype=torch.float64)
+    for number, rows in enumerate(samples):  # by context, then by budget
+        share = estimated_share(hasher, rows.evidence)[..., None]
+        both = rows.selected, torch.lerp(rows.selected, rows.mean + slopes * rows.tilt, share)
+        found = torch.stack([_squared((out - rows.dense) * rows.late[:, None], output) for out in both])
+        errors[:, :, number % len(FRACTIONS)] += found.cpu()
+    return errors
+
+
+def _squared(gap: Tensor, output: Tensor | None) -> Tensor:
+    """Return the squared norm of what each KV head adds to the layer's output, [Hkv, G, R, Dv]: float64 [Hkv]."""
+    added = gap.transpose(1, 2).flatten(2)
+    if output is not None:
+        added = added @ cast(Tensor, output.unflatten(0, (len(gap), -1)))
+    return added.double().square().sum((1, 2))
+
+
+def by_head(hasher: LayerHasher, x: Tensor) -> Tensor:
+    """View numbers of query heads, [Hq, ...], beside rows: [Hkv, G, 1, ...]."""
+    return cast(Tensor, x.unflatten(0, (hasher.hkv, hasher.group)))[:, :, None]
 
 
 class _Rows(NamedTuple):
     """Rows of a context at one budget, all [Hkv, G, R] or with one more dimension.
 
     `exact` is the exact `log_weight`; `selected` and `dense` are attention to the selection alone and to all tokens,
-    `mean` is the mean value, and `tilt` what a slope of 1 adds to it.
+    `mean` is the mean value, and `tilt` what a slope of 1 adds to it; `late`, bool [R], says which rows are in the last
+    three quarters, where budgets are of more than a few tokens.
     """
 
     evidence: Evidence
@@ -128,6 +140,7 @@ class _Rows(NamedTuple):
     dense: Tensor
     mean: Tensor
     tilt: Tensor
+    late: Tensor
 
 
 def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
@@ -138,36 +151,63 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Itera
         found = (data.queries(context, layer, rows), k, data.values(context, layer), rows)
         q, k, v, rows = (x.to(device) for x in found)
         slopes = torch.full((hasher.hq,), scaling, dtype=torch.float32, device=device)
-        mean, tilt = (x[0] for x in _linear_parts(q, k, v, rows, slopes))
+        mean, tilt = (x[0] for x in linear_values(q, k, v, rows, slopes))
         values = v[0].float()
         found = logits(q, k, rows, scaling)[0]
         dense = grouped_product(found.softmax(-1), values)
         for e, exact, shown, tokens in measure(hasher, q, k, rows, scaling, FRACTIONS, found):
-            taken = values[torch.arange(len(values), device=device)[:, None, None], tokens]  # [Hkv, R, K, Dv]
-            selected = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
-            yield _Rows(e, exact, selected, dense, mean, tilt)
+            selected = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), _taken(values, tokens))
+            yield _Rows(e, exact, selected, dense, mean, tilt, rows >= k.shape[2] // 4)
 
 
-def _fit_weight(samples: Sequence[_Rows]) -> Tensor:
-    """Return the five coefficients of each query head, float64 [Hq, 5]."""
-    features, logs, weights = list[Tensor](), list[Tensor](), list[Tensor]()
-    for e, exact, *_ in samples:
-        share = torch.sigmoid(exact - e.lse)
-        features.append(_features(e).flatten(0, 1))
-        logs.append((exact - (e.visible - e.selected).log()).flatten(0, 1))
-        weights.append((share * (1 - share)).flatten(0, 1))
-    x, y, w = (torch.cat(found, dim=1).double().cpu() for found in (features, logs, weights))
-    known = y.isfinite()  # false where every visible token was selected
-    root = torch.where(known, w, 0.0).sqrt()[..., None]
-    y = torch.where(known, y, 0.0)[..., None]
-    # gelsd allows dependent columns, as when every context is short or every count is 1.
-    return cast(Tensor, torch.linalg.lstsq(x * root, y * root, driver="gelsd").solution)[..., 0]
+def fit_weight(samples: Sequence[tuple[Evidence, Tensor]]) -> Tensor:
+    """Fit each query head's coefficients of `log_weight` (eq. 15) by logistic regression of the share r (eq. 16).
+
+    1. Weighted least squares on the logit of the exact share, with weights r (1 - r), the sigmoid's slope there.
+    2. Rows that leave nothing out have no weight then: overestimating their share is free, and whole heads are. With
+       the sigmoid's secant, from the estimate to the exact logit, as weight, the normal equations say that the errors
+       of the shares, not of their logits, sum to zero. Weights go half of the way there in each round: all of it, they
+       may swing.
+
+    Args: samples: the evidence of some rows and their exact `log_weight`, both [Hkv, G, R] or broadcast to it.
+    Returns: float64 [Hq, 5].
+    """
+    parts = list[tuple[Tensor, ...]]()
+    for e, exact in samples:
+        offset = (e.visible - e.selected).log() - e.lse  # from the estimate of one token to the logit of the share
+        parts.append(tuple(x.flatten(0, 1) for x in (_features(e), exact - e.lse, offset.expand_as(exact))))
+    x, wanted, offset = (torch.cat(found, dim=1).double().cpu() for found in zip(*parts, strict=True))
+    counts = offset.isfinite()  # false where every visible token was selected
+    offset, wanted = torch.where(counts, offset, 0.0), wanted.clamp(min=_LEAST_LOGIT)
+
+    def solved(weight: Tensor) -> Tensor:
+        root = torch.where(counts, weight, 0.0).sqrt()[..., None]
+        # gelsd allows dependent columns, as when every context is short or every count is 1.
+        return cast(Tensor, torch.linalg.lstsq(x * root, (wanted - offset)[..., None] * root, driver="gelsd").solution)
+
+    weight = _slope(wanted)
+    found = solved(weight)
+    for _ in range(_ROUNDS):
+        weight = (weight + _secant((x @ found)[..., 0] + offset, wanted)) / 2
+        found = solved(weight)
+    return found[..., 0]
+
+
+def _slope(logit: Tensor) -> Tensor:
+    """Return the derivative of the sigmoid."""
+    return torch.sigmoid(logit) * torch.sigmoid(-logit)
+
+
+def _secant(a: Tensor, b: Tensor) -> Tensor:
+    """Return the slope of the sigmoid's secant between two logits; where they are equal, of its tangent."""
+    near = (a - b).abs() < 1e-4
+    return torch.where(near, _slope(b), (torch.sigmoid(a) - torch.sigmoid(b)) / torch.where(near, 1.0, a - b))
 
 
 def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
     """Return the slope of each query head that brings attention closest to dense, float64 [Hq]."""
     product = square = torch.zeros(hasher.hkv, hasher.group, dtype=torch.float64, device=hasher.remainder.device)
-    for e, _, selected, dense, mean, tilt in samples:
+    for e, _, selected, dense, mean, tilt, _ in samples:
         share = estimated_share(hasher, e)[..., None]
         missing = dense - torch.lerp(selected, mean, share)
         size = dense.square().sum(-1, keepdim=True).clamp(min=1e-12)
@@ -184,27 +224,28 @@ def attend(
     v: Tensor,
     positions: Tensor,
     scaling: float,
-    fractions: Sequence[float],
-    exact: Tensor | None = None,
-    own: Tensor | None = None,
-) -> Iterator[Tensor]:
-    """Attend from some rows to what they select, with the remainder if it is fitted: [Hkv, G, R, Dv] per fraction.
+    fraction: float,
+    exact: Tensor,
+    own: Tensor,
+) -> Tensor:
+    """Attend from some rows to what they select, with the remainder if it is fitted: [Hkv, G, R, Dv].
 
     Args:
         v: all values, [1, Hkv, T, Dv]; own: each row's own value in place of the one in `v`, [Hkv, R, Dv].
         others: as for `measure`.
     """
-    values, (hkv, group) = v[0].float(), (hasher.hkv, hasher.group)
-    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hkv, group)))[:, :, None, :-1]
-    mean = cast(
-        Tensor, linear_values(q, k, v, positions, hasher.remainder[:, -1] * scaling)[0].unflatten(0, (hkv, group))
-    )
-    for known, _, shown, tokens in measure(hasher, q, k, positions, scaling, fractions, exact):
-        taken = values[torch.arange(hkv, device=q.device)[:, None, None], tokens]  # [Hkv, R, K, Dv]
-        if own is not None:
-            taken = torch.where((tokens == positions[:, None])[..., None], own[:, :, None], taken)
-        out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
-        yield add_remainder(out, known.lse, mean, log_weight(coefficients, known)) if hasher.calibrated else out
+    e, _, shown, tokens = next(measure(hasher, q, k, positions, scaling, (fraction,), exact))
+    taken = torch.where((tokens == positions[:, None])[..., None], own[:, :, None], _taken(v[0].float(), tokens))
+    out = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
+    if not hasher.calibrated:
+        return out
+    value = torch.add(*linear_values(q, k, v, positions, hasher.remainder[:, -1] * scaling))[0]
+    return torch.lerp(out, value, estimated_share(hasher, e)[..., None])
+
+
+def _taken(values: Tensor, tokens: Tensor) -> Tensor:
+    """Return the values [Hkv, T, Dv] of tokens [Hkv, R, K]: [Hkv, R, K, Dv]."""
+    return values[torch.arange(len(values), device=values.device)[:, None, None], tokens]
 
 
 @torch.no_grad()
@@ -232,43 +273,20 @@ def measure(
     mean_key = (grouped * prefix_means(k[0], positions)[:, None]).sum(-1) * scaling
     whole = exact.logsumexp(-1)
     for fraction in fractions:
-        tokens = tokens_read(scores, positions, fraction)
-        unused = tokens < 0
-        tokens = tokens.clamp(min=0)
-        shown = exact.gather(-1, tokens[:, None].expand(*exact.shape[:3], -1)).masked_fill_(unused[:, None], -torch.inf)
-        e = evidence(shown, ~unused[:, None], mean_key, positions + 1)
+        searched, ends = best_searched(scores, positions, fraction), always_read_tokens(positions)
+        tokens = torch.cat([ends.expand(*searched.shape[:-1], -1), searched], -1)
+        unused, tokens = (tokens < 0)[:, None], tokens.clamp(min=0)
+        found, read = exact.gather(-1, tokens[:, None].expand(*exact.shape[:3], -1)), (~unused).sum(-1)
+        mean, shown = found.masked_fill(unused, 0).sum(-1) / read, found.masked_fill(unused, -torch.inf)
+        e = Evidence(mean, shown.logsumexp(-1), mean_key, positions + 1, read)
         # float32 leaves a share below 1e-7 unknown; it has no weight in any sum here.
         rest = whole + torch.log1p(-torch.exp(e.lse - whole).clamp(max=1))
         yield e, rest.masked_fill(e.selected >= e.visible, -torch.inf), shown, tokens
 
 
-def tokens_read(scores: Tensor, positions: Tensor, fraction: float) -> Tensor:
-    """Return the tokens that rows read, those always read and the best of the others: int64 [..., R, K], -1 if unused.
-
-    Args:
-        scores: of all tokens, [..., R, T]; positions: int64 [R].
-        fraction: the budget, of each row's visible tokens (eq. 7).
-    """
-    found, ends = best_searched(scores, positions, fraction), always_read_tokens(positions)
-    return torch.cat([ends.expand(*found.shape[:-1], -1), found], -1)
-
-
-def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -> Evidence:
-    """Compute the statistics of attention over the tokens `taken`.
-
-    Args:
-        logits: [..., R, K], of any tokens; taken: bool, broadcast against them.
-        mean_key: logit of the mean key, [..., R]; visible: number of visible tokens per row, [R].
-    """
-    read = taken.sum(-1)
-    mean = logits.masked_fill(~taken, 0).sum(-1) / read
-    return Evidence(mean, logits.masked_fill(~taken, -torch.inf).logsumexp(-1), mean_key, visible, read)
-
-
 def estimated_share(hasher: LayerHasher, e: Evidence) -> Tensor:
     """Return the remainder's estimated share of the softmax, [Hkv, G, R]."""
-    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hasher.hkv, hasher.group)))[:, :, None, :-1]
-    return torch.sigmoid(log_weight(coefficients, e) - e.lse)
+    return torch.sigmoid(log_weight(by_head(hasher, hasher.remainder[:, :-1]), e) - e.lse)
 
 
 def _features(e: Evidence) -> Tensor:

@@ -1,5 +1,7 @@
 """One layer's hash functions, one class per variant (docs/algorithm.md, Variants)."""
 
+import torch
+
 from hashtrain.config import HasherConfig
 from hashtrain.layers.base import REMAINDER_TERMS, LayerHasher, rotation
 from hashtrain.layers.paper import Paper
@@ -15,14 +17,11 @@ BY_VARIANT: dict[str, type[Lsh | Linear | Paper | Planes | Transform]] = {
     "transform": Transform,
 }
 
-__all__ = ["BY_VARIANT", "REMAINDER_TERMS", "LayerHasher", "rotation", "shapes", "starts_from_data"]
+__all__ = ["BY_VARIANT", "REMAINDER_TERMS", "LayerHasher", "rotation", "shapes"]
 
 
 def shapes(config: HasherConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of one layer, without creating any; used to check a file before loading it."""
-    return BY_VARIANT[config.variant].shapes(config)
-
-
-def starts_from_data(variant: str) -> bool:
-    """Return whether a variant is initialised from captured queries and keys."""
-    return BY_VARIANT[variant].start is not LayerHasher.start
+    """Return the shape of each tensor of one layer, allocating none; used to check a file before loading it."""
+    with torch.device("meta"):
+        made = BY_VARIANT[config.variant](config, None)
+    return {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}

@@ -4,7 +4,6 @@
 # pyright: reportUnknownMemberType=false
 
 import math
-from collections.abc import Callable
 from typing import cast
 
 import hashcore
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 
 from hashtrain.config import MAX_DIGITS, HasherConfig, Heads
 from hashtrain.data.captured import Capture
-from hashtrain.layers.surrogate import estimator
 
 REMAINDER_TERMS = 6
 """Five coefficients for eq. 15 and the slope for eq. 16."""
@@ -23,13 +21,11 @@ Draw = torch.Generator | None
 """Generator for initial values; None leaves tensors uninitialised, to be loaded into."""
 
 
-def rotation(head_dim: int, bits: int, generator: Draw) -> Tensor:
+def rotation(head_dim: int, bits: int, generator: torch.Generator) -> Tensor:
     """Draw a random rotation in SO(head_dim); if bits > head_dim, several independent ones side by side.
 
     Returns: float32 [head_dim, bits]. Source: docs/algorithm.md, Variants; paper, appendix (angular LSH).
     """
-    if generator is None:
-        return torch.empty(head_dim, bits, dtype=torch.float32)
     blocks: list[Tensor] = []
     for _ in range(math.ceil(bits / head_dim)):
         drawn = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float32)
@@ -41,6 +37,13 @@ def rotation(head_dim: int, bits: int, generator: Draw) -> Tensor:
     return torch.cat(blocks, dim=1)[:, :bits].contiguous()
 
 
+def rotations(heads: int, head_dim: int, bits: int, generator: Draw) -> Tensor:
+    """Draw a `rotation` for each KV head: float32 [heads, head_dim, bits]."""
+    if generator is None:
+        return torch.empty(heads, head_dim, bits, dtype=torch.float32)
+    return torch.stack([rotation(head_dim, bits, generator) for _ in range(heads)])
+
+
 class LayerHasher(nn.Module):
     """Base of the variants.
 
@@ -50,8 +53,6 @@ class LayerHasher(nn.Module):
 
     target_heads: Heads = "kv"
     """Kind of target: `kv` sums attention over the group, as deployed; `query` treats each head separately."""
-    estimator = "straight-through"
-    """Default surrogate for the sign in training (`hashtrain.layers.surrogate`); the config can override it."""
     estimates_products = False
     """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
     has_codes = True
@@ -66,7 +67,6 @@ class LayerHasher(nn.Module):
         self.d: int = shape.head_dim
         self.bits: int = config.bits
         self.group: int = shape.group
-        self.sign: Callable[[Tensor], Tensor] = estimator(config.estimator or self.estimator, config.gamma)
         self.register_buffer("remainder", torch.zeros(self.hq, REMAINDER_TERMS, dtype=torch.float32))
 
     @property
@@ -114,11 +114,6 @@ class LayerHasher(nn.Module):
         """View [B, Hq, T, ...] as [B, Hkv, G, T, ...]."""
         return cast(Tensor, x.unflatten(1, (self.hkv, self.group)))
 
-    @classmethod
-    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor, without creating any; used to check a file before loading it."""
-        return {"remainder": (config.shape.num_query_heads, REMAINDER_TERMS)}
-
     @property
     def key_bits(self) -> int:
         """Bits stored per token and KV head."""
@@ -135,10 +130,6 @@ class LayerHasher(nn.Module):
         """Score queries against keys that `encode_keys` has hashed, for the same kind of heads: as `scores`."""
         planes, weights = self.encode_queries(q, per_query_head)
         return hashcore.score(planes, codes[:, :, None], weights=weights)
-
-    def by_query_head(self, codes: Tensor) -> Tensor:
-        """Return the codes per query head [B, Hq, T, W] of keys hashed per KV head, without hashing them again."""
-        return codes.repeat_interleave(self.group, 1)
 
     def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W], or [B, Hq, T, W] per query head."""
@@ -174,9 +165,6 @@ def uniform(size: tuple[int, ...], fan_in: int, generator: Draw) -> Tensor:
     return (torch.rand(size, generator=generator, dtype=torch.float32) * 2 - 1) / math.sqrt(fan_in)
 
 
-Sizes = dict[str, tuple[int, ...]]
-
-
 class SkipMlp(nn.Module):
     """x R + SiLU(x W1 + b1) W2 + b2 for x [B, heads, T, d]; close to x R at the start.
 
@@ -193,13 +181,6 @@ class SkipMlp(nn.Module):
         self.b1: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, hidden, dtype=torch.float32))
         self.w2: nn.Parameter = nn.Parameter(normal((heads, hidden, out), generator) * 0.01)
         self.b2: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, out, dtype=torch.float32))
-
-    @staticmethod
-    def shapes(prefix: str, heads: int, d: int, hidden: int, out: int) -> Sizes:
-        """Return the shape of each tensor by its name below `prefix`."""
-        w1, w2 = (heads, d, hidden), (heads, hidden, out)
-        sizes = {"r": (heads, d, out), "w1": w1, "b1": (heads, 1, hidden), "w2": w2, "b2": (heads, 1, out)}
-        return {f"{prefix}.{name}": size for name, size in sizes.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()

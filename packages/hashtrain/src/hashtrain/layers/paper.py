@@ -1,6 +1,6 @@
 """The paper's hash function: one code per query head."""
 
-from typing import cast
+from collections.abc import Callable
 
 import hashcore
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hashtrain.config import START_STD, HasherConfig, Heads
-from hashtrain.layers.base import Draw, LayerHasher, normal, rotation, uniform
+from hashtrain.layers.base import Draw, LayerHasher, normal, uniform
+from hashtrain.layers.surrogate import signs, softsign
 
 
 class Paper(LayerHasher):
@@ -19,7 +20,6 @@ class Paper(LayerHasher):
     """
 
     target_heads: Heads = "query"
-    estimator = "softsign"
     w1: nn.Parameter
     b1: nn.Parameter
     w2: nn.Parameter
@@ -29,41 +29,21 @@ class Paper(LayerHasher):
         super().__init__(config)
         h, d, hidden, bits = self.hq, self.d, config.hidden, self.bits
         self.residual: bool = config.residual
-        if self.residual or config.init == "gaussian":
-            self._start_small(config, generator)
-            return
-        self.w1 = nn.Parameter(uniform((h, d, hidden), d, generator))
-        self.b1 = nn.Parameter(uniform((h, 1, hidden), d, generator))
-        self.w2 = nn.Parameter(uniform((h, hidden, bits), hidden, generator))
-        if config.init == "rotation" and generator is not None:
-            self._start_as_rotation(generator)
-
-    @classmethod
-    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        h, d, hidden, bits = config.shape.num_query_heads, config.shape.head_dim, config.hidden, config.bits
-        found = {**super().shapes(config), "w1": (h, d, hidden), "b1": (h, 1, hidden), "w2": (h, hidden, bits)}
-        return {**found, "b2": (h, 1, bits)} if config.residual else found
+        self.sign: Callable[[Tensor], Tensor] = signs if config.estimator == "straight-through" else softsign
+        gaussian = config.init == "gaussian"
+        sizes = {"w1": (h, d, hidden), "b1": (h, 1, hidden), "w2": (h, hidden, bits)}
+        for name, size in (sizes | ({"b2": (h, 1, bits)} if self.residual else {})).items():
+            if not (self.residual or gaussian):
+                start = uniform(size, hidden if name == "w2" else d, generator)
+            elif gaussian or name.startswith("w"):
+                start = normal(size, generator) * START_STD
+            else:
+                start = torch.zeros(size, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(start))
 
     @property
     def key_bits(self) -> int:
         return self.bits * self.group
-
-    def _start_small(self, config: HasherConfig, generator: Draw) -> None:
-        for name, size in type(self).shapes(config).items():
-            if name != "remainder":
-                drawn = name.startswith("w") or config.init == "gaussian"
-                start = normal(size, generator) * START_STD if drawn else torch.zeros(size, dtype=torch.float32)
-                self.register_parameter(name, nn.Parameter(start))
-
-    @torch.no_grad()
-    def _start_as_rotation(self, generator: torch.Generator) -> None:
-        # SiLU(x) - SiLU(-x) = x, so with W1 = [I, -I] and W2 = [R; -R] the untrained MLP is exactly x R.
-        d, eye = self.d, torch.eye(self.d, dtype=torch.float32)
-        r = torch.stack([rotation(d, self.bits, generator) for _ in range(self.hkv)]).repeat_interleave(self.group, 0)
-        self.b1.zero_()
-        self.w1[:, :, : 2 * d] = torch.cat([eye, -eye], dim=1)
-        self.w2[:, :d], self.w2[:, d : 2 * d] = r, -r
-        self.w2[:, 2 * d :] = 0
 
     def values(self, x: Tensor) -> Tensor:
         """Apply each query head's MLP to its own slice: [B, Hq, T, D] -> [B, Hq, T, bits]."""
@@ -86,9 +66,6 @@ class Paper(LayerHasher):
     def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
         codes = self._codes(k.repeat_interleave(self.group, 1))
         return codes if per_query_head else self._concatenated(codes)
-
-    def by_query_head(self, codes: Tensor) -> Tensor:
-        return cast(Tensor, codes.unflatten(-1, (self.group, -1))).transpose(2, 3).flatten(1, 2)
 
     def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
         codes = self._codes(q)

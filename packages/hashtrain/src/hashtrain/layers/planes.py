@@ -1,12 +1,11 @@
 """A rotation plus a small MLP: one per KV head for keys, one per query head for queries."""
 
 import hashcore
-import torch
 from torch import Tensor
 
 from hashtrain.config import HasherConfig
-from hashtrain.layers.base import Draw, LayerHasher, SkipMlp, rotation, uniform
-from hashtrain.layers.surrogate import quantised
+from hashtrain.layers.base import Draw, LayerHasher, SkipMlp, rotations
+from hashtrain.layers.surrogate import quantised, signs
 
 
 class Planes(LayerHasher):
@@ -15,17 +14,9 @@ class Planes(LayerHasher):
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
         self.planes: int = config.planes
-        r = torch.stack([rotation(self.d, self.bits, generator) for _ in range(self.hkv)])
-        self.key: SkipMlp = SkipMlp(_start(r, config, generator), config.hidden, generator)
-        self.query: SkipMlp = SkipMlp(
-            _start(r.repeat_interleave(self.group, 0), config, generator), config.hidden, generator
-        )
-
-    @classmethod
-    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        shape, size = config.shape, (config.shape.head_dim, config.hidden, config.bits)
-        key = SkipMlp.shapes("key", shape.num_kv_heads, *size)
-        return {**super().shapes(config), **key, **SkipMlp.shapes("query", shape.num_query_heads, *size)}
+        r = rotations(self.hkv, self.d, self.bits, generator)
+        self.key: SkipMlp = SkipMlp(r, config.hidden, generator)
+        self.query: SkipMlp = SkipMlp(r.repeat_interleave(self.group, 0), config.hidden, generator)
 
     def query_weight(self, q: Tensor) -> Tensor:
         """Sum the group's query functions: [B, Hq, T, D] -> [B, Hkv, T, bits]."""
@@ -44,9 +35,4 @@ class Planes(LayerHasher):
         return rounded / largest
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        return self.sign(self.key(k))
-
-
-def _start(rotations: Tensor, config: HasherConfig, generator: Draw) -> Tensor:
-    """Return the initial linear part: the rotations, or torch's default initialisation."""
-    return rotations if config.init == "rotation" else uniform(tuple(rotations.shape), config.shape.head_dim, generator)
+        return signs(self.key(k))

@@ -1,11 +1,11 @@
 """Signs of one matrix per KV head, shared by its queries: a random rotation, or a trained one."""
 
 import hashcore
-import torch
 from torch import Tensor, nn
 
 from hashtrain.config import HasherConfig
-from hashtrain.layers.base import Draw, LayerHasher, rotation
+from hashtrain.layers.base import Draw, LayerHasher, rotations
+from hashtrain.layers.surrogate import softsign
 
 
 class Lsh(LayerHasher):
@@ -15,15 +15,10 @@ class Lsh(LayerHasher):
 
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
-        self._keep(torch.stack([rotation(self.d, self.bits, generator) for _ in range(self.hkv)]))
+        self._keep(rotations(self.hkv, self.d, self.bits, generator))
 
     def _keep(self, rotations: Tensor) -> None:
         self.register_buffer("rotation", rotations)
-
-    @classmethod
-    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        shape = config.shape
-        return {**super().shapes(config), "rotation": (shape.num_kv_heads, shape.head_dim, config.bits)}
 
     def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
         codes = hashcore.pack(k.float() @ self.rotation)
@@ -39,13 +34,11 @@ class Lsh(LayerHasher):
 class Linear(Lsh):
     """A trained matrix, started as a rotation: the best linear hash function (the paper's "LSH, after")."""
 
-    estimator = "softsign"  # as in the paper
-
     def _keep(self, rotations: Tensor) -> None:
         self.rotation: Tensor = nn.Parameter(rotations)
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return self.sign(self.by_group(q.float()) @ self.rotation[:, None]).mean(2)
+        return softsign(self.by_group(q.float()) @ self.rotation[:, None]).mean(2)
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        return self.sign(k.float() @ self.rotation)
+        return softsign(k.float() @ self.rotation)

@@ -1,8 +1,5 @@
 """Surrogate gradients (docs/algorithm.md, eq. 11): what training uses where the deployed function has no slope."""
 
-from collections.abc import Callable
-from functools import partial
-
 import hashcore
 import torch
 from torch import Tensor
@@ -48,11 +45,6 @@ def digits(z: Tensor, coordinate: Tensor, power: Tensor, limit: Tensor) -> Tenso
     Returns: float32 [B, H, T, bits].
     """
     return _Digits.apply(z, coordinate, power, limit)
-
-
-def estimator(name: str, gamma: float = SOFTSIGN_GAMMA) -> Callable[[Tensor], Tensor]:
-    """Return the surrogate for the sign function by its name. Raises: KeyError for an unknown name."""
-    return {"straight-through": signs, "softsign": partial(softsign, gamma=gamma)}[name]
 
 
 class _Softsign(torch.autograd.Function):

@@ -1,36 +1,34 @@
-"""What a worker does: train one layer of one hasher and evaluate it on held-out text."""
+"""What a worker does: train one layer of one hasher, calibrate it, and evaluate it on held-out text."""
 
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import hashtrain
-from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig
 from hashtrain.data.captured import Capture
-from hashtrain.evaluation.metrics import evaluate_layer
+from hashtrain.device import here
+from hashtrain.evaluation.metrics import layer_quality, summary
 from hashtrain.evaluation.remainder import calibrate
+from hashtrain.files.untrusted import open_tensors
+from hashtrain.hasher import make_layer
 from hashtrain.layers import LayerHasher
-from hashtrain.layers.transform import Transform
-from hashtrain.machine.distribute import here
-from hashtrain.settings.recipes import Recipe
-from hashtrain.settings.train_command import TrainCommand
-from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored
+from hashtrain.run.recipes import Recipe
+from hashtrain.run.settings import TrainCommand
+from hashtrain.run.waves import held_out_rows, training_of
+from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored, steps_in
 from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training
 
-
-class Report(Protocol):
-    """Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
-
-    def __call__(self, what: str, steps: int, line: dict[str, Any] | None = None, /) -> None: ...
+Report = Callable[..., None]
+"""Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,8 @@ class LayerJob:
     """Identity of the captured data as JSON; part of `key`, because it decides the result."""
     folder: Path
     """Where checkpoints and finished layers go."""
+    outputs: Path
+    """The model's output projections (`hashtrain.data.capture.output_projections`)."""
     device: str = "cpu"
     until: int | None = None
     """Stop before this step, for a later wave to go on; None: train to the end, evaluate and store."""
@@ -94,34 +94,28 @@ class LayerJob:
         return self.folder / f"{self.recipe.name}-{self.layer}-{self.key}.safetensors"
 
     @property
-    def steps_done(self) -> int:
-        """Steps that need not be trained again: all of a finished layer's, else those of its checkpoint."""
-        return self.command.steps if self.finished.exists() else Checkpoint(self.unfinished).steps
-
-    @property
     def unfinished(self) -> Path:
         """Path of its checkpoint."""
         return self.finished.with_suffix(".checkpoint")
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that need not be trained again: all of a finished layer's, else those of its checkpoint."""
+        return self.command.steps if self.finished.exists() else steps_in(self.unfinished)
 
 
 class LayerResult(NamedTuple):
     """A finished layer: its tensors, the loss of every step, and why training stopped early ("" if not)."""
 
     tensors: dict[str, Tensor]
+    errors: Tensor
+    """Of each KV head at each budget (`hashtrain.evaluation.remainder.calibrate`)."""
     losses: list[float]
     stopped: str
-    quality: dict[str, dict[str, Any]]
+    quality: dict[str, Any]
+    """`hashtrain.evaluation.metrics.summary` on held-out rows."""
     taken: dict[int, str]
     """For each KV head that did not keep its last weights, what it got (`hashtrain.training.choose`)."""
-
-
-def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
-    """Return the training schedule of a recipe, with its learning rate."""
-    names = ("fraction", "steps", "warmup", "rows", "seed")
-    settings: dict[str, Any] = {name: getattr(command, name) for name in names}
-    settings |= {"min_position": command.context // 16, "precision": "bf16" if device.startswith("cuda") else "fp32"}
-    settings |= {**recipe.training, "learning_rate": command.learning_rate or recipe.learning_rate}
-    return TrainConfig(**settings)
 
 
 def make(job: LayerJob, report: Report) -> None:
@@ -130,45 +124,57 @@ def make(job: LayerJob, report: Report) -> None:
     Raises: OSError if it cannot be written; FloatingPointError if its loss was never finite.
     """
     command, layer, device = job.command, job.layer, here(job.device)
-    checkpoint = Checkpoint(job.unfinished, command.checkpoint_seconds)
-
-    def drawn(started: bool = True) -> LayerHasher:
-        """Create the layer's functions, as before the first step."""
-        made = make_layer(job.config, layer, command.seed).to(device)
-        if started:
-            made.start(job.data, layer, job.digits)
-        return made
-
-    hasher = drawn(not job.unfinished.exists())  # a checkpoint already contains the start
-    others, losses, stopped = dict[str, LayerHasher](), list[float](), ""
+    hasher, losses, stopped, taken = _made(job, not job.unfinished.exists()), list[float](), "", dict[int, str]()
     if job.recipe.trained:
-        training = Training(hasher, layer, job.data, job.training, checkpoint)
+        training = Training(
+            hasher, layer, job.data, job.training, Checkpoint(job.unfinished, command.checkpoint_seconds)
+        )
         training.run(following(job, training, report), until=job.until)
         if training.next_step is not None:
             return training.save()
         losses, stopped = training.losses, training.stopped
-        if isinstance(hasher, Transform):
-            if training.keys_trained:
-                others["keys alone trained"] = drawn(False)
-                others["keys alone trained"].load_state_dict(training.keys_trained)
-            others[f"start of {job.digits} digits"] = drawn()
-    if stopped:
-        report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
-    with torch.device(device):
-        taken = choose(hasher, others, layer, job.data, command.fraction) if others else {}
+        if stopped:
+            report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
+        taken = _choose(job, training)
         if taken:
             said = ", ".join(f"head {head}: {what}" for head, what in sorted(taken.items()))
             report(f"{job.name}: {said}", 0, {**job.line, "repaired": taken})
+    with torch.device(device):
         hasher.round_matrices()  # before anything is measured
-        calibrate(hasher, layer, job.data, command.seed)
-        quality = evaluate_layer(command, hasher, layer, job.validation)
+        errors = calibrate(hasher, layer, job.data, command.seed, _output(job, device))
+        rows = held_out_rows(command, len(job.validation))
+        quality = summary(layer_quality([hasher], layer, job.validation, rows, command.fraction)[0])
     tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
-    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-    state = {"stopped": stopped, "quality": quality, "repaired": taken}
-    save_stored(job.finished, tensors, state)
-    checkpoint.remove()
-    found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
-    report(f"evaluated {job.name}", 1, {**job.line, "iou": found})
+    tensors |= {"losses": torch.tensor(losses, dtype=torch.float64), "errors": errors}
+    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality, "repaired": taken})
+    job.unfinished.unlink(missing_ok=True)
+    report(f"evaluated {job.name}", 1, {**job.line, "iou": quality["iou"]})
+
+
+def _made(job: LayerJob, started: bool = True) -> LayerHasher:
+    """Create the layer's functions as before the first step; without the start, which a checkpoint contains, too."""
+    made = make_layer(job.config, job.layer, job.command.seed).to(here(job.device))
+    if started:
+        made.start(job.data, job.layer, job.digits)
+    return made
+
+
+def _choose(job: LayerJob, training: Training) -> dict[int, str]:
+    """Choose each head's weights, if the variant can do without training or with that of its keys alone."""
+    if "keys" not in training.kept:
+        return {}
+    keys_alone = _made(job, False)
+    keys_alone.load_state_dict(training.kept["keys"])
+    others = {"keys alone trained": keys_alone, f"start of {job.digits} digits": _made(job)}
+    with torch.device(here(job.device)):
+        return choose(training.hasher, others, job.layer, job.data, job.command.fraction)
+
+
+def _output(job: LayerJob, device: torch.device) -> Tensor | None:
+    """Read the layer's output projection; None if the model has none with a usual name."""
+    with open_tensors(job.outputs, "rerun the command") as file:
+        name = str(job.layer)
+        return file.get_tensor(name).to(device, torch.float32) if name in set(file.keys()) else None
 
 
 def result(job: LayerJob) -> LayerResult:
@@ -178,17 +184,17 @@ def result(job: LayerJob) -> LayerResult:
         raise ValueError(f"{job.finished} is missing: expected a finished layer; rerun the command to train it")
     tensors, state = stored
     try:
-        losses = tensors.pop("losses").tolist()
+        losses, errors = tensors.pop("losses").tolist(), tensors.pop("errors")
         plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
         taken = {int(head): what for head, what in state["repaired"].items()}
-        return LayerResult(plain, losses, state["stopped"], state["quality"], taken)
+        return LayerResult(plain, errors, losses, state["stopped"], state["quality"], taken)
     except KeyError as error:
         raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
 
 
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
     """Return a callback that reports every step and, after the first and at intervals, the mean loss."""
-    interval = training.snapshots.interval
+    interval = training.interval
 
     def on_step(step: int, loss: float) -> None:
         line = None

@@ -10,24 +10,23 @@ from typing import Any
 from rich.console import Console
 
 import hashtrain
-from hashtrain.artefact.hasher import Hasher
-from hashtrain.config import RECENT, SINK, HasherConfig, ModelShape
+from hashtrain.config import RECENT, SINK, HasherConfig
+from hashtrain.data.capture import output_projections
 from hashtrain.demo import DEMO, base_model
+from hashtrain.device import here
 from hashtrain.evaluation.cost import head_shares, layer_costs, layer_shares, steps_of
-from hashtrain.evaluation.metrics import failing, summarise
-from hashtrain.files.atomic import write_text
-from hashtrain.layers import starts_from_data
-from hashtrain.machine.distribute import here
-from hashtrain.machine.workers import run_jobs
-from hashtrain.reporting.progress import live, tracking
-from hashtrain.reporting.report import card, quality_table, sentences
-from hashtrain.run.job import LayerJob, LayerResult, make, result, training_of
-from hashtrain.run.prepare import Prepared, estimate, prepare
-from hashtrain.run.waves import loaded, make_all
+from hashtrain.evaluation.metrics import means
+from hashtrain.files.atomic import save_tensors, write_text
+from hashtrain.hasher import Hasher
+from hashtrain.run.job import LayerJob, LayerResult, make, result
+from hashtrain.run.prepare import Prepared, prepare
+from hashtrain.run.progress import live, tracking
+from hashtrain.run.recipes import Recipe
+from hashtrain.run.report import as_toml, card, environment, quality_table, sentences
+from hashtrain.run.settings import TrainCommand
+from hashtrain.run.waves import loaded, make_all, training_of
+from hashtrain.run.workers import run_jobs
 from hashtrain.run.workfolder import begin, end, locked
-from hashtrain.settings.recipes import Recipe
-from hashtrain.settings.toml import as_toml, environment
-from hashtrain.settings.train_command import TrainCommand
 
 # Requested values: the first two are stored as found; the others change no result or are stored per hasher.
 _NOT_IN_METRICS = {"contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate", "dry_run", "disk"}
@@ -51,11 +50,11 @@ def _run(command: TrainCommand, console: Console) -> dict[str, Any]:
     hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.recipes}
     jobs = _jobs(prepared, hashers)
     if command.dry_run:
-        found = estimate(prepared, jobs)
-        console.print("\n".join([f"hashers: {', '.join(hashers)}", *found.lines()]), highlight=False)
-        return {"dry_run": asdict(found)}
+        return {"dry_run": {"hashers": [*hashers], "disk": prepared.disk, "waves": len(prepared.waves)}}
     with locked(command.out):
         begin(command.out, as_toml(command), {path.name for job in jobs for path in (job.finished, job.unfinished)})
+        model, _ = loaded(command.model_path, str(here(prepared.device)))
+        save_tensors(output_projections(model), jobs[0].outputs)
         for wave in prepared.waves:
             _train(prepared, jobs, wave, console)
         metrics = _settings(prepared)
@@ -63,8 +62,7 @@ def _run(command: TrainCommand, console: Console) -> dict[str, Any]:
         metrics["seconds"] = round(time.monotonic() - began, 1)
         _store(prepared, hashers, metrics)
         end(command.out)
-    for heads in ("query_head", "kv_head"):
-        console.print(quality_table(metrics, heads))
+    console.print(quality_table(metrics))
     for line in sentences(metrics):
         console.print(line, highlight=False)
     return metrics
@@ -108,6 +106,7 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
             validation=prepared.validation.stored,
             source=prepared.identity,
             folder=command.out / ".work" / "layers",
+            outputs=command.out / ".work" / "outputs.safetensors",
             device=prepared.device,
         )
         for recipe in sorted(command.recipes, key=lambda c: not c.trained)
@@ -122,7 +121,7 @@ def _train(prepared: Prepared, jobs: Sequence[LayerJob], wave: range, console: C
     mine = [job for job in jobs if not job.finished.exists() and (last or job.steps_done < wave.stop)]
     if not mine and not last:
         return
-    stored = train.reads.stored_in(wave)
+    stored = train.stored_in(wave)
     train.drop(stored)
     lots = [(train, train.lacking(stored)), (validation, validation.lacking(range(len(validation.contexts))))]
     with tracking(console, sum(len(numbers) for _, numbers in lots)) as advance:
@@ -147,13 +146,16 @@ def _collect(
             console.print(f"{job.recipe.name}, layer {job.layer} {found.stopped}", highlight=False)
     costs = _costs(prepared, hashers, console)
     for name, hasher in hashers.items():
-        first = prepared.command.dense_layers
-        dense = costs.get(name, {}).get("dense", []) if first is None else range(first)
+        dense = costs[name]["dense"] if name in costs else []
+        if prepared.command.dense_layers is not None:
+            dense = [*range(prepared.command.dense_layers)]
         if len(dense) < prepared.shape.num_layers:
             hasher.config = replace(hasher.config, dense_layers=tuple(dense))
         if name in costs:
             shares = layer_shares(costs[name]["layers"], hasher.dense_layers)
-            hasher.config = replace(hasher.config, layer_shares=shares)
+            errors = [found.errors[int(n not in costs[name]["bare"])] for n, found in enumerate(by_name[name])]
+            heads = tuple(head_shares(own, prepared.command.fraction) for own in errors)
+            hasher.config = replace(hasher.config, layer_shares=shares, head_shares=heads)
     return {
         name: {**_found(layers, hashers[name].dense_layers), **({"cost": costs[name]} if name in costs else {})}
         for name, layers in by_name.items()
@@ -161,23 +163,18 @@ def _collect(
 
 
 def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> dict[str, dict[str, Any]]:
-    """Measure the cost of every layer on training contexts, for every hasher made from data, and its heads' shares."""
+    """Measure the cost of every layer on training contexts, for every hasher made from data."""
     command = prepared.command
-    drawn = {c.name for c in command.recipes if not c.trained and c.variant != "transform"}
-    coded = {name: hasher for name, hasher in hashers.items() if name not in drawn}
+    coded = {recipe.name: hashers[recipe.name] for recipe in command.recipes if recipe.seen}
     if not coded:
         return {}
     device = here(prepared.device)
     model, _ = loaded(command.model_path, str(device))
-    contexts, costs = prepared.train.contexts, dict[str, dict[str, Any]]()
-    steps = steps_of(model, contexts, command.seed, prepared.reach)
-    with tracking(console, (prepared.shape.num_layers + 1) * len(coded)) as advance:
-        for name, hasher in coded.items():
-            costs[name] = layer_costs(steps, hasher.to(device), command.fraction, advance)
-            shares = head_shares(model, hasher, prepared.train.stored, command.fraction, command.seed)
-            hasher.config = replace(hasher.config, head_shares=shares)
-            advance("shares of heads", 1)
-    return costs
+    steps = steps_of(model, prepared.train.contexts, command.seed, prepared.reach)
+    with tracking(console, prepared.shape.num_layers * len(coded)) as advance:
+        return {
+            name: layer_costs(steps, hasher.to(device), command.fraction, advance) for name, hasher in coded.items()
+        }
 
 
 def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
@@ -185,40 +182,34 @@ def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
     command, trained = prepared.command, dict[str, Any]()
     if recipe.trained:
         trained = asdict(training_of(command, recipe, prepared.device))
-        del trained["chunk"]  # does not change the result
         trained |= {"context": command.context, "contexts": len(prepared.train.contexts)}
-    of_data = recipe.trained or starts_from_data(recipe.variant)
-    own: dict[str, Any] = {"bits": command.bits, "hidden": width_of(recipe, prepared.shape), **recipe.config}
+    wide = max(128, 2 * prepared.shape.head_dim) if recipe.variant == "paper" else 128
+    own: dict[str, Any] = {"bits": command.bits, "hidden": wide, **recipe.config}
     return HasherConfig(
         variant=recipe.variant,
         shape=prepared.shape,
         planes=command.planes or 0,
         training=trained,
-        reach=prepared.reach if of_data else None,  # others know no positions
-        adapter=prepared.adapter if of_data else None,
+        reach=prepared.reach if recipe.seen else None,  # others know no positions
+        adapter=prepared.adapter if recipe.seen else None,
         base_model=base_model(command.model),
         base_revision=getattr(prepared.model_config, "_commit_hash", None),
         **own,
     )
 
 
-def width_of(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the hidden width of a recipe's hash functions: its own, or the variant's default."""
-    return recipe.config.get("hidden") or (max(128, 2 * shape.head_dim) if recipe.variant == "paper" else 128)
-
-
 def _found(layers: list[LayerResult], dense: Sequence[int]) -> dict[str, Any]:
-    whole = [layer.losses for layer in layers if layer.losses and not layer.stopped]
+    quality = [layer.quality for layer in layers]
+    taken = {str(n): {str(head): what for head, what in layer.taken.items()} for n, layer in enumerate(layers)}
     stopped = {str(number): layer.stopped for number, layer in enumerate(layers) if layer.stopped}
-    found: dict[str, Any] = {"losses": whole, **({"stopped": stopped} if stopped else {})}
-    found["dense_layers"] = list(dense)
-    found["repaired"] = {
-        str(number): {str(head): what for head, what in sorted(layer.taken.items())}
-        for number, layer in enumerate(layers)
-        if layer.taken
+    return {
+        "losses": [layer.losses for layer in layers if layer.losses and not layer.stopped],
+        **({"stopped": stopped} if stopped else {}),
+        "dense_layers": list(dense),
+        "repaired": {layer: heads for layer, heads in taken.items() if heads},
+        "failing": [(n, head) for n, own in enumerate(quality) if n not in dense for head in own["failing"]],
+        "kv_head": {"layers": quality, "mean": means(quality, dense)},
     }
-    found["failing"] = failing([layer.quality["kv_head"] for layer in layers], dense)
-    return {**found, **summarise([layer.quality for layer in layers], dense)}
 
 
 def _settings(prepared: Prepared) -> dict[str, Any]:

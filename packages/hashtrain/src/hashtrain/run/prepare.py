@@ -1,8 +1,6 @@
-"""Check a run's inputs before anything is written: the model, the texts, the disk space; and estimate what it takes."""
+"""Check a run's inputs before anything is written: the model, the texts, the disk space."""
 
 import hashlib
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,23 +9,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hashtrain.adapters import adapter_of
-from hashtrain.artefact.hasher import require_own
-from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.data.capture import context_bytes, context_key, free_disk, require_disk, weights_hash
+from hashtrain.config import ModelShape
+from hashtrain.data.capture import context_key, free_disk, require_disk, weights_hash
 from hashtrain.data.corpus import held_out_sources, numbered_contexts, python_sources, split
 from hashtrain.data.offsets import reach_of
 from hashtrain.data.shares import room_for
 from hashtrain.data.texts import read_texts, require_apart
 from hashtrain.demo import base_model
+from hashtrain.device import here
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
-from hashtrain.layers import BY_VARIANT, shapes
-from hashtrain.machine.distribute import here
-from hashtrain.machine.workers import default_workers
+from hashtrain.hasher import require_own
 from hashtrain.models import require_vocabulary
-from hashtrain.run.job import LayerJob
-from hashtrain.run.waves import Source, loaded, training_reads, validation_reads, waves
-from hashtrain.settings.train_command import TrainCommand
-from hashtrain.training.train_config import TrainConfig
+from hashtrain.run.settings import TrainCommand
+from hashtrain.run.waves import Source, loaded, waves
+from hashtrain.run.workers import default_workers
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,6 @@ class Prepared:
 
     command: TrainCommand
     model_config: Any
-    model_bytes: int
     shape: ModelShape
     reach: int
     """The longest context that the hashers are made for (`hashtrain.data.offsets`)."""
@@ -74,27 +68,24 @@ def prepare(command: TrainCommand) -> Prepared:
         require_own(command.out / recipe.name, base_model(command.model), shape)
     texts = dict(zip(("train", "held"), _texts(command, tokenizer), strict=True))
     require_vocabulary(model, *texts["train"], *texts["held"])
-    reads = {
-        "train": training_reads(command, shape, len(texts["train"]), MAX_CONTEXTS),
-        "held": validation_reads(command, shape, len(texts["held"])),
-    }
+    whole = {"train": MAX_CONTEXTS, "held": len(texts["held"])}
     weights, work = weights_hash(model), command.out / ".work"
     train, validation = (
-        Source(name, work / name, ids, reads[name], weights, device, reach) for name, ids in texts.items()
+        Source(name, work / name, ids, whole[name], shape, weights, device, reach) for name, ids in texts.items()
     )
-    held = validation.reads.bytes(range(len(texts["held"])))
-    always = held + train.reads.bytes(range(min(MAX_CONTEXTS, len(texts["train"]))))
+    held = validation.bytes(range(len(texts["held"])))
+    always = held + train.bytes(range(min(MAX_CONTEXTS, len(texts["train"]))))
     room = free_disk(command.out) + sum(path.stat().st_size for path in work.glob("[th]*/*.safetensors"))
     require_disk(command.out, always, room)
-    parts = waves(train.reads, always, room if command.disk is None else min(room, int(1e9 * command.disk)))
-    disk = held + max(train.reads.bytes(train.reads.stored_in(wave)) for wave in parts)
+    given = room if command.disk is None else min(room, int(1e9 * command.disk))
+    parts = waves(train, command.steps, always, given)
+    disk = held + max(train.bytes(train.stored_in(wave)) for wave in parts)
     identity = hashlib.sha256()
     for source in (train, validation):
         for number, ids in enumerate(source.contexts):
             identity.update(context_key(weights, ids, device[:4], first=source.first(number)).encode())
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    inputs = command, model.config, size, shape, reach, train, validation
-    return Prepared(*inputs, parts, disk, device, adapter_of(model), identity.hexdigest())
+    checked = command, model.config, shape, reach, train, validation
+    return Prepared(*checked, parts, disk, device, adapter_of(model), identity.hexdigest())
 
 
 def workers_of(command: TrainCommand, device: str) -> int:
@@ -148,74 +139,3 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     require_apart(train, [validation[number] for number in sorted({number for number, _ in held})])
     found = numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)
     return [ids for _, ids in found], [ids for _, ids in held]
-
-
-_FLOAT = 4
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes that a whole run takes."""
-
-    disk: int
-    """Bytes of all captures that are stored at once, an upper bound: rows drawn twice are stored once."""
-    waves: int
-    """Number of parts in which the captures are made and used, to fit on the disk."""
-    step_memory: int
-    """Bytes on the device to train the largest layer."""
-    model_memory: int
-    """Bytes of the model's weights, which are on the device while it captures."""
-    traffic: int
-    """Bytes that all training steps read from the disk or its cache."""
-
-    def lines(self) -> list[str]:
-        """Format the estimate as lines of text."""
-        return [
-            f"disk while it runs   {self.disk / 1e9:.2f} GB, in {self.waves} wave{'s' * (self.waves > 1)}",
-            f"read to train        {self.traffic / 1e9:.2f} GB",
-            f"memory to capture    {self.model_memory / 1e9:.2f} GB a process for the weights alone",
-            f"memory to train      {self.step_memory / 1e9:.2f} GB a layer",
-        ]
-
-
-def estimate(prepared: Prepared, jobs: Sequence[LayerJob]) -> Estimate:
-    """Compute what a run takes; `jobs` are every layer of every hasher."""
-    command, trained = prepared.command, [job for job in jobs if job.recipe.trained]
-    read = context_bytes(prepared.shape, command.context, torch.bfloat16, command.rows, values=False)
-    steps = [step_bytes(job.config.at(job.layer), job.training, command.context) for job in trained]
-    hashers = sum(recipe.trained for recipe in command.recipes)
-    return Estimate(
-        prepared.disk, len(prepared.waves), max(steps, default=0), prepared.model_bytes, read * command.steps * hashers
-    )
-
-
-def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int:
-    """Return an upper estimate of the bytes that one step needs on its device, in float32 except the captured keys.
-
-    With Hq query heads, H target heads, T tokens per context, R rows per chunk, A and C tokens of its pairs:
-
-        attention   4 Hq R T          logits, probabilities, their sum over the group, the masked ones
-        keys        Hkv T D x 2       bfloat16, including the next step's, and float32; a copy for each query head if
-                                      the target is per query head
-        pairs       6 H R A C         differences, losses, and what their gradients need
-        hashing     H R A (3 D + 3 hidden + 4 bits), the same for the C shared tokens and the R queries
-        weights     5 x               parameters, gradients, two moments, a copy while they are updated
-
-    Nothing grows with T squared or with `rows`, because chunks of rows are processed one after another. For Llama-3-8B
-    (32 query heads, 8 KV heads of 128) at 8,192 tokens, with chunks of 64 rows and 8 x 512 pairs per row: attention
-    0.27 GB, keys 0.07 GB, pairs 0.05 GB (per KV head) or 0.20 GB (per query head), hashing 0.1 GB and weights 0.1 GB.
-    The sum is below 1 GB, where the paper needs 16 GB. The model is not in memory then: its queries and keys are on
-    disk.
-    """
-    shape = config.shape
-    per_query_head = BY_VARIANT[config.variant].target_heads == "query"
-    heads = shape.num_query_heads if per_query_head else shape.num_kv_heads
-    rows = min(training.rows, training.chunk)
-    attention = 4 * shape.num_query_heads * rows * context * _FLOAT
-    keys = shape.num_kv_heads * context * shape.head_dim * 8 + (2 * heads * context * shape.head_dim)
-    pairs = 6 * heads * rows * training.max_top * training.max_rest * _FLOAT
-    hashed = heads * (rows * training.max_top + training.max_rest) + shape.num_query_heads * rows
-    hashing = hashed * (3 * shape.head_dim + 3 * config.hidden + 4 * config.bits) * _FLOAT
-    weights = 5 * _FLOAT * sum(math.prod(size) for size in shapes(config.at(0)).values())
-    all_rows = 2 * shape.num_query_heads * training.rows * shape.head_dim + heads * training.rows * training.max_rest
-    return keys + weights + all_rows + max(attention, pairs + hashing)

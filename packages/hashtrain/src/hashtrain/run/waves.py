@@ -3,19 +3,16 @@
 1. Held-out contexts, and the first training contexts, which starts and calibration read, are stored all the time.
 2. A wave is a number of consecutive steps. Their contexts are captured, every layer trains these steps, and the
    captures make room for those of the next wave. If all contexts fit, there is one wave.
-3. A training step reads all keys of a context and the queries of about 64 rows. The rows follow from the seed and the
-   schedule (`hashtrain.training.train_config`), so no other queries are stored: 4.8 TB instead of 26 for Llama-3-8B
-   with the paper's schedule.
+3. A training step reads all keys of a context and the queries of 64 rows, so of long contexts few queries are stored
+   (`hashtrain.data.captured.stride`): 5.6 TB instead of 26 for Llama-3-8B with the paper's schedule.
 
 The number of waves changes no bit: between waves, a layer's training is in its checkpoint.
 """
 
 import functools
-import math
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,80 +22,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hashtrain.config import ModelShape
 from hashtrain.data.capture import capture_one, context_bytes, context_key
-from hashtrain.data.captured import EVERYTHING, Capture, Kept
+from hashtrain.data.captured import Capture
 from hashtrain.data.offsets import offset
-from hashtrain.evaluation.metrics import rows_of_contexts
-from hashtrain.layers import BY_VARIANT
-from hashtrain.machine.distribute import here
-from hashtrain.machine.workers import run_jobs
+from hashtrain.device import here
 from hashtrain.models import load_model
-from hashtrain.run.job import training_of
-from hashtrain.settings.train_command import TrainCommand
-from hashtrain.training.train_config import TrainConfig, rows_of_steps
+from hashtrain.run.recipes import Recipe
+from hashtrain.run.settings import TrainCommand
+from hashtrain.run.workers import run_jobs
+from hashtrain.training.train_config import TrainConfig
 
 _DTYPE = torch.bfloat16
-_DECISIVE = ("steps", "rows", "chunk", "max_top", "max_rest", "min_position", "seed")
-"""Settings of a training that decide which rows it draws."""
-
-
-@dataclass(frozen=True)
-class Reads:
-    """What is read of each of `contexts` contexts of `tokens` tokens; step n reads context n % contexts."""
-
-    shape: ModelShape
-    tokens: int
-    contexts: int
-    whole: int
-    """Number of first contexts that are stored whole."""
-    steps: int
-    rows: int
-    """Most rows drawn in one step."""
-    draw: Callable[[int], Tensor]
-    """Returns the rows of each step in a layer, int32 [steps, rows]."""
-
-    @property
-    def all_queries(self) -> bool:
-        """Whether so many rows are read that all are stored; such a capture also serves other schedules."""
-        return 2 * self._drawn > self.tokens
-
-    def kept(self, context: int) -> Kept:
-        """Return what is stored of a context."""
-        if context < self.whole:
-            return EVERYTHING
-        if self.all_queries:
-            return Kept(values=False)
-        return Kept(tuple(rows[context :: self.contexts].unique() for rows in self._by_layer), values=False)
-
-    def stored_in(self, wave: range) -> list[int]:
-        """Return the contexts that are stored during a wave of steps (`hashtrain.run.waves`)."""
-        read = range(self.contexts) if len(wave) >= self.contexts else (step % self.contexts for step in wave)
-        return sorted({*range(min(self.whole, self.contexts)), *read})
-
-    def bytes(self, contexts: Iterable[int]) -> int:
-        """Return an upper bound of the bytes that captures of these contexts take: rows drawn twice are stored once."""
-        rows = None if self.all_queries else self._drawn
-        few = context_bytes(self.shape, self.tokens, _DTYPE, rows, values=False)
-        every = context_bytes(self.shape, self.tokens, _DTYPE)
-        return sum(every if context < self.whole else few for context in contexts)
-
-    @property
-    def _drawn(self) -> int:
-        return math.ceil(self.steps / self.contexts) * self.rows
-
-    @cached_property
-    def _by_layer(self) -> list[Tensor]:
-        return [self.draw(layer) for layer in range(self.shape.num_layers)]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Token contexts and the capture of their queries and keys, existing or to be made."""
+    """Token contexts and the capture of their queries and keys, existing or to be made; step n reads context n % N."""
 
     name: str
     folder: Path
     contexts: Sequence[Tensor]
-    reads: Reads
-    """What the run reads of it."""
+    whole: int
+    """Number of first contexts that are stored whole (`hashtrain.data.capture.capture_one`)."""
+    shape: ModelShape
     weights: str
     """`hashtrain.data.capture.weights_hash` of the model."""
     device: str
@@ -116,8 +61,19 @@ class Source:
 
     def key(self, number: int) -> str:
         """Return what identifies the capture of a context."""
-        kept = self.reads.kept(number)
-        return context_key(self.weights, self.contexts[number], self.device[:4], kept=kept, first=self.first(number))
+        how = {"whole": number < self.whole, "first": self.first(number)}
+        return context_key(self.weights, self.contexts[number], self.device[:4], **how)
+
+    def bytes(self, numbers: Iterable[int]) -> int:
+        """Return the bytes that captures of these contexts take."""
+        few, every = (context_bytes(self.shape, len(self.contexts[0]), _DTYPE, whole) for whole in (False, True))
+        return sum(every if number < self.whole else few for number in numbers)
+
+    def stored_in(self, wave: range) -> list[int]:
+        """Return the contexts that are stored during a wave of steps."""
+        count = len(self.contexts)
+        read = range(count) if len(wave) >= count else (step % count for step in wave)
+        return sorted({*range(min(self.whole, count)), *read})
 
     def lacking(self, numbers: Iterable[int]) -> list[int]:
         """Return those of these contexts that are not captured yet."""
@@ -131,16 +87,16 @@ class Source:
                 path.unlink()
 
 
-def waves(train: Reads, always: int, room: int) -> list[range]:
+def waves(train: Source, steps: int, always: int, room: int) -> list[range]:
     """Return the steps of each wave.
 
     Args:
         always: bytes that are stored all the time; room: bytes for all captures.
     Raises: OSError if there is no room for one context beside what is always stored.
     """
-    others = range(train.whole, train.contexts)
+    others = range(train.whole, len(train.contexts))
     if always + train.bytes(others) <= room:
-        return [range(train.steps)]
+        return [range(steps)]
     fitting = (room - always) // max(1, train.bytes(others[:1]))
     if fitting < 1:
         needed = (always + train.bytes(others[:1])) / 1e9
@@ -148,7 +104,7 @@ def waves(train: Reads, always: int, room: int) -> list[range]:
             f"not enough free disk for captures: expected {needed:.2f} GB, got {room / 1e9:.2f} GB; free some space, "
             "or use fewer or shorter held-out contexts"
         )
-    return [range(start, min(start + fitting, train.steps)) for start in range(0, train.steps, fitting)]
+    return [range(start, min(start + fitting, steps)) for start in range(0, steps, fitting)]
 
 
 @dataclass(frozen=True)
@@ -159,7 +115,7 @@ class _Job:
     path: Path
     key: str
     name: str
-    kept: Kept
+    whole: bool
     first: int
 
 
@@ -179,7 +135,7 @@ def make_all(
     processes, which share one copy of the model. On CUDA each process has its own device and its own copy.
     """
     jobs = [
-        _Job(model, of.device, of.contexts[n], of.stored.file(n), of.key(n), of.name, of.reads.kept(n), of.first(n))
+        _Job(model, of.device, of.contexts[n], of.stored.file(n), of.key(n), of.name, n < of.whole, of.first(n))
         for of, numbers in lots
         for n in numbers
     ]
@@ -200,36 +156,22 @@ def make_all(
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:
     own = model or loaded(job.model, str(here(job.device)))[0]
-    capture_one(own, job.ids, job.path, job.key, kept=job.kept, first=job.first)
+    capture_one(own, job.ids, job.path, job.key, whole=job.whole, first=job.first)
     report(f"capture {job.name} q and k", 1)
 
 
-def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whole: int) -> Reads:
-    """Return what training all hashers of a command reads of its `contexts` contexts.
-
-    Starts, the choice of weights and calibration read the first `whole` ones.
-    """
-    trained = [recipe for recipe in command.recipes if recipe.trained]
-    trainings = [(training_of(command, one, "cpu"), BY_VARIANT[one.variant].target_heads) for one in trained]
-
-    def schedules(layer: int) -> dict[tuple[int, ...], TrainConfig]:
-        """Hashers with the same schedule and the same number of target heads draw the same rows."""
-        heads_of = {"kv": shape.at(layer).num_kv_heads, "query": shape.at(layer).num_query_heads}
-        return {(heads_of[of], *(getattr(config, name) for name in _DECISIVE)): config for config, of in trainings}
-
-    def draw(layer: int) -> Tensor:
-        found = [torch.empty(command.steps, 0, dtype=torch.int32)]
-        found += [rows_of_steps(config, layer, key[0], command.context) for key, config in schedules(layer).items()]
-        return torch.cat(found, 1)
-
-    most = max(len(schedules(layer)) for layer in range(shape.num_layers))
-    return Reads(shape, command.context, contexts, whole, command.steps, command.rows * most, draw)
+def held_out_rows(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
+    """Draw the rows to evaluate in each held-out context, the same for every hasher and layer: int64 [rows]."""
+    generator = torch.Generator("cpu").manual_seed(command.seed)
+    for _ in range(contexts):
+        size = (command.held_out_rows,)
+        yield torch.randint(command.first_row, command.context, size, generator=generator, device="cpu")
 
 
-def validation_reads(command: TrainCommand, shape: ModelShape, contexts: int) -> Reads:
-    """Return what the evaluation reads of held-out contexts: the same rows in every layer."""
-
-    def draw(layer: int) -> Tensor:
-        return torch.stack([*rows_of_contexts(command, contexts)]).int()
-
-    return Reads(shape, command.context, contexts, 0, contexts, command.held_out_rows, draw)
+def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
+    """Return the training schedule of a recipe, with its learning rate."""
+    names = ("fraction", "steps", "warmup", "rows", "seed")
+    settings: dict[str, Any] = {name: getattr(command, name) for name in names}
+    settings |= {"min_position": command.context // 16, "precision": "bf16" if device.startswith("cuda") else "fp32"}
+    settings |= {**recipe.training, "learning_rate": command.learning_rate or recipe.learning_rate}
+    return TrainConfig(**settings)

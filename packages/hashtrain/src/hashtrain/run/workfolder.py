@@ -43,8 +43,8 @@ def locked(out: Path) -> Iterator[None]:
         lock.release()
 
 
-def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
-    """Create the working folder and return it; remove checkpoints and layers of other settings.
+def begin(out: Path, settings: str, layer_files: set[str]) -> None:
+    """Create the working folder; remove checkpoints and layers of other settings.
 
     `settings` are the run's, as text for human readers, and `layer_files` names in `layers/` that belong to this run.
     """
@@ -57,7 +57,6 @@ def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
     if not before.exists() or before.read_text(encoding="utf-8") != settings:  # nothing to resume
         (out / "metrics.jsonl").unlink(missing_ok=True)
     write_text(work / "run.toml", settings)
-    return work
 
 
 def end(out: Path) -> None:

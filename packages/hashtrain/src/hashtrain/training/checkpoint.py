@@ -1,30 +1,19 @@
-"""What a training falls back on: its checkpoint, and the weights of its best interval.
-
-A checkpoint is one safetensors file with the state as JSON in its header, replaced atomically.
-"""
+"""Checkpoints and finished layers: one safetensors file with the state as JSON in its header, replaced atomically."""
 
 import hashlib
 import json
-import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hashtrain.files.atomic import save_tensors
 from hashtrain.files.untrusted import open_tensors, parse_json
 
 _STATE, _DIGEST = "state", "sha256"
 _REMEDY = "delete it and rerun the command"
-DIVERGED = 4.0
-"""A training has diverged if the mean loss of an interval is this many times that of the first interval."""
-ROSE = 1.35
-"""A loss has risen if the mean of an interval is this many times the lowest one. When queries begin to be trained, it
-rises by up to 1.28 times and falls again in trainings that end well (demo model)."""
-_INTERVALS, _SHORTEST = 40, 10
 
 
 class Checkpoint:
@@ -50,21 +39,13 @@ class Checkpoint:
         save_stored(self.path, tensors, state)
         self._last = time.monotonic()
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Read the last checkpoint; None if there is none. Raises: ValueError if the file is damaged."""
-        return load_stored(self.path)
 
-    @property
-    def steps(self) -> int:
-        """Steps that the last checkpoint has; 0 if there is none. Raises: as `load`."""
-        if not self.path.exists():
-            return 0
-        with open_tensors(self.path, _REMEDY) as file:
-            return file.get_slice("losses").get_shape()[0]
-
-    def remove(self) -> None:
-        """Delete the file."""
-        self.path.unlink(missing_ok=True)
+def steps_in(path: Path) -> int:
+    """Return the steps that a checkpoint has; 0 if there is none. Raises: ValueError if it is damaged."""
+    if not path.exists():
+        return 0
+    with open_tensors(path, _REMEDY) as file:
+        return file.get_slice("losses").get_shape()[0]
 
 
 def save_stored(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -103,44 +84,3 @@ def _digest(tensors: dict[str, Tensor], state: str) -> str:
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.flatten().view(torch.uint8).numpy().data)
     return sha.hexdigest()
-
-
-class Snapshots:
-    """Keeps a module's weights of the interval with the lowest mean loss; before the first, the initial weights.
-
-    An interval is a fortieth of the training's `steps`, at least 10.
-    """
-
-    def __init__(self, module: nn.Module, steps: int):
-        self.module: nn.Module = module
-        self.interval: int = max(_SHORTEST, steps // _INTERVALS)
-        self.mean: float = math.inf
-        self.tensors: dict[str, Tensor] = copied(module)
-
-    def after(self, losses: Sequence[float]) -> str:
-        """Check the losses at the end of each interval. Returns why to stop, or an empty string."""
-        if not losses or len(losses) % self.interval:
-            return ""
-        first, last = _mean(losses[: self.interval]), _mean(losses[-self.interval :])
-        if last < self.mean:
-            self.mean, self.tensors = last, copied(self.module)
-        if last > DIVERGED * first:
-            return f"its mean loss rose from {first:.3g} to {last:.3g}"
-        return ""
-
-    def rose(self, losses: Sequence[float]) -> bool:
-        """Whether the loss has risen, at the end of an interval; at other steps, False."""
-        return not len(losses) % self.interval and _mean(losses[-self.interval :]) > ROSE * self.mean
-
-    def restore(self) -> None:
-        """Load the kept weights into the module."""
-        self.module.load_state_dict(self.tensors)
-
-
-def copied(module: nn.Module) -> dict[str, Tensor]:
-    """Copy the weights of a module to the CPU."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
-
-
-def _mean(losses: Sequence[float]) -> float:
-    return math.fsum(losses) / len(losses)

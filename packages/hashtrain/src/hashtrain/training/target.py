@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hashtrain.config import RECENT, SINK, Heads
-from hashtrain.machine.distribute import to_device
-from hashtrain.training.train_config import draw_rest, draw_tops
+from hashtrain.device import to_device
 
 _GROUP = 8
 """Tokens of a group of `largest`: 4 and 16 take more time at 4,096 tokens and 81 largest."""
@@ -78,11 +77,7 @@ def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: He
         heads: `kv` sums over the group (eq. 9), giving [B, Hkv, R, T]; `query` keeps [B, Hq, R, T].
     Returns: float32; invisible tokens get -1, below every visible one.
     """
-    return by_heads(logits(q, k, positions, scaling).softmax(-1), positions, heads)
-
-
-def by_heads(p: Tensor, positions: Tensor, heads: Heads) -> Tensor:
-    """Return probabilities [B, Hkv, G, R, T] as `attention` does. For `query`, in place: p has -1, too."""
+    p = logits(q, k, positions, scaling).softmax(-1)
     unseen = torch.arange(p.shape[-1], device=positions.device) > positions[:, None]
     return (p.sum(2) if heads == "kv" else p.flatten(1, 2)).masked_fill_(unseen, -1.0)
 
@@ -154,9 +149,10 @@ def sample_pairs(
     visible = positions + 1
     wanted = top_count(visible if of == "visible" else torch.full_like(visible, p.shape[-1]), fraction)
     counts = (wanted.minimum(visible) - visible.clamp(max=sum(ends))).clamp(min=1)
-    draws = (draw_tops((*p.shape[:-1], max_top), generator) * counts[:, None]).long()
-    rest = draw_rest(int(visible.max()), max_rest, generator)
-    at, last, draws, rest = (to_device(x, p.device) for x in (positions, counts - 1, draws, rest))
+    size = *p.shape[:-1], max_top
+    draws = torch.rand(size, generator=generator, dtype=torch.float32, device="cpu") * counts[:, None]
+    rest = torch.randint(int(visible.max()), (max_rest,), generator=generator, device="cpu")
+    at, last, draws, rest = (to_device(x, p.device) for x in (positions, counts - 1, draws.long(), rest))
     p = p.masked_fill_(always_read(at, p.shape[-1], *ends), -torch.inf)
     values, tokens = largest(p, int(counts.max()))
     threshold = values.gather(-1, last[None, None, :, None].expand(*p.shape[:-1], 1))

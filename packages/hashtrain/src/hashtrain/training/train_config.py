@@ -1,14 +1,10 @@
-"""The settings of one layer's training, and its random numbers.
-
-These are drawn on the host, so that all devices draw the same, and it is known in advance which rows a step reads.
-"""
+"""The settings of one layer's training, and its random numbers, drawn on the host: all devices draw the same."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from hashtrain.config import RECENT, SINK
 from hashtrain.training.loss import LOSSES
@@ -24,9 +20,6 @@ class TrainConfig:
     """Optimiser steps per layer; each reads one context."""
     rows: int = 64
     """Query rows per step."""
-    chunk: int = 64
-    """Rows whose attention and pairs are in memory at once (`hashtrain.run.prepare.step_bytes`). Gradients are
-    summed over the chunks of a step, so the result is the gradient of its mean loss."""
     precision: str = "fp32"
     """`bf16` computes the hash functions under autocast; weights, scores and moments stay float32."""
     keys_first: float = 0.0
@@ -62,7 +55,7 @@ class TrainConfig:
             ("of", self.of in ("visible", "length"), "visible or length"),
             ("precision", self.precision in ("fp32", "bf16"), "fp32 or bf16"),
             ("learning_rate", self.learning_rate > 0, "above 0"),
-            *((name, getattr(self, name) >= 1, "at least 1") for name in ("steps", "rows", "chunk")),
+            *((name, getattr(self, name) >= 1, "at least 1") for name in ("steps", "rows")),
             *((name, getattr(self, name) >= 1, "at least 1") for name in ("max_top", "max_rest")),
             *((name, getattr(self, name) >= 0, "0 or more") for name in ("sink", "recent", "min_position")),
         ):
@@ -87,35 +80,3 @@ class TrainConfig:
 def generator_of(seed: int, layer: int) -> torch.Generator:
     """Return the random generator of a layer's training."""
     return torch.Generator("cpu").manual_seed(seed * 1_000_003 + layer)
-
-
-def draw_rows(config: TrainConfig, tokens: int, generator: torch.Generator) -> Tensor:
-    """Draw the query rows of a step from a context of `tokens` tokens: int64 [rows], on the host."""
-    return torch.randint(config.min_position, tokens, (config.rows,), generator=generator, device="cpu")
-
-
-def draw_tops(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw which tokens of the targets are compared: float32 from 0 to 1, on the host."""
-    return torch.rand(size, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def draw_rest(tokens: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw the tokens to compare with those of the targets: int64 [count], on the host."""
-    return torch.randint(tokens, (count,), generator=generator, device="cpu")
-
-
-def rows_of_steps(config: TrainConfig, layer: int, heads: int, tokens: int) -> Tensor:
-    """Compute in advance the query rows that each step of a layer's training will draw.
-
-    Args:
-        heads: number of target heads; pairs are drawn for each between the rows of two steps.
-        tokens: of every context.
-    Returns: int32 [steps, rows].
-    """
-    generator, found = generator_of(config.seed, layer), torch.empty(config.steps, config.rows, dtype=torch.int32)
-    for step in range(config.steps):
-        found[step] = draw_rows(config, tokens, generator)
-        for start in range(0, config.rows, config.chunk):
-            draw_tops((1, heads, min(config.chunk, config.rows - start), config.max_top), generator)
-            draw_rest(tokens, config.max_rest, generator)  # uses the same number of random bits for any bound
-    return found

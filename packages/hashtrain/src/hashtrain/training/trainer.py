@@ -13,16 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from hashtrain.data.captured import Capture
+from hashtrain.device import to_device
 from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
-from hashtrain.machine.distribute import to_device
-from hashtrain.training.checkpoint import Checkpoint, Snapshots, copied
+from hashtrain.training.checkpoint import Checkpoint, load_stored
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
 from hashtrain.training.target import Pairs, preferences, sample_pairs
-from hashtrain.training.train_config import TrainConfig, draw_rows, generator_of
+from hashtrain.training.train_config import TrainConfig, generator_of
 
 SLOWER = 0.1
 """What the learning rate of query functions is multiplied by when the loss has risen."""
+DIVERGED = 4.0
+"""A training has diverged if the mean loss of an interval is this many times that of the first interval."""
+ROSE = 1.35
+"""A loss has risen if the mean of an interval is this many times the lowest one. When queries begin to be trained, it
+rises by up to 1.28 times and falls again in trainings that end well (demo model)."""
+_INTERVALS, _SHORTEST = 40, 10
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +68,8 @@ class Training:
         checkpoint: where the state is saved from time to time; an existing checkpoint is resumed, to the same bits.
     Attributes:
         losses: the loss of every step so far.
-        keys_trained: the weights after the keys-only steps; empty before, or if there are none.
+        kept: weights by name: `best`, of the interval with the lowest mean loss, at first the initial ones; and `keys`,
+            after the keys-only steps, if there are any.
         stopped: why training stopped early, if the loss diverged; the hasher then holds its best weights.
     Raises: ValueError if the checkpoint is damaged.
     """
@@ -87,15 +94,16 @@ class Training:
         self.parameters, self.optimizer = _optimized(hasher, config)
         self.query_share: float = 1.0
         """Learning rate of the query functions, of that of the key functions."""
-        self.snapshots: Snapshots = Snapshots(hasher, config.steps)
+        self.interval: int = max(_SHORTEST, config.steps // _INTERVALS)
         self.losses: list[float] = []
-        self.keys_trained: dict[str, Tensor] = {}
+        self.lowest: float = math.inf
+        self.kept: dict[str, dict[str, Tensor]] = {"best": _copied(hasher)}
         self.stopped: str = ""
         self._resume()
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if there is one. Raises: ValueError if it is of another training."""
-        if self.checkpoint and (found := self.checkpoint.load()):
+        if self.checkpoint and (found := load_stored(self.checkpoint.path)):
             try:
                 self._restore(*found)
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -116,9 +124,8 @@ class Training:
             if math.isfinite(loss):
                 self.losses.append(loss)
                 on_step(step, loss)
-                self.stopped = self.snapshots.after(self.losses)
-                if not self.stopped and step >= self.config.first_steps and self.snapshots.rose(self.losses):
-                    self._slow_down()
+                if len(self.losses) % self.interval == 0:
+                    self._judge()
             elif step == 0:
                 raise FloatingPointError(
                     f"layer {self.layer}: expected a finite loss at the first step, got {loss}; check the model's "
@@ -127,25 +134,32 @@ class Training:
             else:
                 self.stopped = "its loss or its gradient became infinite or NaN"
             if self.stopped:
-                self.snapshots.restore()
+                self.hasher.load_state_dict(self.kept["best"])
                 self.stopped = (
                     f"stopped at step {step} of {self.config.steps}: {self.stopped}; its best weights are kept"
                 )
             if self.checkpoint and (self.checkpoint.due or self.stopped):
                 self.checkpoint.save(*self._state())
 
-    def _slow_down(self) -> None:
-        """Go back to the best weights, and train the query functions more slowly.
+    def _judge(self) -> None:
+        """After an interval, keep its weights if they are the best; stop if the loss has diverged.
 
-        Where little is left to gain, their gradients are mostly noise, which Adam scales up to whole steps.
+        If it has risen, go back to the best weights, and train the query functions more slowly: where little is left to
+        gain, their gradients are mostly noise, which Adam scales up to whole steps.
         """
+        first, last = (
+            math.fsum(x) / self.interval for x in (self.losses[: self.interval], self.losses[-self.interval :])
+        )
+        if last < self.lowest:
+            self.lowest, self.kept["best"] = last, _copied(self.hasher)
         queries = self.optimizer.param_groups[1]["params"]
-        if not queries:
-            return
-        self.snapshots.restore()
-        self.query_share *= SLOWER
-        for parameter in queries:
-            self.optimizer.state.pop(parameter, None)
+        if last > DIVERGED * first:
+            self.stopped = f"its mean loss rose from {first:.3g} to {last:.3g}"
+        elif queries and len(self.losses) > self.config.first_steps and last > ROSE * self.lowest:
+            self.hasher.load_state_dict(self.kept["best"])
+            self.query_share *= SLOWER
+            for parameter in queries:
+                self.optimizer.state.pop(parameter, None)
 
     @property
     def next_step(self) -> int | None:
@@ -161,20 +175,23 @@ class Training:
         """Run one step and return its loss; NaN, and nothing is changed, if it or the gradient is not finite."""
         config = self.config
         if 0 < step == config.first_steps:
-            self.keys_trained = copied(self.hasher)
+            self.kept["keys"] = _copied(self.hasher)
         for parameter in self.hasher.query_parameters():
             parameter.requires_grad_(step >= config.first_steps)
         for group, share in zip(self.optimizer.param_groups, (1.0, self.query_share), strict=True):
             group["lr"] = share * config.learning_rate_at(step)
-        k, scaling = self.data.keys(step % len(self.data), self.layer)
+        context = step % len(self.data)
+        k, scaling = self.data.keys(context, self.layer)
         if k.shape[2] <= config.min_position:
             raise ValueError(
                 f"contexts must be longer than min_position = {config.min_position}, got {k.shape[2]} tokens; capture "
                 "longer ones, or lower min_position"
             )
         k = to_device(k, self.device)
-        positions = draw_rows(config, k.shape[2], self.generator)
-        q = to_device(self.data.queries(step % len(self.data), self.layer, positions), self.device)
+        size, apart = (config.rows,), self.data.stride(context)
+        positions = torch.randint(config.min_position, k.shape[2], size, generator=self.generator, device="cpu")
+        positions = positions // apart * apart  # the nearest rows whose queries are stored
+        q = to_device(self.data.queries(context, self.layer, positions), self.device)
         with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
             loss = self._gradients(q, k, positions, scaling)
         norm = torch.nn.utils.clip_grad_norm_(self.hasher.parameters(), config.clip)
@@ -191,41 +208,27 @@ class Training:
         """
         self.optimizer.zero_grad()
         bad = ~torch.stack([*q.aminmax(), *k.aminmax()]).isfinite().all()  # NaN is both extremes
-        parts = self._pairs(q, k, positions, scaling)
-        total = torch.stack([weight for *_, weight in parts]).double().sum()
-        loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        for rows, pairs, weight in parts:
-            share = torch.where(weight > 0, weight.double() / total, 0.0).float()
-            part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * share
-            part.backward()
-            loss += part.detach()
-        return loss.masked_fill(bad, math.nan)
+        loss = _loss(self.hasher, q, k, self._pairs(q, k, positions, scaling), scaling, self.config)
+        loss.backward()
+        return loss.detach().masked_fill(bad, math.nan)
 
-    def _pairs(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> list[tuple[Tensor, Pairs, Tensor]]:
-        """Draw the pairs of each chunk. Returns (the chunk's queries, its pairs, the weight of its mean loss)."""
+    @torch.no_grad()
+    def _pairs(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> Pairs:
         config = self.config
-        parts: list[tuple[Tensor, Pairs, Tensor]] = []
-        with torch.no_grad():
-            for start in range(0, len(positions), config.chunk):
-                rows = q[:, :, start : start + config.chunk].contiguous()
-                at = positions[start : start + config.chunk]
-                p = preferences(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
-                drawn = config.max_top, config.max_rest, self.generator
-                pairs = sample_pairs(p, at, config.fraction, *drawn, config.of, (config.sink, config.recent))
-                valid = pairs.valid if config.loss == "ranking" else p.new_ones(len(at))
-                parts.append((rows, pairs, valid.sum()))
-        return parts
+        p = preferences(q, k, to_device(positions, k.device), scaling, self.hasher.target_heads)
+        drawn = config.max_top, config.max_rest, self.generator
+        return sample_pairs(p, positions, config.fraction, *drawn, config.of, (config.sink, config.recent))
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"hasher.{name}": tensor for name, tensor in self.hasher.state_dict().items()}
-        tensors |= {f"best.{name}": tensor for name, tensor in self.snapshots.tensors.items()}
-        tensors |= {f"keys.{name}": tensor for name, tensor in self.keys_trained.items()}
+        for what, weights in self.kept.items():
+            tensors |= {f"{what}.{name}": tensor for name, tensor in weights.items()}
         for number, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in moments.items()}
         tensors["generator"] = self.generator.get_state()
         tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
-        best = self.snapshots.mean if math.isfinite(self.snapshots.mean) else None
-        return tensors, {"best": best, "stopped": self.stopped, "query_share": self.query_share}
+        lowest = self.lowest if math.isfinite(self.lowest) else None
+        return tensors, {"lowest": lowest, "stopped": self.stopped, "query_share": self.query_share}
 
     def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         moments: dict[int, dict[str, Tensor]] = {}
@@ -234,11 +237,16 @@ class Training:
             moments.setdefault(int(number), {})[what] = tensor
         self.generator.set_state(tensors["generator"])
         self.hasher.load_state_dict(_part(tensors, "hasher"))
-        self.snapshots.tensors, self.keys_trained = _part(tensors, "best"), _part(tensors, "keys")
-        self.snapshots.mean = math.inf if state["best"] is None else state["best"]
+        self.kept = {what: weights for what in ("best", "keys") if (weights := _part(tensors, what))}
+        self.lowest = math.inf if state["lowest"] is None else state["lowest"]
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self.losses, self.stopped = tensors["losses"].tolist(), state["stopped"]
         self.query_share = state["query_share"]
+
+
+def _copied(module: nn.Module) -> dict[str, Tensor]:
+    """Copy the weights of a module to the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

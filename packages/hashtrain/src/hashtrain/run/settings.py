@@ -2,28 +2,33 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import DEMO, model_path
-from hashtrain.settings.recipes import ALL, RECIPES, Recipe
+from hashtrain.run.recipes import ALL, RECIPES, Recipe
 from hashtrain.usage import UsageError, meant, require_counts, require_device_name, require_seed
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The defaults of other models: the paper's schedule, where it differs from the demo's. The optimiser is the same
 (`hashtrain.training.trainer`). Source: section 4."""
 
+_ABLATIONS = ("--loss", "--estimator", "--gamma", "--alpha", "--beta", "--max-top", "--max-rest", "--target")
+_ABLATIONS += ("--first-trained", "--target-ends", "--hidden")
 GONE = {
     "capture": "`hashtrain train` captures what it lacks, and keeps it when it is interrupted",
     "plan": "use `hashtrain --dry-run`",
+    "inspect": "read the hasher's config.json, or use `Hasher.from_pretrained(FOLDER).config`",
     "share": "train the hasher again; training measures how heads divide a budget",
     "push": "use `hf upload OWNER/NAME FOLDER`",
     "--stream": "captures are made in waves that fit on the disk; `--disk GB` bounds them",
     "--spread": "workers train different layers, one on each CUDA device",
     "--backbone-memory": "use a device that holds the model's weights",
     "--tensorboard": "read metrics.jsonl, which has every number",
+    "--config": "repeat the flags that config.toml lists",
+    **dict.fromkeys(_ABLATIONS, "every ablation is a hasher with a name; `--only all` trains them"),
 }
 """Commands and flags of earlier versions, and what to do without them."""
 
@@ -36,9 +41,6 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("planes", lambda x: 1 <= x <= 8, "between 1 and 8"),
     ("digits", lambda x: 1 <= x <= MAX_DIGITS, f"between 1 and {MAX_DIGITS}"),
     ("fraction", lambda x: 0 < x <= 1, "above 0 and at most 1"),
-    ("gamma", lambda x: 0 < x < math.inf, "a finite number above 0"),
-    ("beta", lambda x: 0 < x < math.inf, "a finite number above 0"),
-    ("alpha", math.isfinite, "a finite number"),
 )
 """What a field that is set must be."""
 
@@ -101,41 +103,14 @@ class TrainCommand:
     disk: float | None = None
     """GB of disk for queries and keys. If they do not fit, they are captured and used in waves; that does not change
     the result. Default: as much as is free."""
-    config: Path | None = None
-    """TOML file of these settings, such as the config.toml that a run stores; the command line overrides it."""
     dry_run: bool = False
     """Print what will be trained and the disk and memory it needs; write nothing."""
     seed: int = 0
     """Draws the contexts, the rows, the pairs and the random starts."""
-    # Flags that override every trained hasher of a run, for one row of an ablation table; None: each one's own.
-    loss: Literal["ranking", "reconstruction", "mse"] | None = None
-    """Training loss: `ranking` (eq. 10), or an ablation that reconstructs attention (eq. 17): `reconstruction` up to
-    scale and shift, `mse` exactly. Default, here and below: each hasher's own."""
-    estimator: Literal["softsign", "straight-through"] | None = None
-    """Surrogate for the sign function in training (eq. 11)."""
-    gamma: float | None = None
-    """Slope of the softsign surrogate; the paper: 64."""
-    alpha: float | None = None
-    """Margin of the ranking loss; the paper: 3."""
-    beta: float | None = None
-    """Slope of the ranking loss; the paper: 1."""
-    max_top: int | None = None
-    """Target tokens drawn per row."""
-    max_rest: int | None = None
-    """Tokens outside the target drawn per step, shared by its rows."""
-    target: Literal["visible", "length"] | None = None
-    """What --fraction is a share of in training: each row's visible tokens, or, as in the paper, the full length."""
-    first_trained: int | None = None
-    """First row to train on; the paper: 0. Default: a sixteenth of the context."""
-    target_ends: tuple[int, int] | None = None
-    """Number of first and last tokens excluded from pairs, because every row reads them; the paper: 0 0."""
-    hidden: int | None = None
-    """Hidden width of `paper` and its variations; the paper: 128."""
 
     def __post_init__(self) -> None:
         require_counts(self, contexts=1, held_out=1, held_out_rows=1, steps=1, rows=1, context=512)
         require_counts(self, workers=0, dense_layers=0, reach=1)
-        require_counts(self, max_top=1, max_rest=1, first_trained=0, target_ends=0, hidden=1)
         require_seed(self.seed)
         require_device_name(self.device)
         for name, holds, wanted in _RULES:
@@ -149,10 +124,10 @@ class TrainCommand:
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The recipes to train, in table order, with the flags of this command applied."""
+        """The recipes to train, in table order."""
         groups = {"default": RECIPES, "all": ALL}
         named = {*self.only, *(c.name for group in self.only for c in groups.get(group, ()))}
-        return [self.applied(c) for c in ALL if c.name in named]
+        return [c for c in ALL if c.name in named]
 
     @property
     def model_path(self) -> str:
@@ -163,16 +138,3 @@ class TrainCommand:
     def first_row(self) -> int:
         """Rows before this one are not evaluated (1,024 of 4,096)."""
         return self.context // 4
-
-    def applied(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with this command's flags; an untrained one changes only its width."""
-        training: dict[str, Any] = {
-            name: getattr(self, name) for name in ("loss", "alpha", "beta", "max_top", "max_rest")
-        }
-        training |= {"of": self.target, "min_position": self.first_trained}
-        training |= dict(zip(("sink", "recent"), self.target_ends or (None, None), strict=True))
-        config: dict[str, Any] = {"estimator": self.estimator, "gamma": self.gamma} if recipe.trained else {}
-        if recipe.variant == "paper":
-            config["hidden"] = self.hidden
-        given = [{name: value for name, value in part.items() if value is not None} for part in (config, training)]
-        return replace(recipe, config={**recipe.config, **given[0]}, training={**recipe.training, **given[1]})

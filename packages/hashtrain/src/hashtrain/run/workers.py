@@ -5,7 +5,9 @@ where other work shares the cores: threads of one operation wait for the slowest
 """
 
 import contextlib
+import ctypes
 import os
+import platform
 import signal
 import threading
 import time
@@ -17,10 +19,8 @@ from typing import Any
 
 import torch
 
-from hashtrain.machine.allocator import keep_freed_memory
+from hashtrain import device
 
-number = 0
-"""Number of this worker; 0 in the process that starts them."""
 Report = Callable[..., None]
 Function = Callable[..., Any]
 _MOST = 6  # a worker takes 0.6 GB for the demo model
@@ -30,6 +30,8 @@ PRELOADED = (
     *("torch", "transformers.models.llama", "hashtrain.run.job", "hashtrain.run.waves"),
     "hashtrain.training.pair_loss",  # numba
 )
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_KEEP_BYTES = 1 << 30
 _given: list[Any] = []
 """In a worker: what sends a report to the process that started it, and what all jobs need."""
 
@@ -102,8 +104,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 def _begin(numbers: Any, reports: Any, *given: Any) -> None:
     """Prepare a worker, which ends when the process that started it does, however that ends."""
-    global number
-    number = numbers.get()
+    device.worker = numbers.get()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
@@ -130,3 +131,15 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def keep_freed_memory() -> bool:
+    """Let the process keep freed memory. Returns whether the C library supports this (glibc does).
+
+    By default glibc returns large blocks to the system and gets them back as zeroed pages. With one worker per core
+    that costs a fifth of a training step (docs/log.md). Results do not change.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(_MMAP_THRESHOLD, _KEEP_BYTES)) & bool(mallopt(_TRIM_THRESHOLD, _KEEP_BYTES))

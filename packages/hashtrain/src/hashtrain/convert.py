@@ -1,14 +1,10 @@
 """Convert the hashers that the paper's authors published to this project's format.
 
 A published file is a list of tensors, four per layer, starting with layer 0: P0 [1, Hq, D, D], b0 [1, Hq, 1, D], P1,
-b1, for `h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The file is a zip with a pickle. Before torch reads it, the sizes
-stated in the zip must be at most those of this model, and the pickle's opcodes, which are listed, not run, may name
-torch's tensors and storages and nothing else.
+b1, for `h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The file is a zip with a pickle, of which torch builds tensors
+and nothing else (`weights_only`), once the sizes stated in the zip are at most those of this model.
 """
 
-import io
-import pickletools
-import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hashtrain.artefact.hasher import Hasher
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.files.untrusted import first_line
+from hashtrain.hasher import Hasher
 
 _PER_LAYER = 4
 _TRAINED = 8192
 """Tokens of the paper's training contexts, or as many as the model has; the files do not say."""
-_NAMES = re.compile(r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict", re.ASCII)
-_CALLS = {"INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "BUILD"}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -62,7 +56,12 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
     d, wanted = shape.head_dim, _PER_LAYER * shape.num_layers
     largest = 2 * 4 * shape.num_layers * shape.num_query_heads * (2 * d * d + 2 * d) + (1 << 20)
     try:
-        found = torch.load(_checked_archive(path, largest), map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(path) as archive:
+            if (content := sum(entry.file_size for entry in archive.infolist())) > largest:  # a small file may lie
+                raise ValueError(f"it holds {content} bytes, expected at most {largest}")
+            if (wrong := archive.testzip()) is not None:  # torch checks no checksum
+                raise ValueError(f"the checksum of its {wrong} is wrong")
+        found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # on damaged bytes, the zip reader and the unpickler raise all kinds of errors
         what = f"is truncated, damaged or holds more than tensors ({first_line(error)})"
         raise ValueError(f"{path} {what}; download it again") from error
@@ -73,34 +72,6 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
         more = "; the published file is truncated" if len(found) < wanted else ""
         raise ValueError(f"{path} holds {got}; expected {wanted}, {shape.num_layers} layers{more}")
     return list(found)
-
-
-def _checked_archive(path: Path, largest: int) -> io.BytesIO:
-    """Copy the zip's files, checked, into a new zip in memory, so that torch reads what was checked.
-
-    Raises: any exception if the file is not usable.
-    """
-    copied = io.BytesIO()
-    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(copied, "w") as copy:
-        entries = archive.infolist()
-        if (content := sum(entry.file_size for entry in entries)) > largest:  # a small file may hold a large one
-            raise ValueError(f"it holds {content} bytes, expected at most {largest}")
-        if len({entry.filename for entry in entries}) != len(entries):
-            raise ValueError("two of its files have the same name")
-        for entry in entries:
-            part = archive.read(entry)  # checks its checksum
-            if entry.filename.endswith(".pkl"):
-                _require_tensors_only(part)
-            copy.writestr(entry.filename, part)
-    copied.seek(0)
-    return copied
-
-
-def _require_tensors_only(pickle: bytes) -> None:
-    """List the opcodes of a pickle without running them. Raises: ValueError if one calls more than tensors need."""
-    for opcode, argument, _ in pickletools.genops(pickle):
-        if opcode.name in _CALLS or (opcode.name == "GLOBAL" and not _NAMES.fullmatch(str(argument))):
-            raise ValueError(f"it calls {argument or opcode.name}, expected only tensors")
 
 
 def _checked(tensor: Any, size: tuple[int, ...], path: Path, layer: int, place: int) -> Tensor:

@@ -7,7 +7,8 @@ import torch
 from hashcore.cuda.program import require_compiler
 from torch import Tensor
 
-from hashtrain.machine import workers
+worker = 0
+"""Number of this process among the workers of a run; 0 in the process that starts them."""
 
 
 def device_for(asked: str, local: int) -> torch.device:
@@ -35,7 +36,7 @@ def device_for(asked: str, local: int) -> torch.device:
 
 def here(asked: str) -> torch.device:
     """Return the device of this process, a worker or the one that started them."""
-    return device_for(asked, workers.number)
+    return device_for(asked, worker)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -1,1 +1,0 @@
-"""A hasher as stored: its folder, and the conversion of the paper's published files."""

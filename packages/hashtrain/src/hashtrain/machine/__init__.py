@@ -1,1 +1,0 @@
-"""The machine: worker processes, torchrun's ranks, copies to and from the device, the C allocator."""

@@ -1,1 +1,0 @@
-"""What a run shows: progress, tables, figures, cards, TensorBoard."""
