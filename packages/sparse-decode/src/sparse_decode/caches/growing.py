@@ -114,8 +114,8 @@ def grow_in(layer: DynamicLayer, keys: Tensor, values: Tensor, tokens: int, laye
     layer.lazy_initialization(keys, values)
     grow(layer, layers)
     growing = cast(GrowingLayer, layer)
-    growing._room = keys, values
-    growing.keys, growing.values = growing._shown = keys.narrow(2, 0, tokens), values.narrow(2, 0, tokens)
+    growing._buffers = first, second = GrowingBuffer(), GrowingBuffer()
+    growing.keys, growing.values = growing._shown = first.hold(keys, tokens), second.hold(values, tokens)
 
 
 def stop_growing(layer: CacheLayerMixin) -> None:
