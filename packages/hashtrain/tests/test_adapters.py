@@ -96,6 +96,7 @@ def changed(folder, **settings):
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path, got None"),
         ({"base_model_name_or_path": "adapter"}, "must name a model as its base, got another adapter"),
         ({"base_model_name_or_path": "./none"}, "model folder not found"),
+        ({"base_model_name_or_path": "x" * 5000}, "cannot load the model|too long"),
         ({"target_modules": ["no_such"]}, "cannot load the model"),
         ({"target_modules": ["v_proj", "q_proj"]}, "lacks .*v_proj.lora_|also has .*k_proj.lora_"),
         ({"r": 3}, "cannot load the model"),

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import torch
+from hashtrain.models import pretrained
 from results import machine, store
 from shapes import make_model
 from sparse_decode import attach, prompt
@@ -23,7 +24,7 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 def contexts(model: str, files: list[pathlib.Path], length: int, count: int) -> dict[str, Tensor]:
     """Return `count` contexts [1, length] of each file, by name. Raises: SystemExit if a file is too short."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = pretrained(AutoTokenizer, model)
     found: dict[str, Tensor] = {}
     for file in files:
         ids = tokenizer(file.read_text(), return_tensors="pt", verbose=False)["input_ids"]

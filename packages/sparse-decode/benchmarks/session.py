@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from hashtrain import Hasher
 from hashtrain.data.corpus import token_ids
-from hashtrain.models import text_decoder
+from hashtrain.models import pretrained, text_decoder
 from results import machine, store
 from shapes import SHAPES, make_hasher, make_model
 from sparse_decode import Attachment, Budget, attach
@@ -84,7 +84,7 @@ def filled(model: PreTrainedModel, given: argparse.Namespace) -> tuple[DynamicCa
     """Return a cache and its tokens [1, n]: of a text, or random ones."""
     cache, config, n = DynamicCache(config=model.config), model.config, given.tokens
     if given.text is not None:
-        tokenizer = AutoTokenizer.from_pretrained(given.model)
+        tokenizer = pretrained(AutoTokenizer, given.model)
         ids = token_ids(given.text.read_text("utf-8"), tokenizer, n, special=True)[None, :n]
         for part in ids.split(2048, 1):
             model(part, past_key_values=cache, logits_to_keep=1)

@@ -7,6 +7,7 @@ Everything in a folder is data: its weights are safetensors, and settings that w
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import hashlib
+import os
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,7 @@ _PREFIX = "base_model.model."
 
 def is_adapter(name: str) -> bool:
     """Whether a --model is the folder of an adapter."""
-    return (Path(name) / CONFIG).is_file()
+    return os.path.isfile(Path(name) / CONFIG)  # unlike Path's own methods, it takes names of any length
 
 
 def base_of(folder: str) -> str:
@@ -43,7 +44,7 @@ def base_of(folder: str) -> str:
     if not isinstance(base, str) or not base:
         raise ValueError(f"{place / CONFIG} names no base_model_name_or_path, got {base!r}; {_REMEDY}")
     beside = place.resolve().parent / Path(base).name
-    base = str(beside) if not Path(base).is_dir() and beside.is_dir() else base
+    base = str(beside) if not os.path.isdir(base) and os.path.isdir(beside) else base
     if is_adapter(base):
         raise ValueError(f"the adapter {folder} must name a model as its base, got another adapter, {base}")
     return base

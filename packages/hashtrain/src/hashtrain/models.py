@@ -86,7 +86,7 @@ def load_config(name: str) -> PretrainedConfig:
     if is_adapter(name):
         _require_plain_files(Path(name))
         return load_config(base_of(name))
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # takes a name of any length
         if not (Path(name) / "config.json").is_file():
             raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
         _require_plain_files(Path(name))
@@ -147,7 +147,7 @@ def _readable(name: str) -> Generator[None]:
     except Exception as error:  # odd configs and tokenizers raise any kind of error; Rust code raises bare Exception
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         reason = textwrap.shorten(kind + one_line(error), _REASON, placeholder=" ...")
-        if isinstance(error, OSError) and not Path(name).is_dir():  # a page of advice follows the first sentence
+        if isinstance(error, OSError) and not os.path.isdir(name):  # a page of advice follows the first sentence
             reason = f"there is no folder of that name, and none on the Hub: {reason.split('. ')[0]}"
         raise ValueError(f"cannot load the model {name}: {reason}") from error
 
