@@ -4,7 +4,8 @@
     uv run packages/hashcore/benchmarks/filters.py --count 100000 --rounds 5
 
 Prints for each length of code, number of queries in a call, and share of the ids, the median ratio of processor time to
-that of the search without a filter. The ids are random and sorted, int64; reading them is part of the time.
+that of the search without a filter. The ids are random and sorted, int64, or given as a mask of
+bools; reading them is part of the time.
 """
 
 import argparse
@@ -39,8 +40,9 @@ def main() -> None:
         index = hashcore.BitIndex.from_codes(rng.integers(-(2**31), 2**31, (given.count, words), np.int32))
         filters: dict[str, dict[str, object]] = {"all": {}}
         for share in SHARES:
-            ids = np.flatnonzero(rng.random(given.count) < share)
-            filters |= {f"{name}, {share:.0%}": {name: ids} for name in ("ids", "without")}
+            mask = rng.random(given.count) < share
+            filters |= {f"{name}, {share:.0%}": {name: np.flatnonzero(mask)} for name in ("ids", "without")}
+            filters |= {f"mask, {share:.0%}": {"ids": mask}}
         for queries in QUERIES:
             search = functools.partial(index.search, rng.normal(size=(queries, 32 * words)), K, planes=PLANES)
             rounds = [

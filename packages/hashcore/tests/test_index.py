@@ -97,6 +97,7 @@ def test_a_filtered_search_equals_a_search_of_the_rows_it_leaves(part):
             for name, left in (("ids", chosen), ("without", ~chosen)):
                 found = index.search(query, min(k, left.sum()), **{name: given.tolist() if seed % 7 == 0 else given})
                 assert_same(found, brute_force(scores[:, left], ids[left], min(k, left.sum())))
+                assert_same(index.search(query, min(k, left.sum()), **{name: chosen}), found)
 
 
 def test_rerank_and_planes_among_ids_equal_an_index_of_these():

@@ -79,6 +79,7 @@ ADDING = {
     "a known id": (lambda i: i.add(X[:2], [9, 3]), ValueError, "ids must be new, got 3, which is in the index; remove"),
     "an unknown id": (lambda i: i.remove([2, 77]), ValueError, "must be in the index, got 77, which is not; test with"),
     "a huge id": (lambda i: i.remove(np.array([2**64 - 1], np.uint64)), ValueError, "got 18446744073709551615, which"),
+    "a mask": (lambda i: i.remove([True]), TypeError, "ids must be integers, got bool; convert them"),
     "a name": (lambda i: i.remove("a"), TypeError, "ids must be integers, got <U1; convert them"),
 }
 
@@ -92,6 +93,7 @@ SEARCHING = {
     "unknown others": (lambda i: i.search(X, 1, without=[-1]), ValueError, "ids must be in the index, got -1, which"),
     "both": (lambda i: i.search(X, 1, ids=[1], without=[2]), ValueError, "expected ids= or without=, got both; pass"),
     "float ids": (lambda i: i.search(X, 1, ids=[1.0]), TypeError, "ids must be integers, got float64; convert them"),
+    "a short mask": (lambda i: i.search(X, 1, ids=[True] * 4), ValueError, "a bool for each of the 5 rows, got 4;"),
     "masked ids": (lambda i: i.search(X, 1, without=np.ma.arange(2)), TypeError, "ids must be an array without a mask"),
     "masked queries": (lambda i: i.search(np.ma.array(X), 1), TypeError, "queries must be an array without a mask"),
     "k negative": (lambda i: i.search(X, -1), ValueError, "k must be in 0..5, got -1;"),

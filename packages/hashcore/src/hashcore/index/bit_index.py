@@ -225,8 +225,8 @@ class BitIndex:
             k: number of codes to find, at most as many as are searched.
             planes: for vectors, 1 to 8; more planes are closer to a real-valued query and take more time. Default 3.
             weights: one positive integer per plane.
-            ids, without: search only the rows with these ids, or all others; integers in one dimension, in any order,
-                each in the index. Found in the same pass over all codes, so that it takes about as long.
+            ids, without: search only the rows with these ids, or all others: integers in any order, each in the index,
+                or bools [len(index)], one for each row in the order of `ids`. One pass over all codes, as without them.
             rerank: find rerank * k candidates by their codes, and return the k best of them by exact scores. Needs
                 vector queries and the original vectors, from `keep` or from `vectors`.
             vectors: original vectors for rerank, floats [M, D]; row i belongs to id i. Only rows of candidates are

@@ -92,20 +92,30 @@ class Rows:
     def only(self, ids: Any, *, others: bool) -> tuple[NDArray[np.int64], int]:
         """Return the bitmap of the rows with these ids, or of all others, as a search takes it, and their number.
 
-        Raises: ValueError for an id that is not present.
+        Args: ids: integers, or bool [count], a mask of the rows.
+        Raises: ValueError for an id that is not present, or a mask of another length.
         """
-        given, ordered = known_ids(ids), self.ids[: self.count]
         marked = np.zeros(-(-self.count // 64) * 64 + 64, np.bool_)  # the kernels read two words of bits at once
-        if self.ascending and self.count and len(given):
-            missing = _mark(given, ordered, marked)
-        else:
-            at = self.find(given)
-            missing, marked[at] = bool((at < 0).any()), True
-        if missing:
+        if (given := _id_array(ids, mask=True)).dtype == np.bool_:
+            if len(given) != self.count:
+                raise ValueError(f"a mask must have a bool for each of the {self.count} rows, got {len(given)}; match")
+            marked[: self.count] = given
+        elif self._mark(given := _known(given), marked):
             refuse_unknown(int(given[self.find(given) < 0][0]))
         if others:
             marked[: self.count] ^= True
         return np.packbits(marked, bitorder="little").view(np.int64), int(np.count_nonzero(marked))
+
+    def _mark(self, ids: NDArray[np.int64], marked: NDArray[np.bool_]) -> bool:
+        """Mark the positions of ids; return whether one is missing, and then marks mean nothing."""
+        if not self.ascending or not self.count or not len(ids):
+            at = self.find(ids)
+            marked[at] = True
+            return bool((at < 0).any())
+        from hashcore.cpu import threads  # numba takes half a second to import
+
+        given = arguments.read_only(ids), arguments.read_only(self.ids[: self.count]), marked
+        return any(threads.run(_mark_tasks, len(ids), threads.count(16 * len(ids)), given))
 
 
 def empty(words: int, dim: int, kept: np.dtype[Any] | None) -> Rows:
@@ -116,14 +126,6 @@ def empty(words: int, dim: int, kept: np.dtype[Any] | None) -> Rows:
 
 def _ascend(ids: NDArray[np.int64]) -> bool:
     return bool((ids[1:] > ids[:-1]).all())
-
-
-def _mark(ids: NDArray[np.int64], ordered: NDArray[np.int64], marked: NDArray[np.bool_]) -> bool:
-    """Mark the positions of ids among ordered ones, of which there are some; return whether an id is missing."""
-    from hashcore.cpu import threads  # numba takes half a second to import
-
-    given = arguments.read_only(ids), arguments.read_only(ordered), marked
-    return any(threads.run(_mark_tasks, len(ids), threads.count(16 * len(ids)), given))
 
 
 def _mark_tasks(first, last, ids, ordered, marked):
@@ -193,7 +195,10 @@ def new_ids(ids: Any, count: int) -> NDArray[np.int64]:
 
 def known_ids(ids: Any) -> NDArray[np.int64]:
     """Return one or several ids as int64 [n]."""
-    array = _id_array(ids)
+    return _known(_id_array(ids))
+
+
+def _known(array: NDArray[Any]) -> NDArray[np.int64]:
     if array.dtype == np.uint64 and array.size and int(array.max()) > LARGEST_ID:
         refuse_unknown(int(array.max()))
     return np.ascontiguousarray(array, np.int64)
@@ -204,13 +209,14 @@ def refuse_unknown(number: int) -> NoReturn:
     raise ValueError(f"ids must be in the index, got {number}, which is not; test with `id in index` first")
 
 
-def _id_array(ids: Any) -> NDArray[Any]:
+def _id_array(ids: Any, *, mask: bool = False) -> NDArray[Any]:
+    """Return ids as integers [n] of any width; with `mask`, bools are allowed, too."""
     if arguments.is_array(ids):
         (ids,), _ = arguments.host_arrays(ids=ids)
     array = np.atleast_1d(np.asarray(ids))
     if array.size == 0 and array.dtype.kind == "f":  # an empty list
         array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
+    if array.dtype.kind not in ("iub" if mask else "iu"):
         raise TypeError(f"ids must be integers, got {array.dtype}; convert them with .astype('int64')")
     if array.ndim != 1:
         raise ValueError(f"ids must have one dimension, got shape {list(array.shape)}; flatten them")
