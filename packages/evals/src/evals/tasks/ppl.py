@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from hashtrain.run.recipes import EXACT
 from rich.console import Console
-from sparse_decode import Budget
+from sparse_decode import Budget, attach
 from sparse_decode.budget import LayerBudget
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -123,10 +123,13 @@ def measure(
     scored = len(ids) - len(ids) // 2 if scored is None else scored
     targets = ids[-scored:].to(model.device)
     prompt = prompt_of(phase, len(ids), scored)
-    cache = None if prompt is None else prefilled(model, ids[:prompt])  # dense for every cell
+    cache = None if prompt is None else prefilled(model, ids[:prompt])  # the same for every cell
     reference = scored_rows(model, ids, scored, cache)
     dense = {"nll": reference.mean_loss(targets)}
     step(DENSE)
+    if prompt is not None and always.prompt == "sparse":
+        with attach(model, prompt="sparse"):
+            cache = prefilled(model, ids[:prompt])
     found = []
     for cell in cells:
         fraction = cell.budget
