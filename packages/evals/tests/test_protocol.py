@@ -104,5 +104,5 @@ def test_sparse_prompts_are_measured_against_exact_ones(loaded, command, monkeyp
         found = measure(model, ids, [cell], loaded.methods, always, phase="decode", scored=99)
         kl[prompt] = found["cells"][0]["kl"]
     assert kl["exact"] < 1e-3 < 1e-2 < kl["sparse"]
-    with pytest.raises(UsageError, match="--prompt sparse needs rows before the evaluated ones, got none; in ppl add"):
+    with pytest.raises(UsageError, match="--prompt sparse needs rows before the evaluated ones; in ppl, add"):
         command(PplCommand, prompt="sparse")

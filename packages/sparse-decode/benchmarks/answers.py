@@ -13,6 +13,7 @@ a short prompt, which compiles kernels. The last line is JSON.
 """
 
 import argparse
+import atexit
 import pathlib
 import statistics
 import tempfile
@@ -30,6 +31,7 @@ from sparse_decode import attach, prompt
 from transformers import DynamicCache, PreTrainedModel
 
 LENGTHS = [4096, 8192, 16384, 32768]
+LLAMA = "llama.cpp"
 WARM_UP = 600  # tokens: longer than what the model's own attention serves
 Answer = Callable[[list[int], int], tuple[float, float]]
 """Tokens of a prompt and the number of new tokens -> seconds of the prompt, seconds of the tokens."""
@@ -92,14 +94,14 @@ def again(model: PreTrainedModel, hasher: Hasher, folder: pathlib.Path) -> Answe
 
 
 def llama_cpp(path: pathlib.Path, most: int, threads: int) -> Answer:
-    """Return a function that answers with llama.cpp; nothing of an earlier prompt is used again."""
+    """Return a function that answers with llama.cpp, which uses nothing of an earlier prompt again."""
     from llama_cpp import LlamaCpp
 
     llama = LlamaCpp(path, most, threads)
+    atexit.register(llama.close)  # it is stopped while idle, and would not end by itself
 
     def answer(ids: list[int], count: int) -> tuple[float, float]:
-        llama.complete([1], 1)  # another prompt, so that none of this one is cached
-        found = llama.complete(ids, count)["timings"]
+        found = llama.complete(ids, count, reuse=False)["timings"]
         return found["prompt_ms"] / 1e3, found["predicted_ms"] / 1e3
 
     return answer
@@ -110,6 +112,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder or hub id; default: random weights of SmolLM2-135M's shape")
     parser.add_argument("--hasher", help="a folder of hashtrain; default: untrained")
     parser.add_argument("--gguf", type=pathlib.Path, nargs="*", default=[], help="files for llama.cpp")
+    parser.add_argument("--longest", type=int, help="longest prompt of llama.cpp; default: all")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, nargs="+", default=[3], help="for each length, or one number for all")
@@ -126,16 +129,21 @@ def main() -> None:
     kept = tempfile.TemporaryDirectory()  # deleted when the program ends
     ways["session"] = again(model, hasher, pathlib.Path(kept.name))
     most = max(given.lengths) + given.tokens + 1
-    ways |= {f"llama.cpp, {path.stem}": llama_cpp(path, most, given.threads) for path in given.gguf}
+    for path in given.gguf:
+        from gguf_file import with_context
+
+        file = with_context(path, most, pathlib.Path(kept.name))
+        ways[f"{LLAMA}, {path.stem}"] = llama_cpp(file, most, given.threads)
     ways = {name: way for name, way in ways.items() if name not in given.leave_out}
     result: dict[str, Any] = {"model": pathlib.Path(given.model).name if given.model else "smollm2-135m"}
     result |= {**machine(), "tokens": given.tokens, "transformers": version("transformers"), "rows": []}
     rounds = given.rounds * len(given.lengths) if len(given.rounds) == 1 else given.rounds
     for n, repeats in zip(given.lengths, rounds, strict=True):
         ids = [7 + i * 7919 % 997 for i in range(n)]
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        here = {k: way for k, way in ways.items() if n <= (given.longest or n) or not k.startswith(LLAMA)}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in here}
         for _ in range(repeats):
-            for name, way in ways.items():
+            for name, way in here.items():
                 way(ids[:WARM_UP], 2)
                 times[name].append(way(ids, given.tokens))
                 print(f"{n:,} tokens, {name}: {times[name][-1][0]:.2f} + {times[name][-1][1]:.2f} s", flush=True)

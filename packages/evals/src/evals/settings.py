@@ -129,7 +129,7 @@ class MethodsCommand:
         if not set(self.methods) & set(SPARSE_NAMES):
             raise UsageError(f"--methods needs one of {', '.join(SPARSE_NAMES)} beside dense")
         if self.prompt == "sparse" and not self.dense_prompt:
-            raise UsageError("--prompt sparse needs rows before the evaluated ones, got none; in ppl add --phase decode")
+            raise UsageError("--prompt sparse needs rows before the evaluated ones; in ppl, add --phase decode")
 
     @property
     def model_path(self) -> str:
