@@ -21,7 +21,7 @@ def quality_table(metrics: Metrics) -> Table:
     """Lay out how well each hasher selects in the layers that are sparse, and what all of it does to the output."""
     table = Table(
         title=f"{100 * metrics['fraction']:g} % of the tokens selected, on held-out text",
-        caption="IoU: overlap with exact selection. Attention: share of the exact selection's. Lost rows find less than "
+        caption="IoU: overlap with exact selection. Attention: share of what that finds. Lost rows find less than "
         "half of it, here in the worst head. KL: of the output from dense, nats.",
     )
     for title in ("hasher", "IoU", "attention", "5th percentile, worst head", "lost rows", "dense layers", "KL"):

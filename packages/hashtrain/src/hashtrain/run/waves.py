@@ -28,7 +28,7 @@ from hashtrain.device import here
 from hashtrain.models import load_model
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
-from hashtrain.run.workers import run_jobs
+from hashtrain.run.workers import run_jobs, shared_by_name
 from hashtrain.training.train_config import TrainConfig
 
 _DTYPE = torch.bfloat16
@@ -140,18 +140,19 @@ def make_all(
         for n in numbers
     ]
     given: Any = None
-    if jobs and workers > 1 and len(jobs) > 1:
-        if jobs[0].device == "cpu":
-            given, _ = loaded(model)
-            size = sum(tensor.numel() * tensor.element_size() for tensor in given.state_dict().values())
-            shared = Path("/dev/shm")
-            if not shared.is_dir() or size > 0.9 * shutil.disk_usage(shared).free:
-                given, workers = None, 1  # a copy for each process may not fit
+    with shared_by_name():
+        if jobs and workers > 1 and len(jobs) > 1:
+            if jobs[0].device == "cpu":
+                given, _ = loaded(model)
+                size = sum(tensor.numel() * tensor.element_size() for tensor in given.state_dict().values())
+                shared = Path("/dev/shm")
+                if not shared.is_dir() or size > 0.9 * shutil.disk_usage(shared).free:
+                    given, workers = None, 1  # a copy for each process may not fit
+                else:
+                    given.share_memory()
             else:
-                given.share_memory()
-        else:
-            loaded.cache_clear()  # each process loads its own
-    run_jobs(_make, jobs, workers, advance, given=given)
+                loaded.cache_clear()  # each process loads its own
+        run_jobs(_make, jobs, workers, advance, given=given)
 
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:
