@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from readme_tables.stored import RESULTS, load, stored
-from readme_tables.values import OURS, kl, reach, step_share, value
+from readme_tables.values import NAMES, OURS, kl, reach, step_share, value, waits
 
 GREEN, PALE = "#009e73", "#8fd0b5"
 METHODS = {
@@ -23,11 +23,13 @@ METHODS = {
 }
 """Methods of the overview: their name and colour, in the order of the legend."""
 WAYS = {
-    "transformers": ("Hugging Face transformers", "#4d4d4d"),
-    "llama.cpp": ("llama.cpp", "#0072b2"),
-    "ours, dense": ("ours without sparsity", PALE),
-    "ours": ("ours", GREEN),
+    "llama.cpp": ("llama.cpp, its 4-bit file", "#0072b2", "-"),
+    "transformers": ("Hugging Face transformers", "#4d4d4d", "-"),
+    "exact": ("ours, nothing lost", PALE, "-"),
+    "sparse prompt": ("ours, prompt and steps sparse", GREEN, "-"),
+    "session": ("ours, asked again", GREEN, ":"),
 }
+"""Ways to answer: their name, colour and style."""
 REACHES = {
     "oracle": ("exact top-k", COLOURS["oracle"], "--"),
     "lsh": ("LSH, untrained", COLOURS["lsh"], "-"),
@@ -37,29 +39,31 @@ REACHES = {
     "4096-reach/transform+remainder": ("transform + remainder, offsets", GREEN, "-"),
 }
 """Methods of the figure of quality against length: their name, colour and style."""
-MODELS = {"reach_smol": "SmolLM2-135M-Instruct", "reach_qwen": "Qwen2.5-Coder-0.5B-Instruct"}
+MODELS = "reach_smol", "reach_qwen"
 
 
 def overview(results: pathlib.Path) -> Figure:
-    """Draw quality against bytes read, and milliseconds a token against length."""
+    """Draw the time of whole answers against length, and quality against bytes read."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    run, timed = load(results, "smollm2/english"), stored(results, "llama_cpp")
+    run, timed = load(results, "qwen/english"), stored(results, "answers")
+    lengths = [row["n"] for row in timed["rows"]]
+    for way, (label, colour, style) in WAYS.items():
+        taken = [sum(waits(row)[way]) for row in timed["rows"]]
+        left.plot(lengths, taken, label=label, color=colour, linestyle=style, marker="o", linewidth=2)
+    _finish(left, "tokens of the document", "seconds")
+    _ticks(left, {n: f"{n // 1024}K" for n in lengths}, (10, 20, 50, 100, 200, 500))
+    left.set_title(
+        f"Prompt and {timed['tokens']} tokens: {NAMES[timed['model']]}, {timed['threads']} threads", fontsize=9
+    )
     for method, (label, colour) in METHODS.items():
         place, marker = ([100 * step_share(run, method)], [value(run, method, "kl")]), "D" if method == OURS else "o"
-        left.plot(*place, label=label, color=colour, marker=marker, linestyle="", markersize=8)
-    _finish(left, "bytes requested by a layer's step, % of dense attention's", "KL from dense, nats")
-    left.set(xlim=(1.5, 32), ylim=(0.006, 0.15))
-    _ticks(left, {n: str(n) for n in (2, 5, 10, 20)}, (0.02, 0.05, 0.1))
+        right.plot(*place, label=label, color=colour, marker=marker, linestyle="", markersize=8)
+    _finish(right, "bytes requested by a layer's step, % of dense attention's", "KL from dense, nats")
+    right.set(xlim=(1.5, 32), ylim=(0.006, 0.15))
+    _ticks(right, {n: str(n) for n in (2, 5, 10, 20)}, (0.02, 0.05, 0.1))
     of = f"{run.config['context']:,} tokens, {100 * run.config['budgets'][0]:g} % selected"
-    left.set_title(f"Quality: SmolLM2-135M, English, {of}", fontsize=10)
-    lengths = [row["tokens"] for row in timed["rows"]]
-    for way, (label, colour) in WAYS.items():
-        taken = [row["steps"][way]["ms"] for row in timed["rows"]]
-        right.plot(lengths, taken, label=label, color=colour, marker="o", linewidth=2.6 if way == "ours" else 1.5)
-    _finish(right, "context, tokens", "milliseconds a token")
-    _ticks(right, {n: f"{n // 1024}K" for n in lengths}, (50, 100, 200, 400))
-    right.set_title(f"Speed: {timed['processor']}, {timed['threads']} threads, 16-bit weights", fontsize=10)
+    right.set_title(f"{NAMES[run.config['model']]}, English, {of}", fontsize=9)
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8)
     return figure
@@ -69,8 +73,9 @@ def lengths(results: pathlib.Path) -> Figure:
     """Draw quality against the length of the context, for two models."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     panels = figure.subplots(1, len(MODELS), sharey=True)
-    for axes, (name, model) in zip(panels, MODELS.items(), strict=True):
-        rows: list[dict[str, Any]] = stored(results, name)["rows"]
+    for axes, name in zip(panels, MODELS, strict=True):
+        run = stored(results, name)
+        rows: list[dict[str, Any]] = run["rows"]
         found = {line["method"]: line["by_length"] for line in reach(rows)}
         for method, (label, colour, style) in REACHES.items():
             places = sorted((n, kl(own)) for n, own in found.get(method, {}).items())
@@ -79,7 +84,7 @@ def lengths(results: pathlib.Path) -> Figure:
                 axes.plot(*at, label=label, color=colour, linestyle=style, marker="o", markersize=4)
         axes.axvline(4096, color="#bbbbbb", linewidth=1, zorder=0)
         _finish(axes, "context, tokens", "")
-        axes.set_title(model)
+        axes.set_title(NAMES[run["model"]])
         at_lengths = {n: f"{n // 1024}K" for n in sorted({row["length"] for row in rows})}
         _ticks(axes, at_lengths, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
     panels[0].set_ylabel("KL from dense, nats")
@@ -100,7 +105,7 @@ def _ticks(axes: Axes, x: dict[int, str], y: tuple[float, ...]) -> None:
     axes.set_yticks(y, [f"{number:g}" for number in y])
 
 
-FIGURES = {"overview": (overview, ("smollm2", "llama_cpp")), "reach": (lengths, ("reach_smol", "reach_qwen"))}
+FIGURES = {"overview": (overview, ("qwen", "answers")), "reach": (lengths, ("reach_smol", "reach_qwen"))}
 """By name: what draws a figure, and the stored results that it shows."""
 
 

@@ -20,28 +20,22 @@ from readme_tables.stored import load, stored
 
 OURS = "transform+remainder"
 HEAD_DIM = 64  # of both models
+NAMES = {
+    "smollm2": "SmolLM2-135M-Instruct",
+    "qwen05": "Qwen2.5-Coder-0.5B-Instruct",
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B-Instruct",
+}
+"""Models by the name of their folder."""
 ITEMS = pathlib.Path(__file__).resolve().parents[2] / "packages" / "evals" / "paper" / "items.toml"
 
 
 def functions(results: pathlib.Path) -> dict[str, Any]:
     """Return what templates may call, by name."""
-    found = {"load": partial(load, results), "stored": partial(stored, results)}
-    named = (
-        by_kl,
-        change,
-        comparisons,
-        mean,
-        percent,
-        printed,
-        protocol,
-        signed_percent,
-        step_share,
-        texts,
-        value,
-        within,
-    )
-    named += (at, beside, built_for, machine, other_families, reach, rounds, slower, zip)
-    return found | {"ours": OURS, "PAPER": PAPER} | {one.__name__: one for one in named}
+    found = {"load": partial(load, results), "stored": partial(stored, results), "cost": partial(cost, results)}
+    named = [at, both, built_for, by_kl, change, comparisons, lost, machine, mean, other_families, percent, printed]
+    named += [printed_table, protocol, reach, rounds, signed_percent, step_share, value, waits, whole, zip]
+    return found | {"ours": OURS, "PAPER": PAPER, "NAMES": NAMES} | {one.__name__: one for one in named}
 
 
 # Runs of evals: at the first rule and budget of the run.
@@ -61,12 +55,12 @@ def change(run: Result, method: str) -> str:
     return signed_percent(value(run, method, "perplexity_ratio"))
 
 
-def within(run: Result, method: str) -> str:
-    """Return a method's change of perplexity with its 95 % interval."""
-    row = _row(run, method, "perplexity_ratio")
-    if row.low is None or row.high is None:
-        raise ValueError(f"expected an interval of the perplexity of {method}, got none")
-    return f"{change(run, method)} [{100 * (row.low - 1):+.1f}, {100 * (row.high - 1):+.1f}]"
+def cost(results: pathlib.Path, name: str, method: str) -> str:
+    """Return a stored run's change of perplexity with a method, and its KL; blank if it has no such method."""
+    run = load(results, name)
+    if method not in run.config["methods"]:
+        return ""
+    return f"{change(run, method)} ({value(run, method, 'kl'):.4f})"
 
 
 def by_kl(run: Result) -> list[str]:
@@ -78,13 +72,6 @@ def mean(trained: dict[str, Any], method: str, metric: str) -> str:
     """Return a hasher's mean over layers, measured in its training; blank for what is no hasher."""
     found = trained["hashers"].get(method.removesuffix(REMAINDER))
     return f"{found['kv_head']['mean'][metric]:.3f}" if found else ""
-
-
-def texts(run: Result) -> str:
-    """Say which part of which texts a run scored."""
-    scored = run.config["scored"]
-    part = "second half" if scored is None else f"last {scored:,} tokens"
-    return f"the {part} of {run.config['documents']} texts of {run.config['context']:,}"
 
 
 def step_share(run: Result, method: str) -> float:
@@ -164,27 +151,41 @@ def built_for(run: dict[str, Any]) -> list[str]:
     return [name for name in run["llama_cpp_uses"] if name.startswith("AVX")]
 
 
-def beside(run: dict[str, Any], tokens: int) -> dict[str, float]:
-    """Return the milliseconds of each program's step at a length."""
-    (row,) = (row for row in run["rows"] if row["tokens"] == tokens)
-    return {name: taken["ms"] for name, taken in row["steps"].items()}
-
-
-def slower(run: dict[str, Any]) -> str:
-    """Say at which lengths another program's step is faster than ours, the longest of them."""
-    lost: list[tuple[int, str]] = []
-    for n in (row["tokens"] for row in run["rows"]):
-        steps = beside(run, n)
-        lost += [(n, name) for name in steps if not name.startswith("ours") and steps[name] < steps["ours"]]
-    return f"At {max(lost)[0]:,}, {max(lost)[1]} is faster." if lost else "Ours is the fastest at all lengths measured."
-
-
 def rounds(step: dict[str, Any] | None) -> str:
     """Return a median, and the least and the greatest of its rounds if there were any; blank for no step."""
     if step is None:
         return ""
     ends = f" ({min(step['rounds']):,.0f} to {max(step['rounds']):,.0f})" if step["rounds"] else ""
     return f"{step['ms']:,.1f}{ends}"
+
+
+def waits(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the seconds of each way's prompt and tokens at a length; llama.cpp's without the name of its file."""
+    return {name.partition(",")[0]: (taken["prompt_s"], taken["tokens_s"]) for name, taken in row["methods"].items()}
+
+
+def both(row: dict[str, Any], way: str) -> str:
+    """Return the seconds of a way's prompt and of its tokens; blank if it did not run."""
+    prompt, tokens = waits(row).get(way, (None, 0.0))
+    return "" if prompt is None else f"{prompt:.1f} + {tokens:.1f}"
+
+
+def whole(row: dict[str, Any], way: str) -> str:
+    """Return the seconds of a way's whole answer; blank if it did not run."""
+    return f"{sum(waits(row)[way]):.0f}" if way in waits(row) else ""
+
+
+def lost(run: dict[str, Any], way: str) -> str:
+    """Return the mean KL of sparse prompts, and that of the worst text."""
+    return f"{run[way]['kl']:.4f} ({max(text[way]['kl'] for text in run['texts']):.4f})"
+
+
+def printed_table(rows: list[list[str]], columns: list[str]) -> str:
+    """Return some columns of a table that a command printed, as aligned text."""
+    kept = [[row[rows[0].index(name)] for name in columns] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*kept, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in kept]
+    return "\n".join(lines)
 
 
 # Checks.
