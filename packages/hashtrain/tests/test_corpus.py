@@ -171,7 +171,7 @@ def test_corpora_give_contexts_in_turn():
     documents = [Document("long", "a" * 4000, 0), *(Document(f"{n}", "b" * 300, 1) for n in range(3))]
     found = "".join(chr(ids[0]) for ids in contexts(documents, letters, 128, 8))
     assert sorted(found[:2]) == ["a", "b"]
-    assert found.count("a") in (3, 4, 5)
+    assert found.count("a") == 3  # of eight, one as the first of its document and two in turn with the others
 
 
 @pytest.mark.parametrize("unit", ["word\n", "word ", "x"])
