@@ -14,13 +14,15 @@ from evals.row_logits import row_logits
 from evals.settings import Always
 from evals.tasks import ppl
 from evals.tasks.ppl import Cell, budget_of, measure, prompt_of, sparse_rows
+from evals.tasks.ppl_settings import PplCommand
 from hashtrain import Hasher
 from hashtrain.data.capture import capturing
 from hashtrain.run.recipes import EXACT
 from hashtrain.training.target import top_count
 from hashtrain.usage import UsageError
 from rich.console import Console
-from sparse_decode import Budget, attach
+from sparse_decode import Budget, attach, dense
+from sparse_decode.cpu.bfloat_lanes import supported
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -189,6 +191,20 @@ def test_ends_beside_a_budget_are_read_on_top_of_it(loaded, ppl_command):
     for other in ({"rules": ("visible",)}, {"rules": ("fixed",), "phase": "decode"}):
         with pytest.raises(UsageError, match="--ends beside needs a budget that is the same for every row"):
             ppl_command(ends="beside", **other)
+
+
+@pytest.mark.skipif(not supported(), reason="sparse prompts need AVX512_BF16")
+def test_sparse_prompts_are_measured_against_exact_ones(loaded, command, monkeypatch):
+    monkeypatch.setattr(dense, "SPARSE_FROM", 512)
+    model, ids = copy.deepcopy(loaded.model).bfloat16(), loaded.ids.repeat(7)
+    cell, kl = Cell("oracle", "visible", 1.0), dict[str, float]()
+    for prompt in ("exact", "sparse"):
+        always = Always(prompt=prompt)
+        found = measure(model, ids, [cell], loaded.methods, always, phase="decode", scored=99)
+        kl[prompt] = found["cells"][0]["kl"]
+    assert kl["exact"] < 1e-3 < 1e-2 < kl["sparse"]
+    with pytest.raises(UsageError, match="--prompt sparse needs rows before the evaluated ones; in ppl, add"):
+        command(PplCommand, prompt="sparse")
 
 
 SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)

@@ -16,10 +16,11 @@ from hashtrain.run import waves
 from hashtrain.run.prepare import workers_of
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.workers import run_jobs
+from hashtrain_runs import model_and_text
 from safetensors.torch import load_file
 from worker_jobs import die, fail, square
 
-SHAPE = ModelShape(2, 4, 2, 32)
+SHAPE = ModelShape(30, 4, 2, 32)
 
 
 @pytest.mark.slow
@@ -27,24 +28,22 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread():
     before = torch.get_num_threads()
     for workers in (1, 2):
         said = []
-        assert run_jobs(square, [1, 2, 3, 4], workers, lambda *message, said=said: said.append(message)) == [
-            1,
-            4,
-            9,
-            16,
-        ]
+        found = run_jobs(square, [1, 2, 3, 4], workers, lambda *message, said=said: said.append(message))
+        assert found == [1, 4, 9, 16]
         assert sorted(said) == [(f"{job} on 1", 1) for job in (1, 2, 3, 4)]
     assert torch.get_num_threads() == before
 
 
 @pytest.mark.slow
-def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, monkeypatch):
+def test_captures_share_the_model_if_shared_memory_has_room(tiny_config, tmp_path, monkeypatch):
+    """A model of more tensors than a process may be sent descriptors, 252."""
+    model_and_text(tmp_path, tiny_config(vocab_size=4096, num_hidden_layers=30), 1)
     original, shared, made = waves.run_jobs, [], []
     monkeypatch.setattr(waves, "run_jobs", lambda *given, **how: shared.append(given[2]) or original(*given, **how))
     for number, room in enumerate((1e12, 0.0)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, room=room: SimpleNamespace(free=room))
         source = waves.Source("train", tmp_path / str(number), [torch.arange(32)] * 2, 2, SHAPE, "weights", "cpu")
-        waves.make_all(str(folder / "model"), [(source, [0, 1])], 2, lambda *message: None)
+        waves.make_all(str(tmp_path / "model"), [(source, [0, 1])], 2, lambda *message: None)
         assert source.lacking([0, 1]) == []
         made.append([load_file(source.stored.file(n)) for n in range(2)])
     waves.loaded.cache_clear()

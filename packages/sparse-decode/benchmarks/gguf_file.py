@@ -4,6 +4,7 @@ For plain Llama and Qwen2 models. Prompts must be token ids: the file's vocabula
 """
 
 import pathlib
+import shutil
 from typing import Any
 
 import gguf
@@ -13,6 +14,18 @@ from transformers import PreTrainedModel
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
 TYPES = {"f32": np.float32, "f16": np.float16}
+
+
+def with_context(path: pathlib.Path, tokens: int, folder: pathlib.Path) -> pathlib.Path:
+    """Return a file that llama.cpp takes prompts of this many tokens with: this one, or a copy made in a folder."""
+    fields = gguf.GGUFReader(path).fields
+    (name,) = (name for name in fields if name.endswith(".context_length"))
+    if fields[name].contents() >= tokens:
+        return path
+    copy = pathlib.Path(shutil.copy(path, folder))
+    field = gguf.GGUFReader(copy, "r+").fields[name]
+    field.parts[field.data[0]][0] = tokens
+    return copy
 
 
 def write_gguf(model: PreTrainedModel, path: pathlib.Path, kind: str = "f16", context: int | None = None) -> None:

@@ -59,14 +59,14 @@ class LlamaCpp:
         theirs.close()
         self._pipe.recv()  # it has loaded the model
 
-    def complete(self, ids: list[int], count: int) -> dict[str, Any]:
-        """Continue a prompt greedily by `count` tokens, reusing the cached prefix of the last prompt.
+    def complete(self, ids: list[int], count: int, reuse: bool = True) -> dict[str, Any]:
+        """Continue a prompt greedily by `count` tokens, by default reusing what is cached of earlier prompts.
 
         Raises: RuntimeError if llama.cpp returns an error; EOFError if its process has died.
         """
         self._signal(signal.SIGCONT)
         try:
-            self._pipe.send((ids, count))
+            self._pipe.send((ids, count, reuse))
             found = self._pipe.recv()
         finally:
             self._signal(signal.SIGSTOP)
@@ -99,8 +99,8 @@ def _answer(pipe: Connection, path: str, most: int, threads: int) -> None:
     server = xllamacpp.Server(given)
     pipe.send(None)
     while True:
-        ids, count = pipe.recv()
-        asked = {"prompt": ids, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
+        ids, count, reuse = pipe.recv()
+        asked = {"prompt": ids, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": reuse}
         pipe.send(server.handle_completions({**asked, "return_tokens": True, "samplers": ["temperature"]}))
 
 

@@ -3,10 +3,12 @@
     uv run packages/sparse-decode/benchmarks/prompts.py --model runs/smollm2 --text runs/text/handbook.txt
 
 Each text is a context of consecutive tokens of the files, spread evenly over each. `behind`: the prompt is sparse, the
-last rows are exact; `from`: the last rows are sparse, too. Decode steps are dense. The last line is JSON.
+last rows are exact; `from`: the last rows are sparse, too. Decode steps are dense. The last line is JSON; in the file
+of --out, a run replaces that of the same model and context.
 """
 
 import argparse
+import json
 import math
 import pathlib
 import statistics
@@ -88,7 +90,12 @@ def main() -> None:
         )
     for way in ("behind", "from"):
         result[way] = {key: statistics.mean(row[way][key] for row in result["texts"]) for key in ("kl", "perplexity")}
-    store(result, given.out)
+
+    def other(run: dict[str, Any]) -> bool:
+        return (run["model"], run["context"]) != (result["model"], result["context"])
+
+    before = json.loads(given.out.read_text())["runs"] if given.out is not None and given.out.exists() else []
+    store({"runs": [*filter(other, before), result]}, given.out)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,7 @@ def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, c
         (["--dense-layers", "4"], "dense_layers must leave at least one of the full-attention layers"),
         (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got gpu"),
         (["--model", "no/such/folder"], "model folder not found"),
+        (["--prompt", "sparse"], "sparse prompts need a model in bfloat16 on a CPU with AVX512_BF16"),
         (["--hasher", "no/such/folder"], "no hasher at no/such/folder"),
         (["--hasher", "{folder}/other"], "this hasher belongs to another model"),
         (["--max-new-tokens", "400"], "must fit the model's context of 512"),

@@ -97,7 +97,7 @@ def test_a_step_does_nothing_in_host_memory(variant, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_an_attached_prompt_waits_only_to_look_at_padding(family, kind, monkeypatch):
-    """Once in a pass for each kind of mask; the steps after it wait for nothing."""
+    """Once in a pass for each mask that the model makes, one or two; the steps after it wait for nothing."""
     config, selector, looks = config_of(family), selector_of(family=family), []
 
     def equal(*_):
@@ -119,8 +119,8 @@ def test_an_attached_prompt_waits_only_to_look_at_padding(family, kind, monkeypa
             with told(PROMPT + 1):
                 call(1, PROMPT + 1)
             call(1, PROMPT + 2)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    assert asking == looks == (["_mask"] * len(kinds) if mask is not None else [])
+    assert asking == looks
+    assert looks in ([["_mask"], ["_mask"] * 2] if mask is not None else [[]])
 
 
 @pytest.mark.sample(3)

@@ -53,7 +53,7 @@ def attending(
     budget = LayerBudget.like(budget, sink=always.sink, recent=always.recent)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
     with attach_rows(
-        model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder
+        model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder, prompt=always.prompt
     ) as attachment:
         yield found
         for selected, visible in attachment.counts().values():

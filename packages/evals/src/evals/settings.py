@@ -17,6 +17,7 @@ Methods = Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--method",))]
 Budgets = Annotated[tuple[float, ...], tyro.conf.arg(aliases=("--budget",))]
 Phase = Literal["everywhere", "decode"]
 Heads = Literal["kv", "query"]
+Prompt = Literal["exact", "sparse"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
@@ -31,6 +32,8 @@ class Always(NamedTuple):
     """Further dense layers, by index."""
     beside: bool = False
     """Whether sink and recent tokens are added to a budget that is the same for all rows."""
+    prompt: Prompt = "exact"
+    """How rows of the prompt attend, which are dense for every method."""
 
     def sparse(self, layers: int) -> list[int]:
         """Return the indices of the layers, out of `layers`, that do not stay dense."""
@@ -95,6 +98,9 @@ class MethodsCommand:
     """First tokens that every row reads with any method, within its budget (the paper: 0)."""
     recent: int = RECENT
     """Last tokens that every row reads with any method, within its budget (the paper: 0)."""
+    prompt: Prompt = "exact"
+    """`sparse`: with every method but dense, the rows before the evaluated ones are sparse as those of
+    `attach(..., prompt="sparse")`. Needs --dtype bfloat16. `--methods oracle --budgets 1` then measures it alone."""
     seed: int = 0
     """Draws the order of documents, the exercises, the sampled rows and the bootstrap."""
     device: str = "cpu"
@@ -122,6 +128,8 @@ class MethodsCommand:
         each_among(self, "methods", NAMES)
         if not set(self.methods) & set(SPARSE_NAMES):
             raise UsageError(f"--methods needs one of {', '.join(SPARSE_NAMES)} beside dense")
+        if self.prompt == "sparse" and not self.dense_prompt:
+            raise UsageError("--prompt sparse needs rows before the evaluated ones; in ppl, add --phase decode")
 
     @property
     def model_path(self) -> str:
@@ -131,7 +139,7 @@ class MethodsCommand:
     @property
     def always(self) -> Always:
         """Settings that apply to all methods."""
-        return Always(self.dense_layers, self.sink, self.recent, self.dense_at)
+        return Always(self.dense_layers, self.sink, self.recent, self.dense_at, prompt=self.prompt)
 
     @property
     def own_heads(self) -> bool:

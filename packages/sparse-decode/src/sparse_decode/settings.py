@@ -27,6 +27,8 @@ class GenerateCommand:
     """A folder or hub id of a Hugging Face causal LM; `demo` is the model included in hashtrain."""
     hasher: str = "runs/demo/transform"
     """A hasher's folder, created by `uv run hashtrain`; `lsh`: untrained codes."""
+    prompt: Literal["exact", "sparse"] = "exact"
+    """How the prompt attends: `sparse` is faster, loses a little, and needs bfloat16 on a CPU with AVX512_BF16."""
     max_prompt_tokens: int | None = None
     """Use only this many tokens of the prompt, the last ones."""
     fraction: float = 0.02

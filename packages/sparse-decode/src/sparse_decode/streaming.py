@@ -90,7 +90,8 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     for name, chosen in (("sparse", selector), ("dense", None))[: 1 + command.compare]:
         if command.compare:
             write(f"--- {name}\n")
-        with attach(model, chosen, budget, dense_layers=command.dense_layers) as attachment:
+        how: dict[str, Any] = {"dense_layers": command.dense_layers, "prompt": command.prompt if chosen else "exact"}
+        with attach(model, chosen, budget, **how) as attachment:
             warm_up(model, ids)
             attachment.reset_density()
             streamers[name] = TimedStreamer(tokenizer, write)

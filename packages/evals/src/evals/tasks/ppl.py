@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from hashtrain.run.recipes import EXACT
 from rich.console import Console
-from sparse_decode import Budget
+from sparse_decode import Budget, attach
 from sparse_decode.budget import LayerBudget
+from sparse_decode.prompt import CHUNK
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -25,7 +26,7 @@ from evals.metrics import Estimate, bootstrap, perplexity
 from evals.results import Result, Row
 from evals.row_logits import RowLogits, row_logits
 from evals.runner import finite
-from evals.settings import Always, Phase
+from evals.settings import Always, Phase, Prompt
 from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
 from evals.tasks.ppl_settings import PplCommand
 from evals.tuned import Tuned, read_tuned, with_tuned
@@ -123,10 +124,12 @@ def measure(
     scored = len(ids) - len(ids) // 2 if scored is None else scored
     targets = ids[-scored:].to(model.device)
     prompt = prompt_of(phase, len(ids), scored)
-    cache = None if prompt is None else prefilled(model, ids[:prompt])  # dense for every cell
+    cache = None if prompt is None else prefilled(model, ids[:prompt])
     reference = scored_rows(model, ids, scored, cache)
     dense = {"nll": reference.mean_loss(targets)}
     step(DENSE)
+    if prompt is not None and always.prompt == "sparse":
+        cache = prefilled(model, ids[:prompt], "sparse")  # the same for every cell
     found = []
     for cell in cells:
         fraction = cell.budget
@@ -163,10 +166,12 @@ def sparse_rows(
     return found, attended
 
 
-def prefilled(model: PreTrainedModel, prompt: Tensor) -> Cache:
-    """Prefill a prompt, int64 [T], with dense attention, and return the cache."""
+def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact") -> Cache:
+    """Prefill a prompt, int64 [T], as an attached model does, and return the cache."""
     cache = DynamicCache(config=model.config)
-    model(prompt[None].to(model.device), past_key_values=cache, logits_to_keep=1)
+    with attach(model, prompt=how):
+        for chunk in prompt.to(model.device)[None].split(CHUNK, 1):
+            model(chunk, past_key_values=cache, logits_to_keep=1)
     return cache
 
 

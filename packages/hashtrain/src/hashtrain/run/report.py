@@ -18,18 +18,13 @@ _NAMED = 8
 
 
 def quality_table(metrics: Metrics) -> Table:
-    """Lay out how well each hasher selects in the layers that are sparse; layer by layer it is in its card."""
-    table = Table(title="held out, per KV head; all but the last: of the layers that are sparse")
-    titles = (
-        "hasher",
-        "IoU",
-        "attention mass",
-        "5th percentile, worst head",
-        "lost rows, worst head",
-        "dense layers",
-        "KL",
+    """Lay out how well each hasher selects in the layers that are sparse, and what all of it does to the output."""
+    table = Table(
+        title=f"{100 * metrics['fraction']:g} % of the tokens selected, on held-out text",
+        caption="IoU: overlap with exact selection. Attention: share of what that finds. Lost rows find less than "
+        "half of it, here in the worst head. KL: of the output from dense, nats.",
     )
-    for title in titles:
+    for title in ("hasher", "IoU", "attention", "5th percentile, worst head", "lost rows", "dense layers", "KL"):
         table.add_column(title)
     for name, found in metrics["hashers"].items():
         dense, own = found["dense_layers"], found["kv_head"]
@@ -47,14 +42,13 @@ def percent(part: float) -> str:
 
 
 def sentences(metrics: Metrics) -> list[str]:
-    """Say of each hasher which heads fail, which got other weights than the last, and which lost their remainder."""
+    """Say of each hasher which heads fail, and which layers lost their remainder."""
     lines: list[str] = []
     for name, result in metrics["hashers"].items():
         failing = [f"layer {n} head {head}" for n, head in result["failing"]]
         failing = failing[:_NAMED] + ["..."] * (len(failing) > _NAMED)
-        given = [f"layer {n} head {h} ({what})" for n, heads in result["repaired"].items() for h, what in heads.items()]
         bare = [f"layer {n}" for n in result.get("cost", {}).get("bare", ())]
-        said = {"heads that fail": failing, "not the last weights": given, "without a remainder": bare}
+        said = {"heads that fail": failing, "without a remainder": bare}
         found = "; ".join(f"{what}: {', '.join(where)}" for what, where in said.items() if where)
         lines += [f"{name}: {found}"] if found else []
     return lines

@@ -25,10 +25,10 @@ from hashtrain.data.capture import capture_one, context_bytes, context_key
 from hashtrain.data.captured import Capture
 from hashtrain.data.offsets import offset
 from hashtrain.device import here
-from hashtrain.models import load_model
+from hashtrain.models import load_config, load_model
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
-from hashtrain.run.workers import run_jobs
+from hashtrain.run.workers import run_jobs, shared_by_name
 from hashtrain.training.train_config import TrainConfig
 
 _DTYPE = torch.bfloat16
@@ -121,9 +121,15 @@ class _Job:
 
 @functools.lru_cache(maxsize=1)
 def loaded(path: str, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, once per process, for capturing."""
-    # Many CPUs lack bfloat16 arithmetic and would be ten times slower.
-    return load_model(path, torch.float32 if device == "cpu" else None, device)
+    """Load a model and its tokenizer, once per process, for capturing: in its own type, but on most CPUs in float32."""
+    return load_model(path, _dtype(path) if device == "cpu" else None, device)
+
+
+def _dtype(path: str) -> torch.dtype:
+    """Return bfloat16 for a model of that type if the CPU multiplies such numbers: others take ten times as long."""
+    able = torch.cpu.get_capabilities()
+    native = able.get("amx_bf16") or able.get("avx512_bf16")
+    return torch.bfloat16 if native and load_config(path).dtype == torch.bfloat16 else torch.float32
 
 
 def make_all(
@@ -140,18 +146,19 @@ def make_all(
         for n in numbers
     ]
     given: Any = None
-    if jobs and workers > 1 and len(jobs) > 1:
-        if jobs[0].device == "cpu":
-            given, _ = loaded(model)
-            size = sum(tensor.numel() * tensor.element_size() for tensor in given.state_dict().values())
-            shared = Path("/dev/shm")
-            if not shared.is_dir() or size > 0.9 * shutil.disk_usage(shared).free:
-                given, workers = None, 1  # a copy for each process may not fit
+    with shared_by_name():
+        if jobs and workers > 1 and len(jobs) > 1:
+            if jobs[0].device == "cpu":
+                given, _ = loaded(model)
+                size = sum(tensor.numel() * tensor.element_size() for tensor in given.state_dict().values())
+                shared = Path("/dev/shm")
+                if not shared.is_dir() or size > 0.9 * shutil.disk_usage(shared).free:
+                    given, workers = None, 1  # a copy for each process may not fit
+                else:
+                    given.share_memory()
             else:
-                given.share_memory()
-        else:
-            loaded.cache_clear()  # each process loads its own
-    run_jobs(_make, jobs, workers, advance, given=given)
+                loaded.cache_clear()  # each process loads its own
+        run_jobs(_make, jobs, workers, advance, given=given)
 
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:
