@@ -25,7 +25,7 @@ LIMIT = 300_000_000  # bytes, of hashcore with all its dependencies
 QUICK = {
     "evals": ["test_metrics.py"],
     "hashcore": ["test_index_file.py", "test_readme_code.py"],
-    "hashtrain": ["test_loss_and_target.py", "test_hub.py"],
+    "hashtrain": ["test_loss_and_target.py", "test_hasher.py"],
     "sparse_decode": ["test_budget.py"],
     "sparse_serve": ["test_settings.py"],
 }

@@ -41,17 +41,17 @@ run() { stage "$1" "$2" "$3" python3 "$here/run.py" "$1" --device "$DEV" --out "
 hashcore=packages/hashcore/tests sparse=packages/sparse-decode/tests
 pytest=(python3 -m pytest -q -p no:cacheprovider -W default -o addopts=--import-mode=importlib -m cuda --tb=short)
 [ "$DEV" = cuda ] || pytest+=(-p tests.no_gpu) # the first test of each function, on the CPU in its place
-of_gpu=("$hashcore"/test_cuda.py "$hashcore"/test_pages_on_gpu.py "$sparse"/test_on_gpu.py)
+of_gpu=("$hashcore"/test_cuda.py "$sparse"/test_on_gpu.py)
 
-[ "$DEV" = cpu ] || of_gpu+=(packages/evals/tests/test_device.py) # whole tasks: on the CPU, CI runs them
+[ "$DEV" = cpu ] || of_gpu+=(packages/evals/tests/test_tasks.py) # whole tasks: on the CPU, CI runs them
 
 run facts 40 5
 stage tests 150 20 "${pytest[@]}" -p pytest_lost_device -n "${WORKERS:-8}" --dist worksteal --max-worker-restart=30 \
   --maxfail=40 --durations=5 --junitxml="$OUT/tests.xml" "${of_gpu[@]}" ${MORE_TESTS:-}
 run layer 130 25 ${SIZES:+--sizes $SIZES}
 run model 130 40
-small="(test_searches_equal_numpy and 2049 and weights0) or (test_equals_the_cpu and 600-7-kind0) or \
-(test_hashed_tokens and transform-64 and True) or (test_steps_are_those and dtype0-True-True) or (test_topk_equals_numpy and 2049)"
+small="(test_searches_of_any_length and 2049 and weights0) or (test_equals_the_cpu and 600-7-kind0) or \
+(test_hashed_tokens and transform-64 and True) or (test_steps_are_those and dtype0-True-True)"
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 if [ "$DEV" = cuda ]; then
   for tool in memcheck racecheck; do # the driver's own look-ups return errors that mean nothing

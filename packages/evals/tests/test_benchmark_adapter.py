@@ -84,16 +84,13 @@ def test_dense_is_the_harness_own_model(sparse, own, rows):
 
 
 @pytest.mark.parametrize("rows", ["all", "continuation"])
-@pytest.mark.parametrize("name", ["oracle", "planes"])
-def test_whole_budget_is_dense(sparse, name, rows):
-    whole, dense = sparse(name, Budget(1.0), sparse_rows=rows), sparse()
-    assert np.abs(scores(whole) - scores(dense)).max() < 1e-4
-    assert texts(whole) == texts(dense)
-    assert whole.density == 1
-
-
-@pytest.mark.parametrize("rows", ["all", "continuation"])
-def test_batches_change_nothing(sparse, rows):
+def test_whole_budgets_are_dense_and_batches_change_nothing(sparse, rows):
+    dense = sparse()
+    for name in ("oracle", "planes"):
+        whole = sparse(name, Budget(1.0), sparse_rows=rows)
+        assert np.abs(scores(whole) - scores(dense)).max() < 1e-4
+        assert texts(whole) == texts(dense)
+        assert whole.density == 1
     one, many = (sparse("planes", sparse_rows=rows, batch_size=size) for size in (1, 8))
     assert np.abs(scores(one) - scores(many)).max() < 1e-4
     assert one.density == many.density
@@ -120,29 +117,22 @@ def test_rows_of_the_continuation_are_the_attachments(sparse, loaded, tokenizer)
     assert abs(found["all"] - found["continuation"]) > 1e-3
 
 
-def test_a_context_too_long_is_cut_where_the_harness_cuts_it(sparse, own):
+def test_what_is_too_long_is_cut_where_the_harness_cuts_it_and_a_prompt_loses_its_middle(sparse, own, tokenizer):
     requests = [Instance("loglikelihood", {}, ("value = 1\n" * 200 + "print", "(value)"), 0)]
     expected = own().loglikelihood(requests, disable_tqdm=True)[0][0]
-    whole = sparse("planes", Budget(1.0), sparse_rows="continuation")
+    whole, some = (sparse("planes", budget, sparse_rows="continuation") for budget in (Budget(1.0), TENTH))
     assert scores(whole, requests)[0] == pytest.approx(expected, abs=1e-4)
-    some = sparse("planes", sparse_rows="continuation")
     scores(some, requests)
     # 256 tokens see each other; the rows of the continuation are the last ones, in two sparse layers of four heads.
     rows = len(sparse().tok_encode("(value)"))
     assert some.visible == 2 * 4 * sum(range(256 - rows + 1, 257))
-
-
-def test_a_prompt_too_long_loses_its_middle(sparse, tokenizer):
     text = "".join(f"value_{i} = {i}\n" for i in range(40))
     ids = tokenizer(text).input_ids
-    encoded = {side: sparse(truncation_side=side).tok_batch_encode([text], left_truncate_len=50) for side in SIDES}
-    assert encoded["left"][0][0].tolist() == ids[-50:]
-    assert encoded["middle"][0][0].tolist() == ids[:25] + ids[-25:]
-    short = sparse(truncation_side="middle").tok_batch_encode([text], left_truncate_len=len(ids))
-    assert short[0][0].tolist() == ids
 
+    def cut(side, length):
+        return sparse(truncation_side=side).tok_batch_encode([text], left_truncate_len=length)[0][0].tolist()
 
-SIDES = ("left", "middle")
+    assert [cut("left", 50), cut("middle", 50), cut("middle", len(ids))] == [ids[-50:], ids[:25] + ids[-25:], ids]
 
 
 def test_a_fixed_budget_is_that_many_tokens():

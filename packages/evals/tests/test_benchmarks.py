@@ -1,7 +1,8 @@
-"""Runs of the benchmarks of lm-evaluation-harness on local data: their rows, and resumed runs."""
+"""Benchmarks of lm-evaluation-harness on local data: their tasks, rows and resumed runs, and what cannot be used."""
 
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from evals.tasks import benchmark
 from evals.tasks.benchmark_settings import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from hashtrain import models
 from rich.console import Console
+from transformers import LlamaForCausalLM
 
 FOLDER = Path(evals.__file__).parent / "harness" / "example"
 if os.environ.get("CI") != "true":
@@ -24,9 +26,10 @@ if os.environ.get("CI") != "true":
 @pytest.fixture(scope="module", autouse=True)
 def harness():
     """Import the harness when tests need it: every process that collects these tests would take seconds for it."""
-    global measure, SparseLM
-    from evals.harness import measure
+    global SparseLM, as_guest, load, load_tasks
+    from evals.harness import load
     from evals.harness.adapter import SparseLM
+    from evals.harness.load import as_guest, load_tasks
 
 
 QUIET = Console(quiet=True)
@@ -58,13 +61,16 @@ def build(command, tmp_path, example):
 
 
 @pytest.fixture
-def two(example, tmp_path):
-    """The example with a second task like that of longbench; returns what a command needs to run both."""
-    folder = tmp_path / "two"
-    shutil.copytree(example, folder)
-    text = (folder / "longbench.yaml").read_text().replace("short.jsonl", "shots.jsonl")
-    (folder / "second.yaml").write_text(text.replace("python_short", "second"))
-    return {"tasks": ("python_short", "second"), "include_path": (folder,)}
+def changed_model(made, tmp_path):
+    """Return a function that copies the model with other settings of its tokenizer, and returns the folder."""
+
+    def copied(**settings):
+        shutil.copytree(made.model, tmp_path / "model")
+        path = tmp_path / "model" / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        return str(tmp_path / "model")
+
+    return copied
 
 
 @pytest.mark.slow
@@ -85,8 +91,6 @@ def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypat
     assert grids(read_result(command.out))
     written = "".join(path.read_text() for path in command.out.rglob("*.json"))
     assert str(command.out.parent) not in written
-    from transformers import LlamaForCausalLM
-
     monkeypatch.setattr(models, "_take_a_step", lambda *given: None)  # which loading does
     monkeypatch.setattr(LlamaForCausalLM, "forward", None)
     assert benchmark.run(command, QUIET) == found
@@ -104,8 +108,12 @@ def test_rows_follow_from_the_items(build):
     assert row.stderr == pytest.approx(np.std(dense["values"]["score"], ddof=1) / 2)
 
 
-def test_means_over_tasks_are_plain_ones(build, two):
-    found = benchmark.run(build("longbench", **two), QUIET)
+def test_means_over_tasks_are_plain_ones(build, example, tmp_path):
+    shutil.copytree(example, tmp_path / "two")
+    text = (tmp_path / "two" / "longbench.yaml").read_text().replace("short.jsonl", "shots.jsonl")
+    (tmp_path / "two" / "second.yaml").write_text(text.replace("python_short", "second"))
+    command = build("longbench", tasks=("python_short", "second"), include_path=(tmp_path / "two",))
+    found = benchmark.run(command, QUIET)
     for method in (DENSE, "planes"):
         rows = found.select(metric="score", method=method)
         assert [row.where for row in rows] == ["python_short", "second", "mean of 2 tasks"]
@@ -114,47 +122,168 @@ def test_means_over_tasks_are_plain_ones(build, two):
         assert rows[2].n == 8
 
 
-def test_prompts_get_the_chat_template_and_the_length_asked_for(build, made, tmp_path, monkeypatch):
-    template = tmp_path / "chat"
-    shutil.copytree(made.model, template)
-    settings = json.loads((template / "tokenizer_config.json").read_text())
-    settings["chat_template"] = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
-    )
-    (template / "tokenizer_config.json").write_text(json.dumps(settings))
+def test_prompts_get_the_chat_template_and_the_length_asked_for(build, changed_model, tmp_path, monkeypatch):
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
     asked = []
 
     def passed(lm, context, max_length, *given, **options):
-        asked.append(lm.tokenizer.batch_decode(context))
+        asked.extend(lm.tokenizer.batch_decode(context))
         assert max_length <= 96
         return SparseLM.generate_as_shipped(lm, context, max_length, *given, **options)
 
     monkeypatch.setattr(SparseLM, "generate_as_shipped", SparseLM._model_generate, raising=False)
     monkeypatch.setattr(SparseLM, "_model_generate", passed)
-    run = build("longbench", model=str(template), chat_template=True, max_length=96, limit=2, out=tmp_path / "chat-run")
+    model = changed_model(chat_template=template)
+    run = build("longbench", model=model, chat_template=True, max_length=96, limit=2, out=tmp_path / "chat-run")
     found = benchmark.run(run, QUIET)
-    assert found.config["chat_template"] is True
-    assert found.config["max_length"] == 96
-    prompts = [text for batch in asked for text in batch]
-    assert prompts
-    assert all("<user>" in text and text.rstrip().endswith("</user>") for text in prompts)
+    assert (found.config["chat_template"], found.config["max_length"]) == (True, 96)
+    assert asked
+    assert all("<user>" in text and text.rstrip().endswith("</user>") for text in asked)
     with pytest.raises(ValueError, match="has no chat template"):
         benchmark.run(build("longbench", chat_template=True), QUIET)
     with pytest.raises(ValueError, match="at most the model's 256 tokens, got 512"):
         benchmark.run(build("longbench", max_length=512), QUIET)
 
 
-def test_code_of_a_tokenizer_is_never_run(build, made, tmp_path):
-    shutil.copytree(made.model, tmp_path / "model")
-    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
-    settings["auto_map"] = {"AutoTokenizer": ["code.Slow", "code.Fast"]}
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+def test_code_of_a_tokenizer_is_never_run(build, changed_model, tmp_path):
+    model = changed_model(auto_map={"AutoTokenizer": ["code.Slow", "code.Fast"]})
     (tmp_path / "model" / "code.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(ValueError, match="RULER's generators would run the code that comes with the tokenizer"):
-        benchmark.run(build("ruler", model=str(tmp_path / "model"), tasks=("niah_single_1",)), QUIET)
+        benchmark.run(build("ruler", model=model, tasks=("niah_single_1",)), QUIET)
 
 
 def test_without_the_harness_it_says_how_to_install_it(build, monkeypatch):
     monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"evals\[lm-eval\]"):
         benchmark.run(build("ruler"), QUIET)
+
+
+OURS = "include: longbench_trec\ntask: mine\ndataset_path: json\n"
+
+
+def folder_with(path, **files):
+    for name, text in files.items():
+        (path / f"{name}.yaml").write_text(text)
+    return {"include_path": (path,), "limit": 2}
+
+
+def test_a_local_file_includes_a_shipped_task(tmp_path):
+    (tmp_path / "mine.jsonl").write_text((FOLDER / "long.jsonl").read_text())
+    data = "dataset_path: json\ndataset_kwargs: {data_files: {test: mine.jsonl}}\n"
+    given = folder_with(
+        tmp_path, a=f"include: longbench_triviaqa\ntask: mine\n{data}", b="include: nobody\ntask: other"
+    )
+    (found,) = load_tasks(LongbenchCommand(tasks=("mine",), **given))
+    assert found.name == "mine"
+    assert found.task.config.doc_to_text.startswith("Answer the question based on the given passage.")
+    assert len(found.task.instances) == 2
+    # Without its own name it replaces the shipped task, also in groups.
+    (tmp_path / "a.yaml").write_text(f"include: longbench_triviaqa\n{data}")
+    (found,) = load_tasks(LongbenchCommand(tasks=("longbench_triviaqa",), **given))
+    assert found.task.config.dataset_path == "json"
+    assert found.task.config.dataset_name is None  # not that of the shipped data
+
+
+LINE = {"input": "Who?", "context": "Ann came.", "answers": ["Ann"], "length": 2, "dataset": "trec", "language": "en"}
+LINE |= {"all_classes": ["Ann", "Bob"], "_id": "0a"}
+
+
+def own_files(folder, *lines):
+    """The settings of a run on LongBench's own file of one task."""
+    (folder / "trec.jsonl").write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
+    return LongbenchCommand(tasks=("longbench_trec",), include_path=(folder,))
+
+
+def test_longbenchs_own_files_are_its_tasks(tmp_path):
+    (found,) = load_tasks(own_files(tmp_path, LINE, "\n", {**LINE, "input": "And who\u2028else?"}))
+    prompts = [x.args[0] for x in found.task.instances]
+    assert [prompt.split("Ann came.")[1] for prompt in prompts] == ["\nWho?", "\nAnd who\u2028else?"]
+    assert found.task.process_results(found.task.instances[0].doc, ["Ann"])["score"] == 1
+    given = folder_with(
+        tmp_path, a="include: longbench_trec\ndataset_path: json\ndataset_kwargs: {data_files: {test: x.jsonl}}"
+    )
+    (tmp_path / "x.jsonl").write_text(json.dumps({**LINE, "input": "Mine?"}))
+    (found,) = load_tasks(LongbenchCommand(tasks=("longbench_trec",), **given))
+    assert found.task.instances[0].args[0].endswith("Mine?")  # YAML goes before a file of the name
+
+
+TEXTS = "expected a list of one or more texts in `answers`, got "
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"answers": None}, "expected the fields answers, context, question, answers is missing"),
+        ({"context": " \n"}, "expected a text in `context`, got none"),
+        ({"answers": []}, TEXTS + r"\[\]"),
+        ({"answers": [""]}, TEXTS),
+        ({"answers": "Ann"}, TEXTS + '"Ann"'),
+        ({"length": "two"}, "`length` is a str, in the lines before a number"),
+        ('{"input": \n', "Expecting value"),
+        ('["Ann"]\n', "expected a JSON object, got list"),
+    ],
+)
+def test_a_line_that_is_no_use_is_named_with_its_number(tmp_path, wrong, words):
+    with pytest.raises(ValueError, match=rf"line 2 of .*trec\.jsonl.*{words}") as raised:
+        load_tasks(own_files(tmp_path, LINE, wrong if isinstance(wrong, str) else LINE | wrong))
+    assert "\n" not in str(raised.value)
+
+
+def test_data_that_cannot_be_scored_is_named_before_the_model_runs(tmp_path):
+    with pytest.raises(ValueError, match=r"trec\.jsonl has no lines: expected a JSON object with answers, context"):
+        load_tasks(own_files(tmp_path, "\n"))
+    with pytest.raises(ValueError, match=r"longbench_trec cannot use its data \(TypeError: .*\); check its fields"):
+        load_tasks(own_files(tmp_path, LINE | {"all_classes": None}))
+    with pytest.raises(ValueError, match=r"data set Xnhyacinth/LongBench trec .* --include-path"):
+        load_tasks(LongbenchCommand(tasks=("longbench_trec",)))
+    broken = f"{OURS}dataset_kwargs: {{data_files: {{test: no.jsonl}}}}"
+    with pytest.raises(ValueError, match="cannot load the data of mine, data set json"):
+        load_tasks(LongbenchCommand(tasks=("mine",), **folder_with(tmp_path, a=broken)))
+
+
+@pytest.fixture
+def few_shipped(tmp_path, monkeypatch):
+    """A harness that ships two folders of tasks, because reading all of them takes many seconds."""
+    for folder in ("arc", "longbench"):
+        shutil.copytree(load._SHIPPED / folder, tmp_path / "shipped" / folder)
+    monkeypatch.setattr(load, "_SHIPPED", tmp_path / "shipped")
+
+
+def test_tasks_beyond_the_default_ones_are_found(few_shipped):
+    (found,) = load_tasks(LongbenchCommand(tasks=("python_attributes",), include_path=(FOLDER,), limit=1))
+    assert found.task.config.doc_to_choice == "{{choices}}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "- a", "task: [", "task: {a: 1}", "include: 3\ntask: mine"),
+        *(OURS + more for more in ("doc_to_text: '{{'", "doc_to_text: 3", "dataset_kwargs: 3")),
+        *(f"{OURS}dataset_kwargs: {{data_files: {x}}}" for x in ("3", "{test: a.yaml}")),
+    ],
+)
+def test_yaml_that_is_no_task_is_one_sentence(few_shipped, tmp_path, text):
+    (tmp_path / "own").mkdir()
+    with pytest.raises(ValueError, match=r"a\.yaml|mine|cannot read the tasks") as raised:
+        load_tasks(LongbenchCommand(tasks=("mine",), **folder_with(tmp_path / "own", a=text)))
+    assert "\n" not in str(raised.value)
+
+
+def test_unknown_names_are_named(few_shipped, tmp_path):
+    with pytest.raises(ValueError, match="unknown to lm-evaluation-harness and --include-path: --tasks nobody"):
+        load_tasks(LongbenchCommand(tasks=("nobody", "longbench")))
+    given = folder_with(tmp_path, a="include: nobody\ntask: mine\ndataset_path: json")
+    with pytest.raises(ValueError, match=r"`include: nobody` in .*a\.yaml"):
+        load_tasks(LongbenchCommand(tasks=("mine",), **given))
+
+
+def test_third_party_code_leaves_stdout_and_random_numbers_alone(capsys):
+    with as_guest(3):
+        print("guest")
+        drawn = random.random(), np.random.random()
+    with as_guest(3):
+        assert (random.random(), np.random.random()) == drawn
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", "guest\n")

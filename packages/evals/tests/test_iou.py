@@ -14,7 +14,6 @@ from hashtrain.data.capture import capturing
 from hashtrain.evaluation.metrics import Quality, hash_quality
 from rich.console import Console
 
-QUIET = Console(quiet=True)
 NONE = Always(0, 0, 0)  # nothing is read without a search, as in the paper
 POSITIONS = torch.tensor([32, 63, 64, 100, 127])
 LAYERS = 3
@@ -68,7 +67,7 @@ def test_the_mean_excludes_dense_layers():
 
 def test_a_run_stores_rows_and_resumes(iou_command, monkeypatch):
     command = iou_command(methods=("oracle", "lsh", "planes"))
-    found = iou.run(command, QUIET)
+    found = iou.run(command, Console(quiet=True))
     row = found.one(method="lsh", metric="iou", heads="kv_head", layer=1, head=0)
     samples = [json.loads((command.out / "samples" / f"{i:04d}.json").read_text()) for i in range(3)]
     cells = [next(c for c in s["cells"] if (c["method"], c["heads"]) == ("lsh", "kv_head")) for s in samples]
@@ -76,4 +75,4 @@ def test_a_run_stores_rows_and_resumes(iou_command, monkeypatch):
     assert 0 < row.low <= row.value <= row.high < 1
     assert 0.08 < row.density <= 0.1
     monkeypatch.setattr(iou, "measure", None)
-    assert iou.run(command, QUIET) == found
+    assert iou.run(command, Console(quiet=True)) == found

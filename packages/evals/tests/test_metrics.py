@@ -1,11 +1,16 @@
-"""Every number against one worked out by hand."""
+"""Every number and likeness against one worked out by hand, and exercises that hold their answers."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 from evals.metrics import bootstrap, mean_kl, perplexity, token_losses
+from evals.synthetic import KINDS, NEEDLE, QUESTION, exercise, prose
+from evals.text import common_prefix, edit_similarity, holds, rouge_l, word_recall, words
+from hashtrain.demo import demo_model_path
+from transformers import AutoTokenizer
 
 EXACT = 1e-6  # float32 logarithms
 
@@ -30,17 +35,7 @@ def test_kl_of_two_coins():
     assert mean_kl(half, quarter) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3), abs=EXACT)
     # In the other direction it differs: 1/4 ln 1/2 + 3/4 ln 3/2.
     assert mean_kl(quarter, half) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=EXACT)
-
-
-def test_kl_of_an_impossible_token_is_zero_not_nan():
-    assert mean_kl(log([1.0, 0.0]), log([0.5, 0.5])) == pytest.approx(math.log(2), abs=EXACT)
-
-
-def test_bootstrap_of_a_constant_difference_is_that_constant():
-    samples = np.full((20, 2), [[0.1, -0.3]])
-    for found, value in zip(bootstrap(samples, seed=0), (0.1, -0.3), strict=True):
-        assert (found.low, found.high) == (value, value)
-        assert found.mean == pytest.approx(value)
+    assert mean_kl(log([1.0, 0.0]), half) == pytest.approx(math.log(2), abs=EXACT)  # an impossible token is no NaN
 
 
 def test_bootstrap_interval_is_about_two_standard_errors():
@@ -58,6 +53,114 @@ def test_bootstrap_repeats_with_its_seed_and_keeps_columns_together():
     assert bootstrap(samples, seed=1) == bootstrap(samples, seed=1) != bootstrap(samples, seed=2)
 
 
-def test_bootstrap_of_one_document_has_no_interval():
+def test_bootstrap_of_a_constant_is_that_constant_and_of_one_document_has_no_interval():
+    for found, value in zip(bootstrap(np.full((20, 2), [[0.1, -0.3]]), seed=0), (0.1, -0.3), strict=True):
+        assert (found.low, found.high) == (value, value)
+        assert found.mean == pytest.approx(value)
     (found,) = bootstrap([[2.0]], seed=0)
     assert tuple(found) == (2.0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The cat, sat.", ["the", "cat", ",", "sat", "."]),
+        ("中文字", ["中", "文", "字"]),
+        ("abc中文1", ["abc", "中", "文", "1"]),
+        ("naïve café", ["naïve", "café"]),
+        ("snake_case = 12", ["snake_case", "=", "12"]),
+        ("  ", []),
+    ],
+)
+def test_words_of_any_script(text, expected):
+    assert words(text) == expected
+
+
+def test_likenesses_worked_out_by_hand():
+    # Of 4 and 3 words, "the sat here" is common: 2 * 3 / (4 + 3).
+    assert rouge_l("the cat sat here", "the sat here") == pytest.approx(6 / 7)
+    pairs = ("你好世界", "你好世界"), ("你好世界", "再见"), ("", ""), ("a", "")
+    assert [rouge_l(*pair) for pair in pairs] == [1, 0, 1, 0]
+    assert edit_similarity("kitten", "sitting") == pytest.approx(1 - 3 / 7)
+    assert (edit_similarity("", ""), edit_similarity("abc", "")) == (1, 0)
+    pairs = ([1, 2, 3, 4], [1, 2, 9, 4]), ([1, 2], [1, 2, 3]), ([1, 2], [1]), ([], [1])
+    assert [common_prefix(*pair) for pair in pairs] == [0.5, 1, 0.5, 1]
+    assert word_recall("eat a sandwich", "a sandwich, they say") == pytest.approx(2 / 3)
+    assert [holds(*pair) for pair in (("1234", "== 1234)"), ("1234", "12345"), ("a b", "a x b"))] == [1, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(demo_model_path())
+
+
+def text_of(tokenizer, x):
+    return tokenizer.decode(x.prompt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [400, 1000])
+def test_length_is_reached_and_never_exceeded(tokenizer, kind, length):
+    x = exercise(kind, tokenizer, length, None, 3)
+    assert length - 40 <= len(x.prompt) + len(x.answer) <= length
+    assert tokenizer.decode(x.answer) == x.text
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_gives_the_answer(tokenizer, kind, seed):
+    """A reader that follows the rules finds the answer in the prompt."""
+    x = exercise(kind, tokenizer, 500, None, seed)
+    text = text_of(tokenizer, x)
+    last = text.splitlines()[-1]
+    if kind in ("single", "multi", "variables"):
+        values = dict(re.findall(r"^(\w+_key) = (\w+)$", text, re.MULTILINE))
+        found = re.fullmatch(r"(?:assert )?(\w+_key) ==?", last).group(1)
+        while found in values:
+            found = values[found]
+        found = f" {found}"
+        assert len(values) == {"single": 1, "multi": 4, "variables": 4}[kind]
+    elif kind == "copy":
+        whole = re.search(r"^original = \[(.*\])$", text, re.MULTILINE).group(1)
+        begun = last.removeprefix("repeated = [")
+        assert whole.startswith(begun)
+        found = whole.removeprefix(begun)
+    else:
+        names = re.findall(r"^record\((\w+)\)$", text, re.MULTILINE)
+        counts = sorted((names.count(name) for name in set(names)), reverse=True)
+        assert counts == [9, 3, 3, 3]
+        found = max(set(names), key=names.count)
+    assert found == x.text
+
+
+def test_depth_is_where_the_answer_lies_and_too_short_a_length_is_refused(tokenizer):
+    for depth in (0.0, 0.5, 1.0):
+        lines = text_of(tokenizer, exercise("single", tokenizer, 1000, depth, 0)).splitlines()
+        at = next(i for i, line in enumerate(lines) if "_key = " in line)
+        assert at == pytest.approx(depth * (len(lines) - 2), abs=1)
+    with pytest.raises(ValueError, match="choose a longer"):
+        exercise("copy", tokenizer, 30, None, 0)
+
+
+PROSE = " ".join(f"Sentence number {n} says nothing of any use." for n in range(400))
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_prose_hides_a_sentence_between_others_and_asks_about_it(tokenizer, depth):
+    x = prose(tokenizer, PROSE, 900, depth, 3)
+    assert 900 - 40 <= len(x.prompt) + len(x.answer) <= 900
+    text = text_of(tokenizer, x)
+    assert text.startswith("This is a very long story book: <book> ")
+    assert text.endswith(f"Question: {QUESTION}\nAnswer:")
+    assert tokenizer.decode(x.answer) == f" {NEEDLE}"
+    inside = text[text.index("<book> ") + 7 : text.index(" </book>")]
+    sentences = re.split(r"(?<=\.)\s+", inside)
+    assert sentences.index(NEEDLE) == pytest.approx(depth * (len(sentences) - 1), abs=1)
+    numbers = [int(re.search(r"\d+", one)[0]) for one in sentences if one != NEEDLE]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert x.prompt.tolist() == prose(tokenizer, PROSE, 900, depth, 3).prompt.tolist()
+    texts = [text_of(tokenizer, prose(tokenizer, PROSE, 900, 1.0, seed)) for seed in range(9)]
+    assert len({int(re.search(r"\d+", text)[0]) for text in texts}) > 3  # where it begins depends on the seed
+    other = prose(tokenizer, PROSE, 900, depth, 3, "The key is green.", "What is the key like?")
+    assert "The key is green." in text_of(tokenizer, other)
+    assert text_of(tokenizer, other).endswith("Question: What is the key like?\nAnswer:")

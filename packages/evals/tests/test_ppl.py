@@ -1,31 +1,37 @@
-"""The measurements of the perplexity task, each against a number computed differently."""
+"""The perplexity task: each measurement against a number computed differently, and the paper's protocol by flags."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from accelerate import cpu_offload
+from evals import row_logits as module
 from evals.methods import REMAINDER, SPARSE_NAMES, load_methods
 from evals.rivals import MagicPigSelector, QuestSelector
+from evals.row_logits import row_logits
 from evals.settings import Always
-from evals.tasks.ppl import Cell, measure, prompt_of, sparse_rows
+from evals.tasks import ppl
+from evals.tasks.ppl import Cell, budget_of, measure, prompt_of, sparse_rows
+from evals.tasks.ppl_settings import PplCommand
 from hashtrain import Hasher
-from sparse_decode import Budget, attach
+from hashtrain.data.capture import capturing
+from hashtrain.run.recipes import EXACT
+from hashtrain.training.target import top_count
+from hashtrain.usage import UsageError
+from rich.console import Console
+from sparse_decode import Budget, attach, dense
+from sparse_decode.cpu.bfloat_lanes import supported
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
-
 TENTH = Budget(0.1, sink=0, recent=0)
-
-PHASES = ("everywhere", "decode")
 
 
 def score(loaded, *cells, dense_layers=1):
     return measure(loaded.model, loaded.ids, list(cells), loaded.methods, Always(dense_layers, 0, 0))
-
-
-def logits(rows):
-    """Compute the logits of all rows at once."""
-    return rows.at(slice(None))
 
 
 def test_dense_loss_is_that_of_the_second_half(loaded):
@@ -35,14 +41,13 @@ def test_dense_loss_is_that_of_the_second_half(loaded):
     assert found["dense"]["nll"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["visible", "fixed"])
-@pytest.mark.parametrize("name", SPARSE_NAMES)
-def test_whole_budget_equals_dense(loaded, name, rule):
-    found = score(loaded, Cell(name, rule, 1.0))
-    (cell,) = found["cells"]
-    assert cell["density"] == 1
-    assert abs(cell["kl"]) < 1e-6
-    assert cell["nll"] == pytest.approx(found["dense"]["nll"], abs=1e-5)
+def test_whole_budget_equals_dense(loaded):
+    found = score(loaded, *(Cell(name, rule, 1.0) for name in SPARSE_NAMES for rule in ("visible", "fixed")))
+    assert len(found["cells"]) == 2 * len(SPARSE_NAMES)
+    for cell in found["cells"]:
+        assert cell["density"] == 1, cell
+        assert abs(cell["kl"]) < 1e-6, cell
+        assert cell["nll"] == pytest.approx(found["dense"]["nll"], abs=1e-5), cell
 
 
 def test_density_is_counted_by_hand(loaded):
@@ -59,7 +64,7 @@ SMALL = {"quest-heads": QuestSelector(per_query_head=True, page=4), "magicpig": 
 """Rivals that select few of so few tokens; where every row is sparse they would leave all of these dense."""
 
 
-@pytest.mark.parametrize("name", ["lsh", "planes+remainder", *SMALL])
+@pytest.mark.parametrize("name", ["planes+remainder", *SMALL])
 def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded, name):
     """Float32 sums in another order differ by 2e-5 here; a sparse prompt changes logits by 1e-2 or more.
 
@@ -78,7 +83,7 @@ def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded,
         found, attended = sparse_rows(loaded.model, ids, scored, method, TENTH, FIRST_DENSE, prompt)
         everywhere, _ = sparse_rows(loaded.model, ids, scored, method, TENTH, FIRST_DENSE, None)
     assert len(steps) == scored
-    found, everywhere = logits(found).log_softmax(-1), logits(everywhere).log_softmax(-1)
+    found, everywhere = (rows.at(slice(None)).log_softmax(-1) for rows in (found, everywhere))
     if method.remainder:
         divergence = [(found.exp() * (found - other)).sum(-1).max() for other in (torch.stack(steps), everywhere)]
         assert divergence[0] < 2e-3
@@ -114,3 +119,155 @@ def test_a_hasher_without_a_remainder_is_refused(made, loaded, tmp_path):
     assert load_methods(["lsh"], tmp_path, loaded.model.config)
     with pytest.raises(ValueError, match="has no remainder"):
         load_methods(["lsh+remainder"], tmp_path, loaded.model.config)
+
+
+def by_hand(loaded, hasher, fraction, dense):
+    """Return logits with every row sparse, each query head reading its own best tokens, by a mask and a softmax."""
+
+    def attend(layer, q, k, v, scaling):
+        t, group = k.shape[2], q.shape[1] // k.shape[1]
+        at = torch.arange(t)
+        logits = (q @ k.repeat_interleave(group, 1).mT) * scaling
+        hidden = at > at[:, None]
+        if layer not in dense:
+            scores = hasher.layer(layer).scores(q, k, per_query_head=True).double() - at / 1e6  # ties: the lowest
+            order = scores.masked_fill(hidden, -1e9).argsort(-1, descending=True).argsort(-1)
+            hidden = hidden | (order >= top_count(at + 1, fraction)[:, None])
+        return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 1)).transpose(1, 2)
+
+    with torch.inference_mode(), capturing(loaded.model, attend):
+        return loaded.model(loaded.ids[None], use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("name", ["paper-exact", "lsh", "planes"])
+def test_a_selection_per_query_head_is_each_heads_own(loaded, name):
+    method = loaded.methods[name].for_heads("query")
+    always = Always(0, 0, 0, dense_at=(1,))
+    found = measure(loaded.model, loaded.ids, [Cell(name, "visible", 0.1)], {name: method}, always)
+    logits = by_hand(loaded, loaded.methods[name].selector.hasher, 0.1, {1})
+    nll = torch.nn.functional.cross_entropy(logits[63:-1], loaded.ids[64:]).item()
+    assert found["cells"][0]["nll"] == pytest.approx(nll, abs=2e-4)
+    kv = measure(loaded.model, loaded.ids, [Cell(name, "visible", 0.1)], loaded.methods, always)
+    assert abs(kv["cells"][0]["nll"] - nll) > 1e-3
+
+
+def test_methods_use_their_default_heads_unless_given(loaded):
+    exact = {candidate.name for candidate in EXACT}
+    for name, method in loaded.methods.items():
+        assert (method.for_heads(None).heads == "query_head") == (name in exact), name
+        if method.selector is not None and method.query_head_selector is not None:
+            query = method.for_heads("query")
+            assert query.identity != method.identity
+            assert query.selector is method.query_head_selector
+    with pytest.raises(ValueError, match="magicpig selects only per query head, got --heads kv"):
+        loaded.methods["magicpig"].for_heads("kv")
+
+
+def test_every_token_but_the_first_is_scored(loaded, ppl_command):
+    command = ppl_command(methods=("lsh",), documents=1, rules=("fixed",), score="all")
+    assert command.last == 127
+    found = measure(loaded.model, loaded.ids, [Cell("lsh", "fixed", 0.1)], loaded.methods, command.always, scored=127)
+    with torch.inference_mode():
+        logits = loaded.model(loaded.ids[None]).logits[0, :-1]
+    dense = torch.nn.functional.cross_entropy(logits, loaded.ids[1:]).item()
+    assert found["dense"]["nll"] == pytest.approx(dense, abs=1e-5)
+    ppl.run(command, Console(quiet=True))
+    for other in ({"phase": "decode"}, {"scored": 8}):
+        with pytest.raises(UsageError, match="--score all scores every token and excludes"):
+            ppl_command(score="all", **other)
+
+
+def test_ends_beside_a_budget_are_read_on_top_of_it(loaded, ppl_command):
+    always = Always(0, 2, 5, beside=True)
+    cells = [Cell("lsh", "fixed", 0.25)]
+    beside, within = (
+        measure(loaded.model, loaded.ids, cells, loaded.methods, always._replace(beside=which))["cells"][0]["density"]
+        for which in (True, False)
+    )
+    seen = range(1, 129)
+    assert within == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
+    assert beside == pytest.approx(sum(min(n, 39) for n in seen) / sum(seen))
+    assert budget_of("fixed", 0.02, 68, 8192).count(torch.tensor([8192]), torch.tensor([8192])).item() == 163 + 68
+    for other in ({"rules": ("visible",)}, {"rules": ("fixed",), "phase": "decode"}):
+        with pytest.raises(UsageError, match="--ends beside needs a budget that is the same for every row"):
+            ppl_command(ends="beside", **other)
+
+
+@pytest.mark.skipif(not supported(), reason="sparse prompts need AVX512_BF16")
+def test_sparse_prompts_are_measured_against_exact_ones(loaded, command, monkeypatch):
+    monkeypatch.setattr(dense, "SPARSE_FROM", 512)
+    model, ids = copy.deepcopy(loaded.model).bfloat16(), loaded.ids.repeat(7)
+    cell, kl = Cell("oracle", "visible", 1.0), dict[str, float]()
+    for prompt in ("exact", "sparse"):
+        always = Always(prompt=prompt)
+        found = measure(model, ids, [cell], loaded.methods, always, phase="decode", scored=99)
+        kl[prompt] = found["cells"][0]["kl"]
+    assert kl["exact"] < 1e-3 < 1e-2 < kl["sparse"]
+    with pytest.raises(UsageError, match="--prompt sparse needs rows before the evaluated ones; in ppl, add"):
+        command(PplCommand, prompt="sparse")
+
+
+SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+SIZES |= dict(num_key_value_heads=1, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+KINDS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, final_logit_softcapping=0.1),
+    "cohere": lambda: transformers.CohereConfig(**SIZES, logit_scale=0.5),
+    "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=3.0),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
+    ),
+}
+ROW_BYTES = 4 * SIZES["vocab_size"]
+
+
+def of_kind(kind, seed=0):
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval().requires_grad_(False)
+
+
+class Largest(TorchDispatchMode):
+    """The most rows of a tensor as wide as the vocabulary, and as long as a context."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim and x.shape[-1] == self.width:
+                self.rows = max(self.rows, x.numel() // self.width)
+        return out
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_the_logits_that_the_model_makes_at_once(kind, monkeypatch):
+    monkeypatch.setattr(module, "PIECE_BYTES", 7 * ROW_BYTES)
+    model, ids = of_kind(kind), torch.arange(3, 43)[None]
+    whole = model(ids).logits[0, 10:-1]
+    found = row_logits(model, ids, slice(10, -1), use_cache=False)
+    pieces = list(found.pieces())
+    assert [len(range(*piece.indices(29))) for piece in pieces] == [7, 7, 7, 7, 1]
+    torch.testing.assert_close(torch.cat([found.at(piece) for piece in pieces]), whole)
+    assert torch.equal(model(ids).logits[0, 10:-1], whole)  # the model is as it was
+
+
+def test_an_offloaded_model_makes_the_same():
+    model, ids = of_kind("llama"), torch.arange(3, 43)[None]
+    whole = model(ids).logits[0, :-1]
+    moved = cpu_offload(copy.deepcopy(model), execution_device="cpu")
+    torch.testing.assert_close(row_logits(moved, ids, slice(0, -1), use_cache=False).at(slice(None)), whole)
+
+
+@pytest.mark.parametrize("phase", ["everywhere", "decode"])
+def test_perplexity_never_holds_the_logits_of_all_rows(loaded, phase, monkeypatch):
+    width = loaded.model.config.vocab_size
+    monkeypatch.setattr(module, "PIECE_BYTES", 8 * 4 * width)
+    cells = [Cell("lsh", "visible", 0.1), Cell("recent", "visible", 0.1)]
+    with Largest(width) as largest:
+        found = measure(loaded.model, loaded.ids, cells, loaded.methods, Always(1, 0, 0), phase=phase)
+    assert found["scored"] == 64
+    assert 1 < largest.rows <= 8

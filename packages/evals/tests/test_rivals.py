@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from evals.methods import load_methods
 from evals.rivals import MagicPigSelector, QuestSelector
 from evals.rivals.magicpig import log_draw_probability
 from sparse_decode import Budget, Rows, attend
@@ -50,15 +51,23 @@ def quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head):
 
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize(("budget", "page", "min_pages"), [(1, 4, 1), (9, 4, 2), (20, 4, 3), (25, 16, 1)])
-def test_quest_is_its_definition(budget, page, min_pages, per_query_head):
-    rows, _ = rows_of(50, budget)
-    selector = QuestSelector(per_query_head, page, dense_rows=0, min_pages=min_pages)
-    found = selector.select(rows)
-    assert found.shape[1] == (4 if per_query_head else 2)
-    for head in range(found.shape[1]):
-        for row in range(budget + 1, 50):
-            chosen = {int(j) for j in found[0, head, row] if j >= 0}
-            assert chosen == quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head)
+def test_quest_is_its_definition_in_every_row_and_behind_a_prompt_in_those_behind_it(
+    budget, page, min_pages, per_query_head
+):
+    published = QuestSelector(per_query_head, page, min_pages=min_pages)
+    for selector, first in (
+        (QuestSelector(per_query_head, page, dense_rows=0, min_pages=min_pages), 0),
+        (published.after_prompt(10), 10),
+    ):
+        rows, _ = rows_of(50, budget, positions=range(first, 50))
+        found = selector.select(rows)
+        assert found.shape[1] == (4 if per_query_head else 2)
+        for head in range(found.shape[1]):
+            for row in range(max(0, budget + 1 - first), 50 - first):
+                chosen = {int(j) for j in found[0, head, row] if j >= 0}
+                assert chosen == quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head)
+    dense = published.select(rows_of(50, 9)[0])
+    assert (dense >= 0).sum(-1)[0, 0].tolist() == list(range(1, 51))  # its first 128 rows
 
 
 SELECTORS = {
@@ -93,16 +102,10 @@ def test_a_sequence_that_is_not_finite_leaves_the_others_alone(name, bad):
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_padding_changes_nothing(name):
-    plain, _ = rows_of(40, 5)
-    padded, _ = rows_of(40, 5, pad=7)
-    found, moved = SELECTORS[name]().select(plain), SELECTORS[name]().select(padded)
-    assert torch.equal(found, torch.where(moved < 0, moved, moved - 7))
-
-
-@pytest.mark.parametrize("name", SELECTORS)
-def test_first_rows_and_whole_budgets_take_all_and_idle_rows_nothing(name):
+def test_padding_changes_nothing_first_rows_and_whole_budgets_take_all_and_idle_rows_nothing(name):
     selector = SELECTORS[name]()
+    found, moved = (SELECTORS[name]().select(rows_of(40, 5, pad=pad)[0]) for pad in (0, 7))
+    assert torch.equal(found, torch.where(moved < 0, moved, moved - 7))
     for rows in (rows_of(8, 1)[0], rows_of(40, 40)[0]):
         taken = (selector.select(rows) >= 0).sum(-1)
         assert (taken == torch.arange(1, taken.shape[-1] + 1)).all()
@@ -157,47 +160,27 @@ def magicpig_by_hand(selector, prompt, rows, v, row, head):
     return tokens, out
 
 
-def check_magicpig(selector, prompt, positions):
-    """Compare every row at these positions with the transcription; at least three of four draw something."""
+@pytest.mark.parametrize("prompt", [None, 10, 25])
+@pytest.mark.parametrize(("sink", "local"), [(0, 0), (1, 2), (2, 0)])
+def test_magicpig_is_its_definition_also_behind_a_prompt_by_which_it_is_centred(sink, local, prompt):
+    """Its prefill of 1,024 would leave each of these rows whole."""
+    published = MagicPigSelector(3, 6, sink=sink, local=local, seed=4)
+    assert (published.prefill, published.sampled) == (1024, 0)
+    own = MagicPigSelector(3, 6, sink=sink, local=local, prefill=10, seed=4)
+    selector = own if prompt is None else published.after_prompt(prompt)
+    positions = range(prompt or 10, 40, 3)
     rows, v = rows_of(40, 1, positions=positions)
     found = selector.select(rows)
     out = selector.attend(rows, v, found)
     checked = 0
     for head in range(4):
         for row in range(len(positions)):
-            tokens, expected = magicpig_by_hand(selector, prompt, rows, v, row, head)
+            tokens, expected = magicpig_by_hand(selector, prompt or 10, rows, v, row, head)
             if tokens:
                 assert {int(j) for j in found[0, head, row] if j >= 0} == tokens
                 torch.testing.assert_close(out[0, row, head], expected, **CLOSE)
                 checked += 1
-    assert checked > 3 * len(positions)
-
-
-@pytest.mark.parametrize(("sink", "local"), [(0, 0), (1, 2), (2, 0)])
-def test_magicpig_is_its_definition(sink, local):
-    selector = MagicPigSelector(3, 6, sink=sink, local=local, prefill=10, seed=4)
-    check_magicpig(selector, 10, range(10, 40, 3))
-
-
-@pytest.mark.parametrize(("sink", "local"), [(0, 0), (1, 2), (2, 0)])
-@pytest.mark.parametrize("prompt", [10, 25])
-def test_behind_a_prompt_magicpig_is_centred_by_it_and_samples_every_row(prompt, sink, local):
-    """Its prefill of 1,024 would leave each of these rows whole."""
-    published = MagicPigSelector(3, 6, sink=sink, local=local, seed=4)
-    check_magicpig(published.after_prompt(prompt), prompt, range(prompt, 40, 3))
-    assert (published.prefill, published.sampled) == (1024, 0)
-
-
-@pytest.mark.parametrize("per_query_head", [False, True])
-def test_behind_a_prompt_quest_takes_pages_in_every_row(per_query_head):
-    rows, _ = rows_of(50, 9, positions=range(10, 50))
-    published = QuestSelector(per_query_head, page=4, min_pages=2)
-    served = published.after_prompt(10)
-    for head in range(4 if per_query_head else 2):
-        for row in range(40):
-            chosen = {int(j) for j in served.select(rows)[0, head, row] if j >= 0}
-            assert chosen == quest_by_hand(rows, row, head, 9, 4, 2, per_query_head)
-    assert (published.select(rows) >= 0).sum(-1)[0, 0].tolist() == list(range(11, 51))  # its first 128 rows are dense
+    assert checked > 3 * len(positions)  # at least three of four draw something
 
 
 def test_draw_probability_worked_out_by_hand():
@@ -220,26 +203,34 @@ def test_an_empty_sample_attends_to_its_own_token_and_is_counted():
 def test_the_correction_reaches_the_model(loaded):
     """Without the selector's own attention its sample would be weighed like a selection."""
 
-    def logits(selector):
-        with torch.inference_mode(), attach_rows(loaded.model, selector, TENTH, dense_layers=1, sparse_rows=0):
-            return loaded.model(loaded.ids[None]).logits
-
-    arguments = {"bits": 4, "tables": 8, "prefill": 32, "sink": 1, "local": 2}
-    corrected = logits(MagicPigSelector(**arguments))
-
     class Plain:
         needs_codes = False
 
-        def __init__(self):
-            self.inner = MagicPigSelector(**arguments)
+        def __init__(self, inner):
+            self.select, self.encode_keys = inner.select, inner.encode_keys
 
         def require_match(self, model_config):
             pass
 
-        def encode_keys(self, layer, k):
-            raise AssertionError
+    def logits(selector):
+        with torch.inference_mode(), attach_rows(loaded.model, selector, TENTH, dense_layers=1, sparse_rows=0):
+            return loaded.model(loaded.ids[None]).logits
 
-        def select(self, rows):
-            return self.inner.select(rows)
+    one, other = (MagicPigSelector(bits=4, tables=8, prefill=32, sink=1, local=2) for _ in range(2))
+    assert (logits(one) - logits(Plain(other))).abs().max() > 1e-2
 
-    assert (corrected - logits(Plain())).abs().max() > 1e-2
+
+PUBLISHED = {
+    "quest": "quest-page16",
+    "quest-heads": "quest-heads-page16",
+    "magicpig": "magicpig-bits15-tables100-4-64-1024-0",
+    "magicpig-sink": "magicpig-sink-bits15-tables100-4-0-1024-0",
+    "magicpig-local": "magicpig-local-bits15-tables100-0-64-1024-0",
+    "magicpig-bare": "magicpig-bare-bits15-tables100-0-0-1024-0",
+    "magicpig-10x150": "magicpig-10x150-bits10-tables150-4-64-1024-0",
+}
+"""The parameters as published: those that an identity tells; MagicPIG's ends with the rows left dense, and its seed."""
+
+
+def test_rivals_have_their_published_parameters():
+    assert {name: load_methods([name], None, None)[0].identity for name in PUBLISHED} == PUBLISHED

@@ -12,6 +12,22 @@ def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
 
 
+def codes_of(seed: int, n: int, words: int, alphabet: int = 2**32) -> np.ndarray:
+    """Return random codes; a small alphabet makes ties."""
+    drawn = np.random.default_rng(seed).integers(0, alphabet, (n, words), dtype=np.uint64)
+    return drawn.astype(np.uint32).view(np.int32)
+
+
+def vectors_of(seed: int, n: int, dim: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(n, dim)).astype(np.float32)
+
+
+def same_state(a, b) -> None:
+    """Compare two of BitIndex."""
+    assert list(a) == list(b)
+    np.testing.assert_array_equal(a.codes, b.codes)
+
+
 def assert_same(actual, expected) -> None:
     """Compare arrays, or CPU tensors with arrays, or tuples of them: dtype, shape and every element."""
     if isinstance(expected, tuple | list):
@@ -44,9 +60,9 @@ def unaligned(x: np.ndarray) -> np.ndarray:
     return moved
 
 
-def pool_of(rng, pages: int, size: int, heads: int, words: int, *, heads_outside: bool, tail: int = 4) -> np.ndarray:
-    """Codes [heads, pages, size, words] inside pages that have other words before and after them."""
-    memory = random_codes(rng, pages, 4 * words + size * heads * words + tail * words)
+def pool_of(rng, pages: int, size: int, heads: int, words: int, *, heads_outside: bool, tail: int = 4, hold=np.copy):
+    """Codes [heads, pages, size, words] inside pages that have other words before and after them; `hold` moves ."""
+    memory = hold(random_codes(rng, pages, 4 * words + size * heads * words + tail * words))
     codes = memory[:, 4 * words : 4 * words + size * heads * words]
     if heads_outside:  # a head's keys of a page side by side
         return codes.reshape(pages, heads, size, words).transpose(1, 0, 2, 3)

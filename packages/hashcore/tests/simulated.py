@@ -63,16 +63,11 @@ class Device:
         self.order, self.resident, self.kernels = order, resident, []
 
     def __call__(self, launches: Iterable[Launch], device: object = None) -> None:
-        for launch in launches:
-            self.kernels.append(launch.kernel)
-            simulator(launch.source, launch.macros).launch(
-                launch.kernel,
-                launch.grid,
-                (launch.threads,),
-                launch.arguments,
-                order=self.order,
-                resident=self.resident,
-            )
+        for one in launches:
+            self.kernels.append(one.kernel)
+            how = {"order": self.order, "resident": self.resident}
+            made = simulator(one.source, one.macros)
+            made.launch(one.kernel, one.grid, (one.threads,), one.arguments, **how)
 
 
 def orders():
@@ -93,24 +88,27 @@ class Scratch:
         return kept.Memory(self.tensor.data_ptr(), len(self.tensor), self.tensor)
 
 
-def search(device, query, keys, k, weights, wide=False, **ranges):
-    """What the kernels find for planes [..., P, W], or without weights codes [..., Q, W], among keys [..., N, W]."""
-    rows = np.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
+def search(device, query, keys, k, weights, wide=False, blocks=None, **ranges):
+    """What the kernels find for planes [..., P, W], or without weights codes [..., Q, W], among keys [..., N, W].
+
+    With blocks [..., T], keys are in pages [..., M, S, W], which have guard pages of their own.
+    """
+    rows = np.broadcast_shapes(query.shape[:-2], keys.shape[: -2 if blocks is None else -3])
     rows = rows if weights else (*rows, query.shape[-2])
     width = max(1, int(np.max(k)))
     values, indices = empty(*rows, width), empty(*rows, width, dtype=np.int64 if wide else np.int32)
     bounds = operands.Bounds(**{name: tensor_or(bound) for name, bound in ranges.items()})
-    tensor_search.search(inside(query), inside(keys), tensor_or(k), weights, bounds, values, indices, run=device)
+    given = inside(query), inside(keys) if blocks is None else torch.from_numpy(keys), tensor_or(k), weights
+    tensor_search.search(*given, bounds, values, indices, blocks=blocks, run=device)
     return values, indices
 
 
-def assert_finds(device, query, keys, k, weights, wide=False, **ranges) -> None:
-    """Search by the kernels, and by the reference."""
-    found = search(device, query, keys, k, weights, wide, **ranges)
+def assert_finds(device, query, keys, k, weights, wide=False, blocks=None, gathered=None, **ranges) -> None:
+    """Search by the kernels, and by the reference; keys in pages are given to that gathered."""
+    found = search(device, query, keys, k, weights, wide, blocks, **ranges)
     ranges = {name: bound for name, bound in ranges.items() if bound is not None}
-    expected = reference.search(query, keys, k, weights, order="index", **ranges)
+    expected = reference.search(query, keys if blocks is None else gathered, k, weights, order="index", **ranges)
     for ours, theirs in zip(found, expected, strict=True):
         check_slack(ours.numpy())
-        np.testing.assert_array_equal(
-            ours[..., : theirs.shape[-1]], theirs
-        )  # a row of which none is wanted still has a slot
+        slots = ours[..., : theirs.shape[-1]]  # a row of which none is wanted still has one
+        np.testing.assert_array_equal(slots, theirs)

@@ -3,9 +3,12 @@
 import hashcore
 import numpy as np
 import pytest
-from hashcore_samples import operator_samples, random_codes, tensor
+from hashcore_samples import operator_samples, pool_of, random_codes, shuffled_tables, tensor
 from test_ops import (  # noqa: F401  they run here with the fixture `backend` of this file
     CODES,
+    ORDERS,
+    check,
+    ranges,
     test_group_planes,
     test_layouts_do_not_change_the_result,
     test_leading_dimensions_broadcast,
@@ -51,26 +54,19 @@ def assert_equal(ours, expected) -> None:
         np.testing.assert_array_equal(ours.cpu().numpy(), expected, strict=True)
 
 
-def ranges(rng: np.random.Generator, rows: int, n: int) -> list[dict]:
-    """Nothing, one range for all rows, and one for each, some of them empty."""
-    start = rng.integers(0, n + 1, rows)
-    ragged = {"starts": start, "lengths": start + rng.integers(0, n + 1 - start), "sink": 3}
-    return [{}, {"lengths": n - n // 3, "starts": n // 5, "sink": 2, "recent": 1}, ragged]
-
-
 @pytest.fixture
 def backend():
     """The tests of every function that are imported above, on a GPU."""
 
     def call(function, *given, **options):
         found = getattr(hashcore, function)(*map(moved, given), **{name: moved(x) for name, x in options.items()})
-        return (
-            tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in found)
-            if isinstance(found, tuple)
-            else found.cpu()
-        )
+        return tuple(map(back, found)) if isinstance(found, tuple) else back(found)
 
     return call
+
+
+def back(x):
+    return x.cpu() if isinstance(x, torch.Tensor) else x
 
 
 def moved(x):
@@ -79,37 +75,12 @@ def moved(x):
 
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize(("words", "weights"), CODES[2:6])
-def test_searches_equal_numpy(words, weights, n):
-    rng = np.random.default_rng(n + words)
-    rows = 3
-    planes, keys = random_codes(rng, rows, len(weights), words), repeating(rng, rows, n, words)
-    for options in ranges(rng, rows, n):
-        for k in (min(n, 1 + n // 50), rng.integers(0, n + 1, rows)):
-            for order in ("best", "index"):
-                expected = hashcore.search(planes, keys, k, weights, order=order, **options)
-                ours = hashcore.search(there(planes), there(keys), there(k), weights, order=order, **there(options))
-                assert_equal(ours, expected)
-
-
-@pytest.mark.parametrize("n", LENGTHS)
-def test_topk_equals_numpy(n):
-    rng = np.random.default_rng(n)
-    for dtype, spread in (("int32", 30_000), ("int16", 900), ("uint8", 200), ("int8", 3)):
-        low = 0 if dtype == "uint8" else -spread
-        scores = rng.integers(low, spread, (3, n)).astype(dtype)
-        for options in ranges(rng, 3, n):
-            for k in (1, n, rng.integers(0, n + 1, 3)):
-                ours = hashcore.topk(there(scores), there(k), **there(options))
-                assert_equal(ours, hashcore.topk(scores, k, **options))
-
-
-def test_a_filled_part_of_a_cache_is_searched_where_it_lies(rng):
-    cache, planes = random_codes(rng, 2, 4, 6000, 4), random_codes(rng, 2, 4, 3, 4)
-    device_cache = there(cache)
-    for n in (1, 777, 5999):
-        expected = hashcore.search(planes, cache[:, :, :n], 1 + n // 9, (1, 2, 4), order="index")
-        ours = hashcore.search(there(planes), device_cache[:, :, :n], 1 + n // 9, (1, 2, 4), order="index")
-        assert_equal(ours, expected)
+def test_searches_of_any_length(rng, backend, words, weights, n):
+    planes, keys = random_codes(rng, 3, len(weights), words), repeating(rng, 3, n, words)
+    for how in ranges(rng, 3, n):
+        for k in (min(n, 1 + n // 50), rng.integers(0, n + 1, 3)):
+            for order in ORDERS:
+                check(backend, "search", planes, keys, k, weights, order=order, **how)
 
 
 def test_work_waits_for_the_current_stream(rng):
@@ -171,6 +142,31 @@ def test_a_graph_replays_on_new_values(rng, n):
         assert_equal(best, hashcore.search(planes, keys, 50, weights, lengths=length))
 
 
+def test_a_graph_replays_on_other_pages(rng):
+    lengths = np.array([5000, 3000])
+    tables, pages = shuffled_tables(rng, lengths, 32, 2, 3)
+    pool = np.ascontiguousarray(pool_of(rng, pages + 1, 32, 2, 4, heads_outside=True, tail=7))
+    query, blocks = random_codes(rng, 2, 2, 6, 4), tables.astype(np.int32)[:, None]
+    given, planes = [there(x) for x in (query, pool, blocks, lengths[:, None])], (1, 2, 4, 8, 16, 32)
+    out = torch.empty(2, 2, 60, dtype=torch.int32, device=DEVICE), torch.empty(2, 2, 60, device=DEVICE).long()
+
+    def search():
+        q, keys, tables, ends = given
+        hashcore.search(q, keys, 60, planes, blocks=tables, lengths=ends, order="index", out=out)
+
+    search()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        search()
+    for ends in ([5000, 3000], [100, 2999]):
+        shuffled = rng.permutation(pool.shape[1]).astype(np.int32)[: blocks.shape[2]]
+        given[2].copy_(torch.from_numpy(shuffled).expand(blocks.shape))
+        given[3].copy_(torch.tensor(ends)[:, None])
+        graph.replay()
+        seen = {"blocks": np.broadcast_to(shuffled, blocks.shape), "lengths": np.array(ends)[:, None]}
+        assert_equal(out, hashcore.search(query, pool, 60, planes, order="index", **seen))
+
+
 def test_a_kernel_is_not_loaded_during_a_capture(rng):
     codes = there(random_codes(rng, 3, 17))  # no other test has codes of this length
     graph = torch.cuda.CUDAGraph()
@@ -195,13 +191,3 @@ def test_a_program_compiles_whole_and_returns_the_same(rng):
     inputs = *inputs, there(np.array([5000, 99, 3, 0]))
     for ours, eager in zip(torch.compile(step, fullgraph=True)(*inputs), step(*inputs), strict=True):
         assert torch.equal(ours, eager)
-
-
-def test_errors_are_raised_before_a_launch(rng):
-    codes = there(random_codes(rng, 5, 4))
-    with pytest.raises(ValueError, match=r"k must be in 0\.\.5"):
-        hashcore.search(codes, codes, 6)
-    with pytest.raises(ValueError, match="expected all tensors on one device, got query on cuda:0, keys on cpu"):
-        hashcore.score(codes, codes.cpu())
-    with pytest.raises(TypeError, match="must be int8, uint8, int16 or int32, got int64"):
-        hashcore.topk(codes.long(), 1)

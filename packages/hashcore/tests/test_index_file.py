@@ -1,16 +1,19 @@
-"""The file of BitIndex: round trips, and detection of any damage."""
+"""Files: BitIndex's round trips and detection of any damage; atomic writes, all or nothing, without leftovers."""
 
 import hashlib
 import os
+import shutil
+import signal
 import struct
+import subprocess
+import sys
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hashcore import BitIndex
+from hashcore import BitIndex, atomic
+from hashcore.atomic import replacing, sweep
 from hashcore.index import file
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,41 +116,19 @@ def test_every_truncation_is_refused(folder, whole, mapped):
                 BitIndex.load(path, mmap=mapped, verify=verify)
 
 
-def flips(folder, data: bytes, places: range, mask) -> Iterator[Path]:
-    """Yield a file with one byte changed, for every place in turn."""
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_flip_of_a_byte_is_refused(folder, whole, verify):
+    """Without verification every one up to the matrix."""
+    data, (settings, *_) = whole
+    small = file.HEADER + (4 * 8 + 32 + 4 * 8 * 32 if "centred" in settings[4] else 0)
     path = folder / "flipped"
     path.write_bytes(data)
     with path.open("r+b", buffering=0) as changed:
-        for at in places:
-            os.pwrite(changed.fileno(), bytes([data[at] ^ mask(at)]), at)
-            yield path
+        for at in range(len(data) if verify else small):
+            os.pwrite(changed.fileno(), bytes([data[at] ^ (1 << at % 8 if verify else 255)]), at)
+            with pytest.raises(ValueError, match="is not a usable BitIndex file"):
+                BitIndex.load(path, verify=verify)
             os.pwrite(changed.fileno(), data[at : at + 1], at)
-
-
-def test_every_flip_of_a_byte_is_refused(folder, whole):
-    data, _ = whole
-    for path in flips(folder, data, range(len(data)), lambda at: 1 << at % 8):
-        with pytest.raises(ValueError, match="is not a usable BitIndex file"):
-            BitIndex.load(path)
-
-
-def sealed(data: bytes, **fields: int) -> bytes:
-    """Return a file whose header says something else, with the right checksum of the header."""
-    names = ["magic", "version", "header", "length", "count", "next_id", "seed", "words", "dim", "kept", "flags"]
-    values = dict(zip(names, file.FIELDS.unpack_from(data), strict=True)) | fields
-    head = file.FIELDS.pack(*values.values()) + data[file.FIELDS.size : file.HEADER - file.DIGEST]
-    return head + hashlib.sha256(head).digest() + data[file.HEADER :]
-
-
-def test_a_sparse_file_as_long_as_its_forged_header_says_is_refused(folder, whole):
-    data, (config, *_) = whole
-    shapes = file._shapes(10**6, config[1] // 32, config[0], file.KINDS.index(config[2]), file.MATRIX)
-    forged = sealed(data, count=10**6, length=file._length(shapes), flags=file.MATRIX)
-    path = folder / "sparse"
-    path.write_bytes(forged)
-    os.truncate(path, file._length(shapes))
-    with pytest.raises(ValueError, match="checksum of its"):
-        BitIndex.load(path)
 
 
 def test_ids_that_no_index_has_are_refused(folder):
@@ -174,30 +155,18 @@ def test_another_file_is_refused_in_words(folder, data, words):
     assert words in str(caught.value)
 
 
-def test_a_folder_is_refused_with_what_to_do(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with pytest.raises(IsADirectoryError, match="name a file in it"):
-        BitIndex.load(folder)
-    with pytest.raises(IsADirectoryError, match="name a file in it"):
-        small_index().save(folder)
-    assert os.listdir(tmp_path) == ["folder"]
-    assert not os.listdir(folder)
-
-
-def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "index"
-    small_index(0).save(path)
-    before = path.read_bytes()
-
-    def fail(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="no space"):
-        small_index(1).save(path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["index"]
+def test_only_a_regular_file_is_opened(tmp_path):
+    for call in (BitIndex.load, small_index().save):
+        with pytest.raises(IsADirectoryError, match="name a file in it"):
+            call(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="it is a pipe or a device, not a regular file"):
+            BitIndex.load(place)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        BitIndex.load(tmp_path / "loop")
+    assert sorted(os.listdir(tmp_path)) == ["loop", "pipe"]
 
 
 def test_saving_over_the_mapped_file_leaves_the_mapped_index_as_it_was(tmp_path):
@@ -226,19 +195,98 @@ def test_a_file_of_version_1_still_loads(folder):
     assert (folder / "again").read_bytes() == data
 
 
-def test_only_a_regular_file_is_opened(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for place in (tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(ValueError, match="it is a pipe or a device, not a regular file"):
-            BitIndex.load(place)
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(OSError, match="loop"):
-        BitIndex.load(tmp_path / "loop")
+KILLED = """
+import os, pathlib, signal, sys
+from hashcore.atomic import replacing, sweep
+with replacing(pathlib.Path(sys.argv[1])) as temporary:
+    temporary.write_bytes(b"half")
+    temporary.with_name(".tmp123").touch()  # what another library left there
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
-def test_without_verification_every_flip_up_to_the_matrix_is_refused(folder, whole):
-    data, (settings, *_) = whole
-    small = file.HEADER + (4 * 8 + 32 + 4 * 8 * 32 if "centred" in settings[4] else 0)
-    for path in flips(folder, data, range(small), lambda at: 255):
-        with pytest.raises(ValueError, match="is not a usable BitIndex file"):
-            BitIndex.load(path, verify=False)
+def write(path, content: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def test_the_umask_of_the_process_is_never_changed(tmp_path, monkeypatch):
+    old = os.umask(0o027)
+    try:
+        monkeypatch.setattr(os, "umask", lambda _: pytest.fail("another thread's new files would have the wrong mode"))
+        write(tmp_path / "file", b"whole")
+    finally:
+        monkeypatch.undo()
+        os.umask(old)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "killed")])
+        assert done.returncode == -signal.SIGKILL
+        assert len(os.listdir(tmp_path)) == 1
+    write(tmp_path / "file", b"whole")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_is_being_written_stays(tmp_path):
+    with replacing(tmp_path / "first") as temporary:
+        temporary.write_bytes(b"first")
+        write(tmp_path / "second", b"second")
+        sweep(tmp_path)
+    assert (tmp_path / "first").read_bytes() == b"first"
+    assert sorted(os.listdir(tmp_path)) == ["first", "second"]
+
+
+def test_what_only_looks_alike_stays(tmp_path):
+    for name in (".hashcore-1", ".hashcore-0123456789abcdeX", "x.hashcore-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".hashcore-0123456789abcdef").touch()  # no folder
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".hashcore-1123456789abcdef").symlink_to(tmp_path / "elsewhere")
+    before = sorted(os.listdir(tmp_path))
+    sweep(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_workplace_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    lock, calls = atomic.fcntl.flock, []
+
+    def swept_first(handle, operation):
+        if not calls:
+            [made] = tmp_path.iterdir()
+            shutil.rmtree(made)
+        calls.append(handle)
+        lock(handle, operation)
+
+    monkeypatch.setattr(atomic.fcntl, "flock", swept_first)
+    write(tmp_path / "file", b"whole")
+    assert (tmp_path / "file").read_bytes() == b"whole"
+    assert len(calls) == 2
+
+
+def test_without_locks_files_are_written_and_nothing_is_swept(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(atomic.fcntl, "flock", refuse)
+    with replacing(tmp_path / "first") as temporary:
+        temporary.write_bytes(b"first")
+        write(tmp_path / "second", b"second")
+    assert sorted(os.listdir(tmp_path)) == ["first", "second"]
+
+
+def test_a_write_that_fails_leaves_the_old_content(tmp_path, monkeypatch):
+    write(tmp_path / "file", b"old")
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    for moment in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, moment, fail)
+            with pytest.raises(OSError, match="no space"):
+                write(tmp_path / "file", b"new")
+        assert (tmp_path / "file").read_bytes() == b"old"
+        assert os.listdir(tmp_path) == ["file"]

@@ -3,24 +3,23 @@
 import math
 from unittest import mock
 
-import hostsim
+import hashcore
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore_samples import random_codes
-from hostsim import check_slack
+from hashcore_samples import pool_of, random_codes, shuffled_tables
+from hostsim import check_slack, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
-from hashcore.cuda import kept, kernels, layout, operands, source, tensor_search, tensors  # noqa: E402
+from hashcore.cuda import kept, layout, operands, tensor_search, tensors  # noqa: E402
+from simulated import ORDERS, Device, assert_finds, assert_same, empty, inside, orders  # noqa: E402
 
 torch = simulated.torch
-NAMES = "inside", "empty", "assert_same", "assert_finds", "orders"
-inside, empty, assert_same, assert_finds, orders = (getattr(simulated, name) for name in NAMES)
-
 LENGTHS = [1, 7, 8, 9, 31, 33, 127, 128, 129, 2048, 2049, 4097, 9001]  # around vectors, warps, chunks and tiles
 DTYPES = ["float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64"]
+PLANES = (1, 2, 4)
 few = settings(deadline=None, max_examples=12)
 
 
@@ -47,12 +46,8 @@ def test_pack_equals_the_reference(rows, words, dtype, device, seed):
 
 @few
 @given(
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.integers(1, 8),
-    st.sampled_from(DTYPES[:4]),
-    orders(),
-    st.integers(0, 99),
+    *(st.integers(1, 9), st.integers(1, 9), st.integers(1, 8)),
+    *(st.sampled_from(DTYPES[:4]), orders(), st.integers(0, 99)),
 )
 def test_planes_equal_the_reference(rows, words, planes, dtype, device, seed):
     rng = np.random.default_rng(seed)
@@ -87,25 +82,6 @@ def test_planes_score_as_the_reference(case, rows, n, device, seed):
     assert_same(out, reference.score(query, keys, weights))
 
 
-PLACES = """
-extern "C" __global__ void __launch_bounds__(32) places(i32* out) {
-  const int lane = threadIdx.x;
-  for (int i = 0; i < MINE; i += 4) out[i * 8 + lane] = lane / LANES * WORDS + word_of(i, lane % LANES);
-}
-"""
-
-
-@pytest.mark.parametrize(("words", "lanes"), [(4, 1), (8, 2), (16, 4), (24, 2), (32, 4)])
-def test_lanes_beside_each_other_read_16_bytes_beside_each_other(words, lanes):
-    """A warp reads a long key in one stretch of memory, too; several keys in one if a lane reads once."""
-    text, macros = source.read_source(source.HASHCORE_KERNELS, "score.cu") + PLACES, kernels.score_macros(words, (1, 2))
-    loads = np.full((words // lanes // 4, 32), -1, np.int32)
-    hostsim.Simulator(text, ["places"], dict(macros)).launch("places", (1,), (32,), [loads])
-    stretches = loads.reshape(-1, 32 if len(loads) == 1 else lanes)
-    assert (np.diff(stretches) == 4).all()
-    assert sorted(loads.flat) == [*range(0, 32 // lanes * words, 4)]
-
-
 @st.composite
 def searches(draw):
     """A search whose keys repeat, so that scores tie, and whose window may be empty or reach beyond the keys."""
@@ -118,45 +94,30 @@ def searches(draw):
     k = draw(st.one_of(st.integers(1, n), st.just("ragged")))
     ragged = draw(st.booleans())
     return {
-        "weights": weights,
-        "query": query,
-        "keys": keys,
+        **{"weights": weights, "query": query, "keys": keys, "wide": draw(st.booleans())},
         "k": rng.integers(0, n + 1, rows).astype(np.int32) if k == "ragged" else k,
         "lengths": rng.integers(0, n + 1, rows).astype(np.int32) if ragged else draw(st.none() | st.integers(0, n)),
         "starts": rng.integers(0, n // 2 + 1, rows).astype(np.int32) if ragged else draw(st.none() | st.integers(0, n)),
-        "sink": draw(st.integers(0, 9)),
-        "recent": draw(st.integers(0, 9)),
-        "wide": draw(st.booleans()),
+        **{"sink": draw(st.integers(0, 9)), "recent": draw(st.integers(0, 9))},
     }
 
 
-def assert_selects(values, indices, scores, k, **ranges) -> None:
-    """Compare with a selection from scores by the reference; there may be more slots."""
-    for ours, theirs, other in zip((values, indices), reference.topk(scores, k, **ranges), (0, -1), strict=True):
-        check_slack(ours.numpy())
-        np.testing.assert_array_equal(ours[..., : theirs.shape[-1]], theirs)
-        assert (ours[..., theirs.shape[-1] :] == other).all()
-
-
-@settings(deadline=None, max_examples=100)
-@given(searches(), orders(), st.booleans())
-def test_search_equals_the_reference(case, device, products_of_bits):
+@settings(deadline=None, max_examples=80)
+@given(searches(), orders(), st.booleans(), st.sampled_from([None, 0, -1, 2**30]))
+def test_search_equals_the_reference(case, device, products_of_bits, left):
+    """Also twice in the same workspace, whatever is left there, and inside of it."""
     with mock.patch.object(tensors, "SIMULATED_TENSOR", products_of_bits):
-        assert_finds(device, **case)
-
-
-@few
-@given(searches(), orders(), st.sampled_from([0, -1, 2**30]))
-def test_a_search_stays_inside_its_workspace_and_does_not_read_what_was_there(case, device, left):
-    with mock.patch.object(kept, "scratch", simulated.Scratch(left)) as scratch:
-        for _ in range(2):
+        if left is None:
             assert_finds(device, **case)
-            check_slack(scratch.tensor.numpy())
+            return
+        with mock.patch.object(kept, "scratch", simulated.Scratch(left)) as scratch:
+            for _ in range(2):
+                assert_finds(device, **case)
+                check_slack(scratch.tensor.numpy())
 
 
-@pytest.mark.parametrize("order", simulated.ORDERS)
 @pytest.mark.parametrize("wanted", [40, 700])
-def test_a_sample_that_misleads_costs_time_only(rng, order, wanted):
+def test_a_sample_that_misleads_costs_time_only(rng, wanted):
     """All good keys are between those of the sample, so that the floor is too high, or all in it, and it is too low."""
     n, sampled = 9001, 2048
     i = np.arange(sampled, dtype=np.uint64)
@@ -164,17 +125,15 @@ def test_a_sample_that_misleads_costs_time_only(rng, order, wanted):
     places = ((((i << np.uint64(16)) | jitter) * np.uint64(n) // np.uint64(sampled)) >> np.uint64(16)).astype(int)
     assert len({*places}) == sampled  # as score.cu draws them
     query = np.full((1, 3, 4), -1, np.int32)
-    for good in (np.isin(np.arange(n), places), ~np.isin(np.arange(n), places)):
+    for good, order in ((np.isin(np.arange(n), places), 1), (~np.isin(np.arange(n), places), 7)):
         keys = random_codes(rng, 1, n, 4)
         keys[0, good] |= random_codes(rng, int(good.sum()), 4)
-        assert_finds(simulated.Device(order), query, keys, wanted, (1, 2, 4))
+        assert_finds(Device(order), query, keys, wanted, PLANES)
 
 
 def test_a_search_is_right_after_one_that_failed_between_its_launches(rng, monkeypatch):
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4)
-    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 700, "wide": True}
-    case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}
-    scratch, device = simulated.Scratch(), simulated.Device()
+    scratch, device = simulated.Scratch(), Device()
     monkeypatch.setattr(kept, "scratch", scratch)
 
     def fails(launches, _):
@@ -182,56 +141,51 @@ def test_a_search_is_right_after_one_that_failed_between_its_launches(rng, monke
         raise RuntimeError("no second launch")
 
     with pytest.raises(RuntimeError, match="no second launch"):
-        simulated.search(fails, **case | {"query": ~query})
+        simulated.search(fails, ~query, keys, 700, PLANES)
     assert scratch.tensor.any()
-    assert_finds(device, **case)
+    assert_finds(device, query, keys, 700, PLANES)
 
 
-def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):
-    """The second search of a shape makes nothing: no launch is described again, no memory allocated or cleared."""
-    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 777, 4)
-    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 70}
-    simulated.search(simulated.Device(), **case)
-    monkeypatch.setattr(tensors.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
-    monkeypatch.setattr(kept.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
-    case["query"] = random_codes(rng, 2, 3, 4)
-    assert_finds(simulated.Device(), **case)
-
-
-def test_a_cache_that_grows_needs_no_new_launches(rng, monkeypatch):
+def test_a_search_keeps_its_launches_and_its_memory_also_of_a_cache_that_grows(rng, monkeypatch):
+    """The second search makes nothing: no launch is described again, no memory allocated or cleared."""
     query, cache = torch.from_numpy(random_codes(rng, 2, 3, 4)), torch.from_numpy(random_codes(rng, 2, 900, 4))
     forget(monkeypatch)
-    for n in (777, 778, 760, 900):
+    for n in (900, 777, 778, 777, 760, 900):
         out = empty(2, 70), empty(2, 70)
-        tensor_search.search(query, cache[:, :n], 70, (1, 2, 4), operands.Bounds(), *out, simulated.Device())
-        assert_selects(*out, reference.score(query.numpy(), cache[:, :n].numpy(), (1, 2, 4)), 70)
+        tensor_search.search(query, cache[:, :n], 70, PLANES, operands.Bounds(), *out, Device())
+        assert_same(out, reference.search(query.numpy(), cache[:, :n].numpy(), 70, PLANES, order="index"))
         monkeypatch.setattr(tensors.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
+        monkeypatch.setattr(kept.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
 
 
-@pytest.mark.parametrize("kinds", [("int32", "int32"), ("int64", "int64"), ("int64", "int32"), ("int32", "int64")])
-def test_rows_that_share_bounds_need_no_copies(rng, kinds):
-    """A batch's lengths are those of all its heads: int32 or int64 [B, 1] is read where it lies."""
+@pytest.mark.parametrize("kinds", [("int32", "int64"), ("int64", "int32")])
+def test_bounds_and_keys_are_read_where_they_lie(rng, kinds):
+    """A batch's lengths are those of all its heads: int32 or int64 [B, 1]; a cache of [B, T, H, W] has gaps."""
     query, keys = random_codes(rng, 2, 3, 2, 4), random_codes(rng, 2, 3, 500, 4)
     rows = np.array([[400], [90]]), np.array([[40], [7]]), np.array([[9], [2]])
     lengths, counts, starts = (x.astype(kind) for x, kind in zip(rows, (*kinds, kinds[1]), strict=True))
     bound = inside(lengths)
     found = operands.per_row(operands.integers(bound), (2, 3))
     assert (found[0].data_ptr(), found[1]) == (bound.data_ptr(), 3)
-    device, ranges = simulated.Device(), {"lengths": lengths, "starts": starts}
-    assert_finds(device, query, keys, counts, (1, 2), **ranges)
+    assert_finds(Device(), query, keys, counts, (1, 2), lengths=lengths, starts=starts)
+    cache = torch.from_numpy(random_codes(rng, 2, 64, 3, 4))
+    assert operands._rows(cache.transpose(1, 2), apart=True).data_ptr() == cache.data_ptr()
+    assert operands._rows(cache.transpose(1, 2)).data_ptr() != cache.data_ptr()
 
 
-@pytest.mark.parametrize("far", [2**31, 2**32, 2**32 + 5, 2**63 - 1, -(2**32) + 5, -(2**63)])
+@pytest.mark.parametrize("far", [2**31, 2**32 + 5, 2**63 - 1, -(2**32) + 5, -(2**63)])
 def test_bounds_beyond_int32_are_clamped_too(rng, far):
     query, keys = random_codes(rng, 4, 3, 4), random_codes(rng, 4, 300, 4)
     rows = {"k": [far, 9, 9, 9], "lengths": [300, far, 300, 300], "starts": [0, 0, 0, far]}
     k, lengths, starts = (torch.from_numpy(np.array(values)) for values in rows.values())
-    values, indices = empty(4, 300), empty(4, 300)
-    bounds = operands.Bounds(lengths, starts, 1, 1)
-    codes = inside(query), inside(keys)
-    tensor_search.search(*codes, k, (1, 2, 4), bounds, values, indices, simulated.Device())
+    out, bounds = (empty(4, 300), empty(4, 300)), operands.Bounds(lengths, starts, 1, 1)
+    tensor_search.search(inside(query), inside(keys), k, PLANES, bounds, *out, Device())
     clamped = {name: np.array(value).clip(0, 300) for name, value in rows.items()}
-    assert_selects(values, indices, reference.score(query, keys, (1, 2, 4)), **clamped, sink=1, recent=1)
+    expected = reference.topk(reference.score(query, keys, PLANES), **clamped, sink=1, recent=1)
+    for ours, theirs, other in zip(out, expected, (0, -1), strict=True):
+        check_slack(ours.numpy())
+        np.testing.assert_array_equal(ours[..., : theirs.shape[-1]], theirs)
+        assert (ours[..., theirs.shape[-1] :] == other).all()
 
 
 @pytest.mark.slow
@@ -239,26 +193,22 @@ def test_more_than_the_kernels_can_count_is_refused():
     def launched(*_):
         pytest.fail("nothing may be launched")
 
-    one, far = torch.zeros(1, 1, 4, dtype=torch.int32), 2**29 + 1
+    one, far, bounds = torch.zeros(1, 1, 4, dtype=torch.int32), 2**29 + 1, operands.Bounds()
     keys, scores = one.expand(1, far, 4), torch.zeros(1, 1, dtype=torch.int32).expand(1, far)
     out = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    words = f"on CUDA a row may have at most {layout.MAX_POSITIONS} positions, got 536870913; split the keys"
-    for call in (
-        lambda: tensor_search.search(one, keys, 1, (1,), operands.Bounds(), *out, run=launched),
-        lambda: tensors.score(one, keys, (1,), scores, launched),
-        lambda: tensors.score(one, keys, None, scores[:, None], launched),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
-    many = [x.expand(2**31, *x.shape[1:]) for x in (one, one, out[0], out[1])]
-    words = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
-    with pytest.raises(ValueError, match=words):
-        tensor_search.search(many[0], one, 1, (1,), operands.Bounds(), *many[2:], run=launched)
+    many = [x.expand(2**31, *x.shape[1:]) for x in (one, one, *out)]
     wide, levels = torch.zeros(1, 32).expand(2**31, 32), torch.zeros(1, 1, dtype=torch.int16).expand(2**31, 32)
-    for call in (
-        lambda: tensors.group_planes(many[0][:, None, 0, :1], many[2][:, :, None], launched),
-        lambda: tensors.planes(wide, many[2][:, :, None], launched),
-        lambda: tensors.quantise(wide, levels, one[:, :1, 0].float().expand(2**31, 1), 3, launched),
+    scales, planes = one[:, :1, 0].float().expand(2**31, 1), many[2][:, :, None]
+    long = f"on CUDA a row may have at most {layout.MAX_POSITIONS} positions, got 536870913; split the keys"
+    rows = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
+    for words, call in (
+        (long, lambda: tensor_search.search(one, keys, 1, (1,), bounds, *out, run=launched)),
+        (long, lambda: tensors.score(one, keys, (1,), scores, launched)),
+        (long, lambda: tensors.score(one, keys, None, scores[:, None], launched)),
+        (rows, lambda: tensor_search.search(many[0], one, 1, (1,), bounds, *many[2:], run=launched)),
+        (rows, lambda: tensors.group_planes(many[0][:, None, 0, :1], planes, launched)),
+        (rows, lambda: tensors.planes(wide, planes, launched)),
+        (rows, lambda: tensors.quantise(wide, levels, scales, 3, launched)),
     ):
         with pytest.raises(ValueError, match=words):
             call()
@@ -280,8 +230,7 @@ def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, 
 def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 4 * 300 * 8)
     forget(monkeypatch)
-    query, keys = random_codes(rng, 2, 11, 4), random_codes(rng, 2, 300, 4)
-    device = simulated.Device()
+    query, keys, device = random_codes(rng, 2, 11, 4), random_codes(rng, 2, 300, 4), Device()
     assert_finds(device, query, keys, 7, None)
     assert device.kernels.count("list_candidates_shared") == 4
 
@@ -300,15 +249,93 @@ def test_lists_of_the_longest_rows_have_offsets_of_16_bits(n, group):
 def test_more_candidates_than_a_block_holds_are_read_in_turns(rng, monkeypatch):
     monkeypatch.setattr(tensors, "SIMULATED_SMS", 6)
     forget(monkeypatch)
-    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4)
-    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 13_000}
-    for order in simulated.ORDERS:
-        assert_finds(simulated.Device(order), **case)
+    for order in ORDERS[1:]:
+        assert_finds(Device(order), random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4), 13_000, PLANES)
 
 
-def test_keys_with_gaps_are_read_where_they_lie(rng):
-    """A cache of [B, T, H, W] has its tokens apart: copying it would cost more than the search."""
-    cache = torch.from_numpy(random_codes(rng, 2, 64, 3, 4))
-    view = cache.transpose(1, 2)
-    assert operands._rows(view, apart=True).data_ptr() == cache.data_ptr()
-    assert operands._rows(view).data_ptr() != cache.data_ptr()
+# ---- Keys in pages: pages without an owner, and keys after a row's last, would score best ---------------------------
+
+# Words and weights: the hashers' codes, one word, a number of words without vectors, four lanes a key, codes longer
+# than a thread holds.
+PAGED = [(4, PLANES), (4, PLANES), (1, (1, 2)), (3, (5, 1)), (16, PLANES), (9, (1, 2))]
+
+
+class Pool:
+    """Keys of B sequences and H heads in shuffled pages between guard pages, with other words around them."""
+
+    def __init__(self, rng, lengths, size, heads, words, shared=0, heads_outside=True, kind=np.int32):
+        self.lengths, self.size = np.asarray(lengths), size
+        self.tables, pages = shuffled_tables(rng, self.lengths, size, 2, shared)
+        self.codes = pool_of(rng, pages, size, heads, words, heads_outside=heads_outside, tail=1, hold=guarded)
+        self.blocks = inside(self.tables.astype(kind), 8)
+
+    def poison(self, query) -> None:
+        """Give the best of codes to what no row sees: pages without an owner, keys behind the last."""
+        owned = np.zeros(self.codes.shape[1:3], bool)
+        for table, length in zip(self.tables, self.lengths, strict=True):
+            at = np.arange(length)
+            owned[table[at // self.size], at % self.size] = True
+        self.codes[:, ~owned] = query.reshape(-1, *query.shape[-2:])[0, -1]
+
+    def finds(self, device, query, k, weights, between=(), **ranges) -> None:
+        """Search planes [B, H, P, W], or with a dimension `between` heads and tables queries [B, H, Q, W]."""
+        at = (slice(None), None, *between)
+        gathered = reference.gathered(self.codes, self.tables[:, None])
+        assert_finds(device, query, self.codes, k, weights, True, self.blocks[at], gathered, **ranges)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), orders())
+def test_keys_in_pages_are_found_as_gathered_ones(data, device):
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    batch, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    size, (words, weights) = data.draw(st.sampled_from([16, 32, 128, 1, 8, 64])), data.draw(st.sampled_from(PAGED))
+    longest, kind = data.draw(st.sampled_from([70, 1100, 2500])), data.draw(st.sampled_from([np.int32, np.int64]))
+    lengths = rng.integers(0, longest + 1, batch)
+    lengths[0] = longest
+    pool = Pool(rng, lengths, size, heads, words, data.draw(st.integers(0, 3)), data.draw(st.booleans()), kind)
+    query = random_codes(rng, batch, heads, len(weights), words)
+    pool.poison(query)
+    ends = lengths[:, None].astype(kind)
+    k = np.minimum(ends, data.draw(st.sampled_from([3, 30, 2500])))
+    ranges = dict(lengths=ends, starts=rng.integers(0, ends + 1).astype(kind))
+    pool.finds(
+        device, query, k, weights, sink=data.draw(st.integers(0, 5)), recent=data.draw(st.integers(0, 3)), **ranges
+    )
+
+
+@pytest.mark.parametrize(("heads", "kernel"), [(1, "list_candidates"), (2, "list_candidates_shared")])
+def test_queries_over_the_same_pages_read_them_together(rng, heads, kernel):
+    """Q queries without weights, over the pages of their sequence; with one head, they are a line with others."""
+    lengths, device = np.array([900, 333]), Device()
+    pool = Pool(rng, lengths, 16, heads, 4)
+    pool.finds(device, random_codes(rng, 2, heads, 5, 4), 9, None, (None,), lengths=lengths[:, None, None])
+    assert device.kernels[0] == kernel
+
+
+def test_rows_with_other_tables_are_no_group(rng):
+    """With one head, sequences differ in their tables alone; keys of one must not be scored for another."""
+    lengths, device = np.array([500, 400, 300]), Device()
+    Pool(rng, lengths, 32, 1, 4).finds(device, random_codes(rng, 3, 1, 3, 4), 20, PLANES, lengths=lengths[:, None])
+    assert device.kernels[0] == "list_candidates"
+
+
+def test_page_numbers_out_of_range_read_nothing_outside_the_pool(rng):
+    """A caller's error, which the host cannot see: the guard pages are not touched."""
+    pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
+    pages = pool.codes.shape[1]
+    for wrong in (-1, pages, 2**31 - 1, -(2**31)):
+        pool.blocks[0, 2], pool.tables[0, 2] = wrong, pages - 1
+        pool.finds(Device(), query, 300, PLANES, lengths=np.array([[300]]))
+
+
+def test_pages_that_do_not_fit_are_refused(rng):
+    for shape, words in (((3, 24, 4), "power of two of keys, got 24"), ((0, 16, 4), "at least one page, got none")):
+        pool, blocks = torch.zeros(shape).int().to("meta"), torch.zeros(1).int().to("meta")
+        with pytest.raises((ValueError, TypeError), match=words):
+            hashcore.search(torch.zeros(1, 4).int().to("meta"), pool, 1, blocks=blocks)
+    pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
+    memory = np.zeros((1, pool.codes.shape[1], 32 * 4 + 1), np.int32)
+    pool.codes = np.lib.stride_tricks.as_strided(memory, pool.codes.shape, (memory.nbytes, 129 * 4, 16, 4))
+    with pytest.raises(ValueError, match=r"aligned to 16 bytes, got strides .*copy the pages"):
+        pool.finds(Device(), query, 20, PLANES, lengths=np.array([[300]]))

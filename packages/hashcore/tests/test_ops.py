@@ -1,13 +1,14 @@
 """Every function on every backend against hashcore.reference, and the laws that they obey: tolerance 0."""
 
+import subprocess
+import sys
+
 import hashcore
 import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore.arguments import address, aligned, readable
-from hashcore.cpu import launch_plan, threads
-from hashcore_samples import LAYOUTS, assert_same, on_threads, pool_of, random_codes, shuffled_tables, unaligned
+from hashcore_samples import LAYOUTS, assert_same, on_threads, pool_of, random_codes, shuffled_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,20 +32,16 @@ few = settings(deadline=None, max_examples=40)
 
 
 def check(backend, name, *given, **options) -> None:
-    """Compare a function's result on a backend with the reference's."""
-    ours = {option: x for option, x in options.items() if x is not None}
-    keys = given[1] if name == "search" else None
-    blocks = ours.pop("blocks", None)
-    told = list(given)
-    if blocks is not None:
-        by_row = blocks if len(given) > 3 and given[3] else blocks[..., 0, :]
-        told[1] = reference.gathered(keys, by_row if by_row.ndim > 1 else blocks)
-    expected = getattr(reference, name)(*told, **ours)
+    """Compare a function's result on a backend with the reference's; that searches pages gathered to rows."""
+    ours, told = {option: x for option, x in options.items() if x is not None}, list(given)
+    if "blocks" in ours:
+        blocks = ours.pop("blocks")
+        by_row = blocks if given[3] else blocks[..., 0, :]
+        told[1] = reference.gathered(given[1], by_row)
+    expected, found = getattr(reference, name)(*told, **ours), backend(name, *given, **options)
     if name in ("planes", "group_planes"):
-        (found, weights), (expected, same) = backend(name, *given, **ours), expected
+        (found, weights), (expected, same) = found, expected
         assert weights == same
-    else:
-        found = backend(name, *given, **options)
     assert_same(found, expected)
 
 
@@ -112,14 +109,13 @@ def test_topk(rng, backend, dtype):
 
 
 @pytest.mark.parametrize(("words", "weights"), CODES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_search(rng, backend, words, weights, order):
+def test_search(rng, backend, words, weights):
     rows = (2, 3) if weights is None else (2,)
     query, keys = random_codes(rng, 2, 3 if weights is None else len(weights), words), random_codes(rng, 2, 300, words)
     keys = np.take_along_axis(keys, rng.integers(0, 50, (2, 300, 1)), 1)  # ties
-    for how in ranges(rng, rows, 300):
-        for k in (9, rng.integers(0, 301, rows)):
-            check(backend, "search", query, keys, k, weights, order=order, **how)
+    for number, how in enumerate(ranges(rng, rows, 300)):
+        for other, k in enumerate((9, rng.integers(0, 301, rows))):
+            check(backend, "search", query, keys, k, weights, order=ORDERS[(number + other) % 2], **how)
 
 
 @pytest.mark.parametrize("size", [16, 32, 128])
@@ -191,18 +187,8 @@ def test_empty_inputs(backend):
 # ---- Laws ----------------------------------------------------------------------------------------------------------
 
 
-@few
-@given(st.data())
-def test_pack_and_unpack_invert_each_other(data):
-    shape = (*data.draw(arrays.array_shapes(max_dims=2, min_side=0, max_side=3)), 32 * data.draw(st.integers(1, 5)))
-    x = data.draw(arrays.arrays(np.float32, shape, elements=st.floats(width=32)))
-    assert_same(hashcore.unpack(hashcore.pack(x)), x > 0)
-    assert_same(hashcore.pack(hashcore.unpack(hashcore.pack(x))), hashcore.pack(x))
-
-
-@pytest.mark.parametrize("planes", range(1, 9))
-@settings(deadline=None, max_examples=15)
-@given(w=arrays.arrays(np.float32, (3, 32), elements=st.floats(width=32)))
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 8), arrays.arrays(np.float32, (3, 32), elements=st.floats(width=32)))
 def test_planes_of_any_float_equal_the_reference(planes, w):
     assert_same(hashcore.planes(w, planes, check=False)[0], reference.planes(w, planes)[0])
     if np.isfinite(w).all():
@@ -214,16 +200,13 @@ def test_levels_are_odd_near_their_weights_and_score_as_inner_products(rng, plan
     w, keys, m = rng.normal(size=(6, 64)).astype(np.float32), random_codes(rng, 33, 2), 2**planes - 1
     levels, scale = hashcore.quantise(w, planes)
     assert levels.dtype == (np.int8 if planes < 8 else np.int16)
-    assert (abs(levels) <= m).all()
-    assert (levels % 2 == 1).all()
-    inside = np.abs(w) <= scale * m
-    assert np.all(np.abs(w - levels * scale)[inside] <= np.broadcast_to(scale * 1.001, w.shape)[inside])
+    assert ((abs(levels) <= m) & (levels % 2 == 1)).all()
+    near = (np.abs(w) > scale * m) | (np.abs(w - levels * scale) <= scale * 1.001)
+    assert near.all()
     signs = 2 * reference.unpack(keys).astype(np.int64) - 1
     doubled = levels.astype(np.int64) @ signs.T + 64 * m
-    assert_same(
-        hashcore.score(*hashcore.planes(w, planes)[:1], keys, hashcore.planes(w, planes)[1]),
-        (doubled // 2).astype(np.int32),
-    )
+    codes, weights = hashcore.planes(w, planes)
+    assert_same(hashcore.score(codes, keys, weights), (doubled // 2).astype(np.int32))
 
 
 @pytest.mark.parametrize("group", range(1, 10))
@@ -231,21 +214,6 @@ def test_group_planes_score_as_the_sum_over_the_group(rng, group):
     queries, keys = random_codes(rng, 3, group, 4), random_codes(rng, 3, 65, 4)
     codes, weights = hashcore.group_planes(queries)
     assert_same(hashcore.score(codes, keys, weights), hashcore.score(queries, keys).sum(-2, dtype=np.int32))
-
-
-@few
-@given(st.data())
-def test_flipping_one_bit_changes_the_score_by_the_planes_weight(data):
-    planes, words = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 5))
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    weights = tuple(data.draw(st.integers(1, 200)) for _ in range(planes))
-    query, key = random_codes(rng, planes, words), random_codes(rng, 1, words)
-    plane, bit = data.draw(st.integers(0, planes - 1)), data.draw(st.integers(0, 32 * words - 1))
-    matched = (reference.unpack(query)[plane] == reference.unpack(key)[0])[bit]
-    flipped = query.copy()
-    flipped.view(np.uint32)[plane, bit // 32] ^= np.uint32(1 << bit % 32)
-    change = hashcore.score(flipped, key, weights) - hashcore.score(query, key, weights)
-    assert change.item() == (-weights[plane] if matched else weights[plane])
 
 
 @pytest.mark.parametrize("weights", [(511,), (512,), (255, 256), (256, 256), (2**23,), (1, 2, 4, 8, 16, 32, 64)])
@@ -259,7 +227,7 @@ def test_scores_of_all_sizes_are_exact(rng, weights):
     assert hashcore.score(keys[:1, :1], keys[:1, :1], (2**26 - 1,)).item() == 32 * (2**26 - 1)
 
 
-@settings(deadline=None, max_examples=80)
+@few
 @given(st.data())
 def test_selections_of_any_integers_equal_the_reference(data):
     dtype = data.draw(st.sampled_from(["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]))
@@ -313,21 +281,16 @@ def test_search_equals_the_reference(data):
     """Rows of several lengths over shared or own keys, side by side or in pages, on several threads."""
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     words, planes, n = (
-        data.draw(st.integers(1, 5)),
-        data.draw(st.integers(1, 4)),
-        data.draw(st.sampled_from([0, 70, 2500, 6000])),
+        data.draw(x) for x in (st.integers(1, 5), st.integers(1, 4), st.sampled_from([0, 70, 2500, 6000]))
     )
-    query, keys = (
-        random_codes(rng, 2, 3, planes, words),
-        random_codes(rng, *data.draw(st.sampled_from([(), (3,), (2, 1)])), n, words),
-    )
+    query = random_codes(rng, 2, 3, planes, words)
+    keys = random_codes(rng, *data.draw(st.sampled_from([(), (3,), (2, 1)])), n, words)
     if data.draw(st.booleans()):  # few distinct scores, many ties
         query, keys = query & 3, keys & 3
     lengths = rng.integers(0, n + 1, (2, 3))
     how = data.draw(st.sampled_from([{}, dict(lengths=lengths, starts=rng.integers(0, lengths + 1))]))
-    how = how | dict(
-        sink=data.draw(st.integers(0, 2)), recent=data.draw(st.integers(0, 2)), order=data.draw(st.sampled_from(ORDERS))
-    )
+    how = how | {name: data.draw(st.integers(0, 2)) for name in ("sink", "recent")}
+    how["order"] = data.draw(st.sampled_from(ORDERS))
     k = data.draw(st.sampled_from([0, n // 50, n])) if data.draw(st.booleans()) else rng.integers(0, n + 1, (2, 3))
     weights = tuple(int(w) for w in rng.integers(1, 50, planes))
     expected = reference.search(query, keys, k, weights, **how)
@@ -340,40 +303,48 @@ def test_search_equals_the_reference(data):
             assert_same(hashcore.search(query, pool, k, weights, blocks=pages, **how), expected)
 
 
-@pytest.mark.parametrize("room", [1, 3 * (2 * 60 + launch_plan.CHUNK)])
-def test_blocks_of_any_size_search_alike(rng, monkeypatch, room):
-    monkeypatch.setattr(launch_plan, "ROOM", room)
-    query, keys = random_codes(rng, 40, 4), random_codes(rng, 3000, 4)
-    with on_threads(1):
-        assert_same(hashcore.search(query, keys, 60), reference.search(query, keys, 60))
-
-
-@pytest.mark.parametrize("words", [1, 2, 4])
-def test_no_later_key_is_taken_when_every_one_has_the_largest_score(words):
+def test_no_later_key_is_taken_when_every_one_has_the_largest_score():
     """The floor is then one above it, and must fit 16 bits, too."""
-    keys = np.zeros((20_000, words), np.int32)
-    weights = (2047 // words,)
-    assert_same(
-        hashcore.search(keys[None, :1], keys, 700, weights), reference.search(keys[None, :1], keys, 700, weights)
-    )
+    for words in (1, 2, 4):
+        keys, weights = np.zeros((20_000, words), np.int32), (2047 // words,)
+        expected = reference.search(keys[None, :1], keys, 700, weights)
+        assert_same(hashcore.search(keys[None, :1], keys, 700, weights), expected)
 
 
-def test_codes_are_read_where_they_lie(rng):
-    buffer = random_codes(rng, 2, 3, 50, 6)
-    for keys in (buffer[:, :, :33], buffer[:, :, ::2], buffer[::-1, :, ::-1], buffer.swapaxes(1, 2), buffer[..., 1:5]):
-        assert readable(keys) is keys
-    expanded = np.broadcast_to(buffer[:1], (7, 3, 50, 6))
-    assert readable(expanded) is expanded
-    assert aligned(expanded) is expanded
-    for x in (buffer, buffer[1:], buffer.T, buffer[:0], unaligned(buffer), buffer[1, 2, 3, 4:5].reshape(())):
-        assert address(x) == x.__array_interface__["data"][0]
+GUARDED = """
+import ctypes, itertools, mmap, os
+import hashcore
+import numpy as np
+from hashcore import reference
+
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 18 * page)
+buffer = np.frombuffer(memory, np.int32)
+protect = ctypes.CDLL(None, use_errno=True).mprotect
+protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+for at in (0, 17):
+    assert protect(buffer.ctypes.data + at * page, page, 0) == 0, os.strerror(ctypes.get_errno())
+inside = buffer[page // 4 : 17 * page // 4]
+rng = np.random.default_rng(0)
+inside[:] = rng.integers(-(2**31), 2**31, len(inside), np.int64)
+
+for words, n, planes in itertools.product((1, 2, 3, 4, 5, 7, 8, 9, 12, 17), (1, 31, 32, 33, 65), (1, 3)):
+    query, weights = rng.integers(-(2**31), 2**31, (planes, words), np.int64).astype(np.int32), (1, 2, 4)[:planes]
+    for flat in (inside[: n * words], inside[-n * words :]):
+        keys = flat.reshape(n, words)
+        for view in (keys, keys[::-1], keys[::2], keys[:, -1:], keys[:, :1]):
+            q = query[:, : view.shape[-1]]
+            assert (hashcore.score(q, view, weights) == reference.score(q, view, weights)).all()
+            found = hashcore.search(q, view, len(view), weights)
+            assert (found[1] == reference.search(q, view, len(view), weights)[1]).all()
+print("done", flush=True)
+buffer[17 * page // 4]
+"""
 
 
-def test_small_work_starts_no_thread(rng, monkeypatch):
-    monkeypatch.setattr(threads.team, "size", lambda: 1)
-    monkeypatch.setattr(threads, "_helpers", None)
-    monkeypatch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", 8)
-    query, keys = random_codes(rng, 1, 4), random_codes(rng, 60_000, 4)
-    hashcore.topk(hashcore.score(query, keys), 100)
-    with pytest.raises(TypeError, match="not callable"):  # large work would
-        hashcore.score(query, np.broadcast_to(keys[:1], (5_000_000, 4)))
+@pytest.mark.skipif(sys.platform == "win32", reason="guard pages are made with mprotect")
+def test_nothing_outside_the_keys_is_read():
+    """Whoever reads there is killed, as the last line is."""
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
+    assert done.returncode < 0

@@ -1,15 +1,21 @@
-"""Kernel sources, macros and cubins; no GPU is needed."""
+"""Kernel sources, macros and cubins, what is kept of launches, and their order; no GPU is needed."""
 
+import ctypes
 import itertools
 import logging
 import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 
+torch = pytest.importorskip("torch", reason="scratch memory is torch's")
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
 program = pytest.importorskip("hashcore.cuda.program")
+from hashcore.cuda import kept, kernels, launch, operands, tensor_search  # noqa: E402
+
 Program, CompileError = program.Program, program.CompileError
 
 KERNEL = '#include "own.cuh"\nextern "C" __global__ void kernel(int* out) { *out = VALUE + OWN; }\n'
@@ -46,18 +52,21 @@ def test_the_key_covers_all_that_makes_the_cubin(folder):
     assert len(set(keys)) == 5
 
 
-def test_an_error_has_the_kernel_the_architecture_and_the_compilers_words(folder):
+def test_errors_name_the_kernel_the_line_and_what_is_missing(folder):
     (folder / "own.cuh").write_text("\nconstexpr int OWN = undefined_name;\n")
     with pytest.raises(CompileError) as refused:
         Program("kernel.cu", {"VALUE": 3}, folder).cubin("sm_86")
     for part in ("kernel.cu -DVALUE=3", "sm_86", "own.cuh(2): error", "undefined_name"):
         assert part in str(refused.value)
-
-
-def test_lines_keep_their_numbers_after_a_header(folder):
+    (folder / "own.cuh").write_text("#pragma once\n")
     (folder / "kernel.cu").write_text('\n#include "own.cuh"\n#include "own.cuh"\nundefined_name;\n')
-    with pytest.raises(CompileError, match=r"kernel\.cu\(4\): error"):
+    read_source.cache_clear()
+    with pytest.raises(CompileError, match=r"kernel\.cu\(4\): error"):  # lines keep their numbers after a header
         Program("kernel.cu", folder=folder).cubin("sm_80")
+    (folder / "own.cuh").unlink()
+    read_source.cache_clear()
+    with pytest.raises(FileNotFoundError, match=r"expected own\.cuh in .*found none"):
+        Program("kernel.cu", folder=folder).source()
 
 
 def test_another_package_includes_our_headers(folder):
@@ -65,12 +74,6 @@ def test_another_package_includes_our_headers(folder):
         '#include "common.cuh"\nextern "C" __global__ void kernel(u32* out) { *out = xor3(1, 2, 4); }\n'
     )
     assert Program("kernel.cu", folder=folder).cubin("sm_80")
-
-
-def test_a_missing_header_is_named(folder):
-    (folder / "own.cuh").unlink()
-    with pytest.raises(FileNotFoundError, match=r"expected own\.cuh in .*found none"):
-        Program("kernel.cu", folder=folder).source()
 
 
 def test_a_cache_that_cannot_be_written_is_reported_and_done_without(folder, monkeypatch, caplog):
@@ -100,9 +103,7 @@ def releases(source, name):
 
 def launched(group):
     """The launches of a search of 8 rows of 9,000 keys."""
-    torch, found = pytest.importorskip("torch"), []
-    from hashcore.cuda import operands, tensor_search
-
+    found = []
     query = torch.zeros(8, 3, 4, dtype=torch.int32)
     keys = torch.zeros(1 if group > 1 else 8, 9000, 4, dtype=torch.int32)
     out = torch.zeros(8, 5, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int64)
@@ -127,3 +128,122 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(ValueError, match=r"it is not installed.*pip install"):
         program.require_compiler()
+
+
+# ---- What is kept of launches: bounded, and separate for each device, stream and folder of kernels ------------------
+
+
+def test_what_is_kept_for_one_token_fewer_is_rewritten_if_it_can_be():
+    table, asked = kept.Table(3), []
+
+    def renew(n, kind="kind", able=True):
+        return table.renew((kind, n), kind, n, lambda made: asked.append((made, n)) or able, lambda: f"made {kind} {n}")
+
+    assert [renew(5), renew(6), renew(7)] == ["made kind 5"] * 3
+    assert asked == [("made kind 5", 6), ("made kind 5", 7)]
+    assert (renew(8, able=False), renew(9, "other")) == ("made kind 8", "made other 9")
+    assert [renew(6), renew(11)] == ["made kind 6", "made kind 11"]
+    assert table.found == {("other", 9): "made other 9", ("kind", 6): "made kind 6", ("kind", 11): "made kind 11"}
+    assert renew(9) == "made kind 9", "the oldest is gone, and so is what is known of it"
+
+
+def test_scratch_memory_is_one_for_what_runs_in_order(monkeypatch):
+    monkeypatch.setattr(kept, "_lanes", kept.Table(2))
+    lanes = iter([(0, 7), (0, 7), (0, 8), (0, 7), (1, 7, 33), (0, 7)])
+    monkeypatch.setattr(launch, "lane", lambda device: next(lanes))
+    here = torch.device("cpu")
+    first, again, stream, more, capture, evicted = (kept.scratch(words, here) for words in (90, 40, 90, 91, 9, 9))
+    assert (again is first, stream is first, evicted is more) == (True, False, True)
+    assert more.words == more.tensor.numel() == 180, "twice as much, so that growing rows do not ask each time"
+    assert capture.words == 9
+    assert {x.address == x.tensor.data_ptr() for x in (first, stream, more, capture)} == {True}
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """What a stand-in for the driver is told, in order: it takes the structures of the real bindings."""
+    from cuda.bindings import driver as real
+
+    fine, broken, said = real.CUresult.CUDA_SUCCESS, real.CUresult.CUDA_ERROR_LAUNCH_TIMEOUT, []
+
+    def note(*what, found=()):
+        said.append(what)
+        return fine, *found
+
+    def arguments(pointers):
+        return [ctypes.c_int64.from_address(at).value for at in (ctypes.c_void_p * 3).from_address(pointers)]
+
+    def start(function, x, y, z, bx, by, bz, shared, stream, pointers, extra):
+        note(function, (x, y, z), (bx, by, bz), shared, stream, *arguments(pointers))
+        return (broken if y == 99 else fine,)
+
+    def start_early(config, function, pointers, extra):
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        (early,) = config.attrs
+        flags = int(early.id), early.value.programmaticStreamSerializationAllowed
+        return note(function, grid, block, config.sharedMemBytes, int(config.hStream), *arguments(pointers), flags)
+
+    names = "CUresult", "CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeValue", "CUlaunchAttributeID"
+    stand_in = SimpleNamespace(
+        **{name: getattr(real, name) for name in names},
+        cuCtxGetCurrent=lambda: (fine, 0),
+        cuCtxSetCurrent=lambda context: note("context", context),
+        cuDeviceGet=lambda index: (fine, index),
+        cuDevicePrimaryCtxRetain=lambda device: (fine, 0x77),
+        cuLibraryLoadData=lambda code, *_: note("load", code, found=[0x11]),
+        cuLibraryGetKernel=lambda library, name: note("kernel", name, found=[0x22]),
+        cuKernelGetFunction=lambda kernel: (fine, 0x33),
+        cuLaunchKernel=start,
+        cuLaunchKernelEx=start_early,
+        cuGetErrorName=lambda error: (fine, b"CUDA_ERROR_NAME"),
+        cuGetErrorString=lambda error: (fine, b"its words"),
+    )
+    cached = launch._starts_early, launch._programmatic, launch._function, launch._primary_context
+    monkeypatch.setattr(launch, "_driver", lambda: stand_in)
+    monkeypatch.setattr(launch, "_libraries", {})
+    monkeypatch.setattr(launch, "_threads", launch._Threads())
+    monkeypatch.setattr(launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_current_stream", lambda index: 0x5555)
+    monkeypatch.setattr(Program, "cubin", lambda self, architecture: architecture.encode())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    for function in cached:
+        function.cache_clear()
+    yield said
+    for function in cached:
+        function.cache_clear()
+
+
+def test_launches_reach_the_driver_as_they_are_described(driver, monkeypatch):
+    one, device = kernels.pack("f32", 0x1000, 0x2000, 12345), torch.device("cuda:0")
+    launch.run([one, one._replace(programmatic=True)], device)
+    whole = 0x33, (49, 1, 1), (256, 1, 1), 0, 0x5555, 0x1000, 0x2000, 12345
+    assert driver[:3] == [("context", 0x77), ("load", b"sm_90a"), ("kernel", b"pack_f32")]
+    assert driver[3:] == [whole, (*whole, (6, 1))]
+    del driver[:]
+    launch._starts_early.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    launch.run([one._replace(programmatic=True)], device)
+    launch.run((kernels.pack("f32", 0x3000 + i, 0x4000 + i, i) for i in range(3)), device)  # the caller keeps none
+    assert driver[0] == whole
+    assert [told[-3:] for told in driver[1:]] == [(0x3000 + i, 0x4000 + i, i) for i in range(3)]
+    with pytest.raises(RuntimeError, match="the CUDA driver reports CUDA_ERROR_NAME: its words"):
+        launch.run([one._replace(grid=(1, 99))], device)
+    del driver[:]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    words = "planes.cu cannot be loaded while a CUDA graph is captured; run it once before"
+    with pytest.raises(RuntimeError, match=words):
+        launch.run([one, one._replace(source="planes.cu")], device)  # the first could go, the second cannot
+    assert driver == []
+
+
+def test_launches_are_prepared_once_a_device_and_folder(driver, monkeypatch):
+    found, device = [], SimpleNamespace(here=0)
+    monkeypatch.setattr(launch, "_function", lambda index, folder, *_: found.append((index, folder.name)))
+    monkeypatch.setattr(launch, "_current_device", lambda: device.here)
+    launches = kernels.Kept([kernels.pack("f32", 1, 2, 3)])
+    ours, others = Path("ours"), Path("others")
+    for device.here, folder in ((0, ours), (0, ours), (1, ours), (0, ours), (0, others), (0, others), (1, others)):
+        launch.run(launches, torch.device("cuda"), folder)
+    assert found == [(0, "ours"), (1, "ours"), (0, "others"), (1, "others")]

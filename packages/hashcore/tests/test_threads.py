@@ -1,26 +1,100 @@
-"""Compiling and running kernels: results do not depend on the threads."""
+"""Kernels: compiled once, until what they are made of changes, and run on threads of ours or torch's; forks; plans."""
 
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
+import hashcore
+import numba
+import numpy as np
 import pytest
-from hashcore.cpu import threads
+from hashcore.cpu import compiler_cache, search_kernels, team, threads
+from hashcore.cpu.intrinsics import observe, publish
+from hashcore_samples import assert_same, random_codes
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-@given(tasks=st.integers(1, 50), workers=st.integers(1, 12))
-def test_every_task_runs_once(tasks, workers):
-    ran = []
+@pytest.fixture
+def of_torch(request):
+    """Three threads of torch's."""
+    torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
+    if team.runtime() is None:
+        pytest.skip("torch uses no OpenMP here")
+    request.getfixturevalue("real_threads")
+    return torch
 
-    def kernel(first: int, last: int) -> int:
-        ran.extend(range(first, last))
-        return last - first
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads, "compiled", lambda function: function)
-        assert sum(threads.run(kernel, tasks, workers, ())) == tasks
-    assert sorted(ran) == list(range(tasks))
+@pytest.fixture(params=["ours", "torch's"])
+def way(request, monkeypatch):
+    """The threads on which kernels run."""
+    if request.param == "ours":
+        monkeypatch.setattr(team, "size", lambda: 1)
+    else:
+        request.getfixturevalue("of_torch")
+    return request.param
+
+
+def count_tasks(first, last, ran):
+    for task in range(first, last):
+        ran[task] += 1
+
+
+def note_arguments(first, last, out, single, double, pair, nested, strided, flags, shorts):
+    for task in range(first, last):
+        out[task] = (
+            single + double + pair[0] + pair[1] + nested[0] + nested[1][0] + strided[task, 1] + flags[0] + shorts[task]
+        )
+    return 1 << first
+
+
+def fail_late(first, last, least, ran):
+    for task in range(first, last):
+        ran[task] += 1
+    if last > least:
+        raise ArithmeticError("task 17 is one too many")
+
+
+@pytest.mark.parametrize("workers", [2, 3, 40])
+def test_every_task_runs_once(way, workers):
+    for tasks in (1, 2, 3, 11, 12, 13, 200):
+        ran = np.zeros(tasks, np.int64)
+        threads.run(count_tasks, tasks, workers, (ran,))
+        np.testing.assert_array_equal(ran, 1)
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_arguments_of_every_kind_arrive_and_results_are_joined(rng, readonly, of_torch):
+    strided, shorts = rng.standard_normal((12, 6)).astype(np.float32)[:, ::2], np.arange(12, dtype=np.uint16)[::-1]
+    strided.flags.writeable = not readonly
+    out, pair, nested = np.zeros(12), (3, -2), (0.25, (7, 1 << 40))
+    given = out, np.float32(1.5), 2.5, pair, nested, strided, np.array([True]), shorts
+    found = team.run(threads.compiled(note_arguments), 12, 4, given)
+    np.testing.assert_array_equal(out, 1.5 + 2.5 + 3 - 2 + 0.25 + 7 + strided[:, 1].astype(np.float64) + 1 + shorts)
+    assert found == 2**12 - 1
+
+
+def test_an_exception_of_a_kernel_is_raised_after_what_others_had_begun(way):
+    ran = np.zeros(40, np.int64)
+    with pytest.raises(ArithmeticError, match="task 17 is one too many"):
+        threads.run(fail_late, 40, 3, (17, ran))
+    assert ran[:16].all()
+    assert ran.max() == 1
+    threads.run(fail_late, 40, 3, (40, ran))
+
+
+def test_more_threads_than_torch_has_are_threads_of_ours(monkeypatch, of_torch):
+    used = []
+    monkeypatch.setattr(threads, "_helpers", lambda process: used.append(process) or ThreadPoolExecutor(3))
+    for workers, own in ((3, 0), (4, 3)):
+        threads.run(count_tasks, 9, workers, (np.zeros(9, np.int64),))
+        assert len(used) == own
 
 
 def _run(kernel, tasks, workers):
@@ -29,30 +103,20 @@ def _run(kernel, tasks, workers):
         return threads.run(kernel, tasks, workers, ())
 
 
-def test_a_piece_that_fails_fails_the_whole():
-    def kernel(first: int, last: int) -> None:
-        if first <= 17 < last:
-            raise ArithmeticError("task 17")
-
-    for _ in range(20):
-        with pytest.raises(ArithmeticError, match="task 17"):
-            _run(kernel, 40, 3)
-
-
 def test_a_call_that_fails_has_no_thread_left_that_uses_its_memory():
     left = []
 
     def kernel(first: int, last: int) -> None:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
-        time.sleep(0.1)
+        time.sleep(0.03)
         left.append(first)
 
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             _run(kernel, 40, 2)
         before = len(left)
-        time.sleep(0.2)
+        time.sleep(0.06)
         assert len(left) == before
 
 
@@ -71,3 +135,208 @@ def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, s
     assert most == setting
     assert 1 <= count <= most
     assert count == most or count * threads.GRAIN <= max(work, threads.GRAIN) < (count + 1) * threads.GRAIN
+
+
+def _in_child(queue):
+    ran = np.zeros(9, np.int64)
+    threads.run(count_tasks, 9, 2, (ran,))
+    queue.put((team.runtime() is None, ran.tolist()))
+
+
+def test_a_forked_process_uses_threads_of_its_own(of_torch):
+    threads.run(count_tasks, 9, 2, (np.zeros(9, np.int64),))
+    queue = multiprocessing.get_context("fork").SimpleQueue()
+    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(queue,))
+    child.start()
+    assert queue.get() == (True, [1] * 9)
+    child.join()
+
+
+FORKED_BEFORE_THE_IMPORT = """
+import os, torch
+torch.set_num_threads(3)
+torch.ones(1 << 22).exp_()  # starts torch's threads
+child = os.fork()
+if child:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+import numpy as np
+import hashcore
+from hashcore.cpu import threads
+threads.count = lambda *_: 2
+keys = np.arange(4000, dtype=np.int32).reshape(1000, 4)
+hashcore.score(keys[:8], keys)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells whether a process was forked")
+def test_a_process_forked_after_torch_has_run_and_before_the_import_does_not_wait_for_ever(of_torch):
+    subprocess.run([sys.executable, "-c", FORKED_BEFORE_THE_IMPORT], check=True, timeout=300)
+
+
+WITHOUT = {
+    "no torch": lambda patch, torch: patch.delitem(sys.modules, "torch"),
+    "torch is blocked": lambda patch, torch: patch.setitem(sys.modules, "torch", None),
+    "half of torch": lambda patch, torch: patch.setitem(sys.modules, "torch", types.ModuleType("torch")),
+    "own pool": lambda patch, torch: patch.setattr(
+        torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool"
+    ),
+    "no OpenMP": lambda patch, torch: patch.setattr(team.ctypes, "CDLL", lambda path: object()),
+    "another OpenMP": lambda patch, torch: patch.setattr(torch, "get_num_threads", lambda: 77),
+}
+
+
+@pytest.mark.parametrize("change", WITHOUT)
+def test_where_torch_has_no_such_threads_there_is_no_team(change, monkeypatch, of_torch):
+    assert team.size() == 3
+    team._start.cache_clear()
+    with monkeypatch.context() as patch:
+        WITHOUT[change](patch, of_torch)
+        assert team.runtime() is None
+        assert team.size() == 1
+        assert threads.count(1 << 24, 64) == 2
+        ran = np.zeros(9, np.int64)
+        threads.run(count_tasks, 9, 2, (ran,))
+    np.testing.assert_array_equal(ran, 1)
+    team._start.cache_clear()
+
+
+def follow(first, last, ready, told, seen):
+    """Task 0 tells numbers one after the other; task 1 looks how far it got, and what it then finds."""
+    for task in range(first, last):
+        for i in range(1, len(told)):
+            if task == 0:
+                told[i] = 10 * i
+                publish(ready, 0, i)
+            else:
+                at = observe(ready, 0)
+                seen[i] = told[at] - 10 * at
+
+
+def test_who_observes_a_number_sees_what_was_written_before_it(of_torch):
+    for _ in range(20):
+        ready, told, seen = np.zeros(1, np.int64), np.zeros(3000, np.int64), np.ones(3000, np.int64)
+        threads.run(follow, 2, 2, (ready, told, seen))
+        assert ready[0] == 2999
+        assert not seen[1:].any()
+
+
+# ---- Plans that are kept change the time of a call and nothing else -------------------------------------------------
+
+CALLS = [
+    lambda q, c: hashcore.search(q, c, 5.0, (1, 2)),
+    lambda q, c: hashcore.search(q, c, 5, (1.0, 2.0)),
+    lambda q, c: hashcore.search(q, c, 5, (1, 2), sink=0.0),
+    lambda q, c: hashcore.score(q, c, (1.0, 2.0)),
+    lambda q, c: hashcore.search(q.view(np.float32), c, 5, (1, 2)),
+]
+
+
+def test_what_equals_a_kept_call_and_is_wrong_is_refused_each_time(rng):
+    query, keys = random_codes(rng, 2, 4), random_codes(rng, 50, 4)
+    hashcore.search(query, keys, 5, (1, 2))
+    hashcore.score(query, keys, (1, 2))
+    hashcore.search(query, keys, 50)
+    for _ in range(2):
+        for call in CALLS:
+            with pytest.raises(TypeError):
+                call(query, keys)
+        with pytest.raises(ValueError, match=r"k must be in 0\.\.49"):
+            hashcore.search(query, keys[:49], 50)
+
+
+def test_the_plan_of_others_is_left_alone(rng):
+    """A kept plan serves calls with pages and without: none writes to it."""
+    pool, query = random_codes(rng, 4, 16, 4), random_codes(rng, 1, 4)
+    side_by_side = hashcore.search(query, pool.reshape(-1, 4), 5)
+    hashcore.search(query, pool, 5, blocks=np.array([3, 2, 1, 0]))
+    assert_same(hashcore.search(query, pool.reshape(-1, 4), 5), side_by_side)
+
+
+FILES = {
+    "__init__": "",
+    "numbers": "OFFSET = 4\n",
+    "plain": "NUMBER = 1\n",
+    "unseen": "NUMBER = 1\n",
+    "checked": "Number = int\n",
+    "helper": """
+from typing import TYPE_CHECKING
+
+from hashcore.cpu.parts import inner
+from made_of_this import (
+    numbers,  # a module
+    plain as written,
+)
+from made_of_this.plain import NUMBER
+
+if TYPE_CHECKING:
+    import made_of_this.checked
+
+@inner
+def add(x):
+    return x + numbers.OFFSET + NUMBER
+""",
+    "kernels": "from made_of_this.helper import add\n\ndef kernel(first, last):\n    return add(first) + last\n",
+}
+CHANGES = [("numbers", "4", "5", 1), ("plain", "1", "3", 2), ("helper", "x +", "2 * x +", 7)]
+CHANGES += [("helper", "@inner", '@__import__("numba").njit(inline="always")', 0)]
+"""What changes: the file, what is replaced by what, and by how much that changes the result."""
+OTHER_PROCESS = """
+from hashcore.cpu import compiler_cache, threads
+compiler_cache.OURS = "hashcore", "made_of_this"
+from made_of_this.kernels import kernel
+made = threads.compiled(kernel)
+print(made(7, 10), len(made.stats.cache_hits))
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """Return a function that writes the files, with one text replaced, and compiles the kernel that they make."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(compiler_cache, "OURS", ("hashcore", "made_of_this"))
+    (tmp_path / "made_of_this").mkdir()
+
+    def forget():
+        for function in (compiler_cache._digest, compiler_cache._imported, compiler_cache._file):
+            function.cache_clear()
+
+    def written(name="kernels", old="", new=""):
+        for file, text in FILES.items():
+            path = tmp_path / "made_of_this" / f"{file}.py"
+            path.write_text(text.replace(old, new, 1) if file == name else text, encoding="utf-8")
+            os.utime(path, (1, 1))  # numba compares the kernel's own file
+        for module in [module for module in sys.modules if module.startswith("made_of_this")]:
+            monkeypatch.delitem(sys.modules, module)
+        importlib.invalidate_caches()
+        forget()
+        return threads.compiled(importlib.import_module("made_of_this.kernels").kernel)
+
+    yield written
+    forget()
+
+
+def test_what_a_change_makes_stale_is_compiled_again_and_nothing_else(kernel, tmp_path):
+    for change in (("kernels", "", "", 0), *CHANGES):
+        made = kernel(*change[:3])
+        assert (made(7, 10), len(made.stats.cache_hits)) == (7 + 4 + 1 + 10 + change[3], 0), change
+    made = kernel()
+    assert made(7, 10) == 22
+    again = kernel("unseen", "1", "2")
+    assert (again(7, 10), len(again.stats.cache_hits)) == (22, 1)
+    settings = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONHASHSEED": "1", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", OTHER_PROCESS]
+    assert subprocess.check_output(command, env={**os.environ, **settings}, text=True) == "22 1\n"
+
+
+def test_the_files_are_those_that_are_imported_in_any_form(kernel):
+    kernel()
+    assert {file.stem for file in compiler_cache.files("made_of_this.kernels")} == {
+        *("kernels", "helper", "numbers", "plain", "checked", "parts", "threads", "team", "compiler_cache")
+    }
+    stems = {file.stem for file in compiler_cache.files(search_kernels.__name__)}
+    assert stems >= {"search_kernels", "score_vectors", "launch_plan", "intrinsics", "parts", "threads"}
+    assert not stems & {"__init__", "ops", "torch_ops"}

@@ -15,19 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def make_config(**changes):
-    settings = dict(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return LlamaConfig(**{**settings, **changes})
+    settings = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    settings |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0)
+    return LlamaConfig(**settings | changes)
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,26 @@ SMALL = [
 ]
 
 
-class Whole:
-    """Adds the accessors of a capture to a class whose `read` returns q, k and the scaling."""
+class Given:
+    """A capture of queries [C, Hq, T, D], keys and values [C, Hkv, T, D], the same in every layer."""
+
+    def __init__(self, q, k, scaling, v=None):
+        self.q, self.k, self.v, self.scaling = q, k, v, scaling
+
+    def __len__(self):
+        return len(self.q)
 
     def stride(self, context):
         return 1
 
+    def read(self, context, layer):
+        return self.q[context : context + 1], self.k[context : context + 1], self.scaling
+
     def keys(self, context, layer):
         return self.read(context, layer)[1:]
+
+    def values(self, context, layer):
+        return self.v[context : context + 1]
 
     def queries(self, context, layer, rows=None):
         q = self.read(context, layer)[0]

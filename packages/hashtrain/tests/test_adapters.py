@@ -1,6 +1,7 @@
 """Folders of LoRA adapters as models: merged when loaded, recorded in hashers, and refused in one sentence."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -17,14 +18,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 IDS = torch.arange(24)[None]
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=32)
+    model_and_text(root, LlamaConfig(vocab_size=4096, **sizes), 4000)
+    adapt(load_model(str(root / "model"))[0], root / "adapter")
+    return root
+
+
 @pytest.fixture
-def folder(tmp_path):
-    """A model in `model`, an adapter of it in `adapter`, and a text."""
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=32
-    )
-    model_and_text(tmp_path, config, 4000)
-    adapt(load_model(str(tmp_path / "model"))[0], tmp_path / "adapter")
+def folder(made, tmp_path):
+    """A model in `model`, an adapter of it in `adapter`, and a text; a test may change the adapter."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    changed(tmp_path, base_model_name_or_path=str(tmp_path / "model"))
     return tmp_path
 
 
@@ -89,17 +96,13 @@ def changed(folder, **settings):
     ("settings", "words"),
     [
         ({"peft_type": "IA3"}, "must be a plain LoRA adapter, got 'IA3'"),
-        ({"megatron_config": {"a": 1}}, "must be a plain LoRA adapter"),
         ({"init_lora_weights": "pissa"}, "got 'LORA' with start 'pissa'; merge it"),
         ({"r": 1 << 40}, "must have ranks of 1 to 16384"),
-        ({"rank_pattern": {"q_proj": -1}}, "must have ranks of 1 to 16384, got -1"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path, got None"),
         ({"base_model_name_or_path": "adapter"}, "must name a model as its base, got another adapter"),
         ({"base_model_name_or_path": "./none"}, "model folder not found"),
-        ({"base_model_name_or_path": "x" * 5000}, "cannot load the model|too long"),
         ({"target_modules": ["no_such"]}, "cannot load the model"),
         ({"target_modules": ["v_proj", "q_proj"]}, "lacks .*v_proj.lora_|also has .*k_proj.lora_"),
-        ({"r": 3}, "cannot load the model"),
     ],
 )
 def test_settings_of_an_adapter_that_cannot_be_used_are_one_sentence(folder, settings, words):

@@ -1,10 +1,18 @@
-"""Captured queries and keys are those that attention multiplies."""
+"""Captured queries and keys are those that attention multiplies, also at offsets, and offsets cover the reach."""
+
+import itertools
 
 import pytest
 import torch
 import transformers
-from hashtrain.data.capture import capturing
+from hashtrain import Hasher
+from hashtrain.cli import main
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.data.capture import capture, capturing, run_context
+from hashtrain.data.offsets import offset, reach_of
+from hashtrain.evaluation.cost import Steps
 from hashtrain.models import text_decoder
+from hashtrain_runs import command
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
@@ -25,51 +33,138 @@ def test_capture_is_post_rope_q_and_k(model):
     assert seen[0][3] == pytest.approx(32**-0.5)
 
 
-def test_capturing_changes_no_output_and_restores_the_model(model):
-    ids = torch.arange(1, 41)[None]
+OWN = {
+    "Llama": {},
+    "Gemma2": {"query_pre_attn_scalar": 16},  # soft-capped logits, which SDPA rejects
+    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1},  # learned sinks, which SDPA would silently ignore
+    "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 2},  # whose output projection is called decoder
+}
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_capturing_changes_no_output_and_restores_the_model(family):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
+    sizes |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    if family != "ModernBertDecoder":
+        sizes |= dict(head_dim=16, num_key_value_heads=2, sliding_window=16)
+    config = getattr(transformers, f"{family}Config")(**sizes, **OWN[family])
+    how = "eager" if family in ("Gemma2", "GptOss") else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how).eval()
+    ids, seen = torch.arange(1, 41)[None], []
     with torch.no_grad():
         before = model(ids).logits
-        with capturing(model, lambda *a: None):
+        with capturing(model, lambda layer, q, k, v, scaling: seen.append((layer, q.shape, k.shape, v.shape, scaling))):
             inside = model(ids).logits
         with pytest.raises(RuntimeError), capturing(model, lambda *a: None):
             raise RuntimeError
         after = model(ids).logits
     assert torch.equal(before, inside)
     assert torch.equal(before, after)
-    assert model.config._attn_implementation == "sdpa"
+    keys = 4 if family == "ModernBertDecoder" else 2
+    assert seen == [(layer, (1, 4, 40, 16), (1, keys, 40, 16), (1, keys, 40, 16), 0.25) for layer in (0, 1)]
+    assert text_decoder(model).config._attn_implementation == how
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
-def test_capturing_changes_no_output_of_models_with_their_own_attention(family):
-    """Soft-capped logits and learned sinks: SDPA rejects the former and would silently ignore the latter."""
+CONTEXT, REACH = 64, 1024
+SHORT = {"original_max_position_embeddings": 256}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT}
+ROTATED = {
+    "Llama": {},
+    "Qwen3": {},  # normalises keys before it rotates them
+    "GPTNeoX": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    "SmolLM3": {"no_rope_layers": [1, 0], "pad_token_id": 0},  # the second layer is not rotated
+    "Llama yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **SHORT}},
+    "Llama llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}},
+}
+
+
+def tiny(family, **changes):
     torch.manual_seed(0)
-    settings = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
-    extra = {"Gemma2": {"query_pre_attn_scalar": 16}, "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1}}
-    config = getattr(transformers, family + "Config")(
-        **settings, **extra[family], vocab_size=97, num_key_value_heads=2, sliding_window=16, pad_token_id=0
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, num_key_value_heads=2, head_dim=32, max_position_embeddings=REACH, **changes
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    ids, seen = torch.arange(1, 41)[None], []
-    with torch.no_grad():
-        before = model(ids).logits
-        with capturing(model, lambda layer, q, k, v, scaling: seen.append((layer, q.shape, k.shape, v.shape, scaling))):
-            inside = model(ids).logits
-    assert torch.equal(before, inside)
-    assert seen == [(layer, (1, 4, 40, 16), (1, 2, 40, 16), (1, 2, 40, 16), 0.25) for layer in (0, 1)]
-    assert model.config._attn_implementation == "eager"
+    return transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-def test_a_model_that_calls_its_output_projection_decoder_is_captured():
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-    config = transformers.ModernBertDecoderConfig(**sizes, **tokens, num_hidden_layers=3)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    assert not hasattr(model.get_decoder(), "config")
-    ids, seen = torch.arange(3, 23)[None], {}
-    with torch.no_grad():
-        before = model(ids).logits
-        with capturing(model, lambda layer, *found: seen.update({layer: found})):
-            inside = model(ids).logits
-    assert torch.equal(before, inside)
-    assert {layer: found[0].shape for layer, found in seen.items()} == dict.fromkeys(range(3), (1, 4, 20, 16))
-    assert text_decoder(model).config._attn_implementation == "sdpa"
+@pytest.mark.parametrize("kind", ROTATED)
+def test_a_moved_context_has_the_same_attention_and_other_keys(kind):
+    model = tiny(kind.split()[0], **ROTATED[kind])
+    ids = torch.arange(CONTEXT)
+    here, _ = run_context(model, ids, torch.float32)
+    there, _ = run_context(model, ids, torch.float32, first=700)
+    for layer in range(2):
+        q, k, moved_q, moved_k = (x[f"{name}.{layer}"][0] for x in (here, there) for name in ("q", "k"))
+        k, moved_k = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, moved_k))
+        torch.testing.assert_close(q @ k.mT, moved_q @ moved_k.mT, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(here[f"v.{layer}"], there[f"v.{layer}"], atol=1e-5, rtol=1e-4)
+    assert (here["k.0"] - there["k.0"]).abs().max() > 0.1
+
+
+def test_a_longrope_context_has_the_rotation_of_a_text_that_ends_there():
+    factors = {"long_factor": [4.0] * 16, "short_factor": [1.0] * 16, "original_max_position_embeddings": 128}
+    model = tiny("Llama", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, **factors})
+    ids = torch.arange(CONTEXT) % 97
+    assert reach_of(model.config, CONTEXT) == REACH
+    whole = torch.cat([torch.zeros(400, dtype=torch.long), ids])
+    moved, long = run_context(model, ids, torch.float32, first=400)[0], run_context(model, whole, torch.float32)[0]
+    torch.testing.assert_close(moved["k.0"], long["k.0"][:, :, 400:], atol=1e-5, rtol=1e-4)
+
+
+def test_frequencies_that_follow_what_ran_before_do_not_reach_beyond_their_beginning():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 256}
+    config = transformers.LlamaConfig(max_position_embeddings=REACH, rope_parameters={"rope_theta": 1e4, **rope})
+    assert reach_of(config, CONTEXT) == 256
+    with pytest.raises(ValueError, match="expected --reach from 64, the --context, to 256"):
+        reach_of(config, CONTEXT, 512)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 17, 40])
+def test_a_few_contexts_cover_the_reach(count):
+    """No gap between neighbouring offsets is more than twice the narrowest spacing that as many could have."""
+    found = sorted(offset(number, CONTEXT, REACH) for number in range(count))
+    room = REACH - CONTEXT
+    assert (found[0], found[-1]) == (0, room)
+    assert max(b - a for a, b in itertools.pairwise(found)) <= 2 * room / (count - 1) + 1
+
+
+def test_stored_contexts_are_at_their_offsets(model, tmp_path):
+    """Fails if the offset is dropped on the way to the model."""
+    ids = [torch.arange(CONTEXT), torch.arange(CONTEXT)]
+    stored = capture(model, ids, tmp_path, dtype=torch.float32, reach=REACH)
+    for number, first in enumerate((0, REACH - CONTEXT)):
+        wanted, _ = run_context(model, ids[number], torch.float32, first=first)
+        assert torch.equal(stored.keys(number, 1)[0], wanted["k.1"])
+    assert not torch.equal(stored.keys(0, 1)[0], stored.keys(1, 1)[0])
+
+
+def test_steps_at_an_offset_cost_the_same(model):
+    """Dense and sparse: a step's rows must be moved with their context."""
+    ids, rows = torch.arange(CONTEXT), torch.tensor([40, 63])
+    here, there = Steps(model, ids, rows), Steps(model, ids, rows, 700)
+    torch.testing.assert_close(here.dense, there.dense, atol=1e-4, rtol=1e-4)
+
+
+def test_a_hasher_tells_its_reach(tiny_config, tmp_path):
+    """As recorded; without a record, as far as the contexts that it was trained on."""
+    shape = ModelShape.of(tiny_config())
+    told = {"reach": 32768, "training": {"context": 4096}}
+    for given, wanted in ((told, 32768), ({"training": told["training"]}, 4096), ({}, None)):
+        Hasher(HasherConfig("lsh", shape, **given)).save_pretrained(tmp_path)
+        assert Hasher.from_pretrained(tmp_path).reach == wanted
+    for wrong in (0, -1, 1.5, True, "long", 1 << 32):
+        with pytest.raises(ValueError, match="reach must be between 1 and"):
+            HasherConfig("lsh", shape, reach=wrong)
+
+
+def test_a_run_records_the_reach_and_hashes_what_it_saw_there(folder, tmp_path):
+    """Contexts of 512 tokens, a model of 1,024; fails if the offset is dropped between the command and the model."""
+    starts = []
+    for reach, more in ((1024, ()), (512, ("--reach", "512"))):
+        out = tmp_path / str(reach)
+        assert main(command(folder, out, "--only", "lsh", "transform-start", *more)) == 0
+        lsh, start = (Hasher.from_pretrained(out / kind) for kind in ("lsh", "transform-start"))
+        assert (lsh.reach, start.reach) == (None, reach)
+        starts.append(start.layer(1).key.r)
+    assert not torch.allclose(*starts, rtol=1e-2)

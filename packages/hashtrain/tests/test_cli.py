@@ -1,55 +1,48 @@
-"""The command's errors, its output before and after a run, and its smaller subcommands."""
+"""The command: its errors, what it leaves alone, and whole runs on a tiny model."""
 
 import json
 import shutil
 
 import pytest
+import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.cli import main, next_command
+from hashtrain.cli import COMMANDS, main
 from hashtrain.run.prepare import _check_model
 from hashtrain.run.settings import TrainCommand
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
 
 
-@pytest.fixture
-def refused(folder, tmp_path, capsys):
-    """Run a command that is refused before anything is written; return the last line of its error."""
-
-    def run(*more):
-        assert main(command(folder, tmp_path / "run", *more)) == 2
-        assert not (tmp_path / "run").exists()
-        return capsys.readouterr().err.strip().splitlines()[-1]
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--model", "./none"], "model folder not found"),
-        (["--text", "none.txt"], "text file not found"),
-        (["--fraction", "0"], "above 0 and at most 1"),
+        (["--model", "models/none"], "there is no folder of that name, and none on the Hub"),
         (["--fraction", "1.5"], "above 0 and at most 1"),
         (["--context", "100000"], "at most the model's 1024 tokens"),
-        (["--only", "magic"], "--only takes no magic; expected one of default, all, lsh"),
         (["--only", "transfrom"], "--only takes no transfrom; did you mean transform"),
-        (["--steps", "0"], "at least 1"),
+        (["--only"], "--only needs one"),
         (["--stream"], "--stream left in hashtrain 2.0: captures are made in waves"),
         (["--alpha=1"], "--alpha left in hashtrain 2.0: every ablation is a hasher with a name"),
         (["--disk", "0.000001"], "not enough free disk for captures"),
         (["--bits", "100"], "multiple of 32"),
-        (["--planes", "9"], "between 1 and 8"),
         (["--digits", "9"], "--digits must be between 1 and 8, got 9"),
-        (["--only"], "--only needs one"),
-        (["--dense-layers", "-1"], "at least 0"),
-        (["--workers", "-1"], "at least 0"),
         (["--dense-layers", "2"], "must leave one of 2 layers"),
-        (["--model", "models/none"], "there is no folder of that name, and none on the Hub"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(refused, change, message):
-    assert message in refused(*change)
+def test_bad_input_is_one_sentence_and_exit_code_2(folder, tmp_path, capsys, change, message):
+    assert main(command(folder, tmp_path / "run", *change)) == 2
+    assert not (tmp_path / "run").exists()
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_a_wrong_flag_points_to_the_help_that_lists_the_right_ones(name, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main([*name.split(), "--modle", "x"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert leaving.value.code == 2
+    assert f"hashtrain {name or 'train'} --help" in said
+    assert "hashtrain --help" not in said
 
 
 def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
@@ -69,31 +62,6 @@ def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
     assert "lsh is a model, which would be replaced" in capsys.readouterr().err
 
 
-def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, capsys):
-    assert main(command(folder, tmp_path / "run", "--only", "lsh", "planes", "--dry-run")) == 0
-    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
-    whole = 3 * 512 * 2 * (4 + 2 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
-    assert found == {"hashers": ["lsh", "planes"], "disk": whole, "waves": 1}
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, ""),
-        ({"only": ("all",)}, ""),
-        ({"only": ("default", "planes")}, ""),
-        ({"only": ("linear", "planes")}, "--methods planes linear"),
-        ({"only": ("lsh", "transform-start")}, "--methods lsh transform-start"),
-        ({"context": 8192, "dense_layers": 1}, "--context 8192 --dense-layers 1"),
-    ],
-)
-def test_the_next_command_has_options_that_evals_accepts(changes, words):
-    assert (
-        next_command(TrainCommand(**changes)) == f"uv run evals ppl --documents 4 --hashers runs/demo {words}".strip()
-    )
-
-
 def test_unsupported_models_are_refused_before_training():
     heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
     for config, words in (
@@ -104,3 +72,39 @@ def test_unsupported_models_are_refused_before_training():
             _check_model(TrainCommand(context=512, dense_layers=1), config, ModelShape.of(config))
     full = MistralConfig(**heads, sliding_window=None)
     _check_model(TrainCommand(context=512, dense_layers=1), full, ModelShape.of(full))
+
+
+def test_a_run_stores_hashers_that_load_and_tell_how_they_were_trained(folder, tiny_config, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(command(folder, out, "--only", "default", "paper-exact", "paper-exact-untrained")) == 0
+    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert set(last["mean"]) == {"lsh", "paper", "transform", "paper-exact", "paper-exact-untrained"}
+    for name in ("lsh", "paper", "transform"):
+        hasher = Hasher.from_pretrained(out / name)
+        hasher.require_match(tiny_config())
+        assert hasher.layer_shares == (() if name == "lsh" else (1.0, 1.0))  # layer 0 stays dense, one is left
+        assert [len(own) for own in hasher.head_shares] == ([] if name == "lsh" else [2, 2])
+        assert 0 < metrics["hashers"][name]["kv_head"]["mean"]["iou"] <= 1
+    assert not list(out.glob(".work*"))
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert {(line["hasher"], line["layer"]) for line in lines} == {(name, n) for name in last["mean"] for n in (0, 1)}
+    config = Hasher.from_pretrained(out / "paper-exact").config
+    told = {"alpha": 3, "beta": 1, "max_top": 8, "max_rest": 512, "of": "length", "sink": 0, "min_position": 0}
+    assert config.training.items() >= {**told, "recent": 0, "loss": "ranking", "steps": 2, "contexts": 2}.items()
+    assert (config.init, config.hidden, config.residual) == ("gaussian", 128, False)
+    assert Hasher.from_pretrained(out / "paper-exact-untrained").config.training == {}
+
+
+@pytest.mark.slow
+def test_hashers_and_figures_do_not_depend_on_the_number_of_workers(folder, tmp_path):
+    found = []
+    for workers in ("1", "2"):
+        out = tmp_path / workers
+        assert main(command(folder, out, "--only", "lsh", "planes", "--workers", workers)) == 0
+        metrics = json.loads((out / "metrics.json").read_text())
+        del metrics["seconds"]
+        found.append((metrics, Hasher.from_pretrained(out / "planes").state_dict()))
+    (one, mine), (other, theirs) = found
+    assert one == other
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -1,25 +1,19 @@
-"""Held-out text is never trained on, and unusable text is rejected with one sentence."""
+"""Texts are read whole or as far as needed, held-out text is never trained on, unusable text is one sentence."""
 
+import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain.data import corpus
-from hashtrain.data.corpus import (
-    HELD_OUT,
-    HELD_OUT_TABLES,
-    Document,
-    _mostly_in,
-    contexts,
-    held_out_sources,
-    python_sources,
-    read_texts,
-    split,
-    token_ids,
-)
+from hashtrain.data import corpus, texts
+from hashtrain.data.corpus import Document, contexts, held_out_sources, python_sources, read_texts, split, token_ids
+from hashtrain.data.shares import LEAST, room_for, shares
 from hashtrain.data.texts import long_lines, require_apart
 from hashtrain.usage import UsageError
+
+MIB = 1 << 20
 
 
 def letters(text, **kwargs):
@@ -28,21 +22,139 @@ def letters(text, **kwargs):
     return SimpleNamespace(input_ids=[ord(c) for c in text])
 
 
-def test_no_held_out_module_is_ever_trained_on():
-    validation, train = held_out_sources(), python_sources()
-    assert len(validation) >= 20
-    assert len(train) >= 300
-    names = {d.name for d in train}
-    assert not names & {*HELD_OUT, *HELD_OUT_TABLES}
-    texts = {d.text for d in train}
-    assert not any(d.text in texts for d in validation)
+@pytest.fixture
+def table(tmp_path):
+    """Return a function that writes rows to a file of that name, which the real loader reads."""
+    pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def written(name, rows):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return written
 
 
-def test_a_vendored_copy_of_a_held_out_module_counts_as_held_out():
-    document = held_out_sources()[0]
-    lines = set(long_lines(document.text))
-    assert _mostly_in("# another licence header above it all\n" + document.text, lines)
-    assert not _mostly_in(held_out_sources()[1].text, lines)
+# ---- Reading --------------------------------------------------------------------------------------------------------
+
+
+def test_only_texts_of_a_folder_are_read(tmp_path):
+    (tmp_path / "one.txt").write_text("one")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "two.md").write_text("two")
+    (tmp_path / "deep" / "picture.png").write_bytes(b"\xff\xfe")
+    (tmp_path / "notes.md").mkdir()
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "round.txt").symlink_to(tmp_path / "round.txt")
+    (tmp_path / "endless.txt").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.txt")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert [document.text for document in read_texts([tmp_path])] == ["two", "one"]
+    for name, kind in (("pipe.txt", "a pipe"), ("pipe.jsonl", "a pipe"), ("endless.txt", "a device")):
+        with pytest.raises(UsageError, match=f"{name} is {kind}, expected a regular file"):
+            read_texts([tmp_path / name])
+
+
+@pytest.mark.parametrize(("ending", "field"), [("jsonl", "text"), ("jsonl", "code"), ("parquet", "content")])
+def test_tables_give_a_document_a_row_as_far_as_they_are_needed(table, ending, field):
+    path = table(f"table.{ending}", [{"id": 1, field: "first\ntext"}, {"id": 2, field: ""}, {"id": 3, field: "third"}])
+    found = read_texts([path])
+    assert [d.text for d in found] == ["first\ntext", "third"]
+    assert found[1].name == f"table.{ending}, row 3"
+    assert [d.text for d in read_texts([path], at_most=1)] == ["first\ntext"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("blank.txt", b" \n\n", r"no text found in .*blank\.txt"),
+        ("empty.jsonl", b"", "is empty"),
+        ("latin.txt", b"caf\xe9", "not UTF-8 text: byte 3"),
+        ("picture.txt", b"\x89PNG\0\1", "is binary: expected UTF-8 text, got a zero byte at 4"),
+        ("broken.jsonl", b'{"text": "whole"}\n{"text": ', "cannot be read"),
+        ("other.jsonl", b'{"id": 1, "title": "x"}\n', "row 1: expected a string in the field text or content or code"),
+        ("numbers.jsonl", b'{"text": 1}\n', "expected a string in the field"),
+        ("broken.parquet", b"PAR1 and nothing else", "cannot be read"),
+    ],
+)
+def test_files_that_hold_no_text_are_one_sentence(tmp_path, table, name, content, message):
+    (tmp_path / "one.txt").write_text("one")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        read_texts([tmp_path / "one.txt", tmp_path / name])
+    assert "\n" not in str(raised.value)
+
+
+def test_texts_that_cannot_be_used_are_one_sentence(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no text found in .*empty: expected .* more than white space"):
+        read_texts([tmp_path / "empty"])
+    (tmp_path / "one.txt").write_text("one")
+    for twice in ([tmp_path / "one.txt"] * 2, [tmp_path / "empty" / ".." / "one.txt", tmp_path / "one.txt"]):
+        with pytest.raises(ValueError, match=r"one\.txt is given twice, by .*: name each text once"):
+            read_texts(twice)
+    with pytest.raises(ValueError, match="no text in the last fifth of one: expected more than white space"):
+        split([Document("one", "words" + " " * 100)])
+
+
+def test_hub_ids_are_streamed_by_the_real_loader(tmp_path, table, monkeypatch):
+    """The data set is a folder here, which `datasets` treats like a Hub id, without the download."""
+    monkeypatch.chdir(tmp_path)
+    table("owner/name/train.parquet", [{"body": "one"}, {"body": "two"}])
+    assert [d.text for d in read_texts([Path("hub:owner/name:train:body")])] == ["one", "two"]
+    remedy = r"cannot be read: .*; give a local \.jsonl or \.txt file to --text$"
+    for wrong, said in (
+        ("hub:owner/name:test:body", "the data set owner/name, split test cannot be read"),
+        ("hub:nobody/nothing", f"the data set nobody/nothing, split train {remedy}"),
+        ("hub:nobody/nothing/some.jsonl", f"hub:nobody/nothing/some.jsonl {remedy}"),
+        ("hub:pg19", "expected hub:OWNER/NAME"),
+        ("hub:a/b/c.txt", "expected a file ending in .jsonl"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_texts([Path(wrong)])
+    for wrong, hinted in (("owner/none", True), ("texts/one.txt", False), ("a/b/c", False), ("../x", False)):
+        with pytest.raises(ValueError, match="text file not found") as raised:
+            read_texts([Path(wrong)])
+        assert str(raised.value).endswith(f", or hub:{wrong} for the data set on the Hub") == hinted
+
+    def broken():
+        yield {"text": "one"}
+        raise ConnectionError("no route to the Hub")
+
+    monkeypatch.setattr(texts, "_stream", lambda *given, **how: broken())
+    with pytest.raises(ValueError, match=r"hub:owner/name cannot be read: no route.*; give a local \.jsonl or \.txt"):
+        read_texts([Path("hub:owner/name")])
+
+
+def test_what_fits_is_read_whole_and_the_rest_is_drawn(tmp_path):
+    files = [tmp_path / f"{n}.txt" for n in range(8)]
+    for file in files:
+        file.touch()
+        os.truncate(file, 3 * MIB)
+    assert shares(files, None) == shares(files, 24 * MIB) == dict.fromkeys(files)
+    few = shares(files, 4 * MIB, seed=1)
+    assert list(few.values()) == [LEAST] * 4
+    assert few == shares(files, 4 * MIB, seed=1) != shares(files, 4 * MIB, seed=2)
+    assert sum(shares(files, 16 * MIB).values()) == 16 * MIB
+    files[0].write_text("small")
+    assert shares(files, 16 * MIB)[files[0]] is None
+    assert (room_for(1), room_for(1 << 26)) == (64 * MIB, 8 << 26)
+
+
+def test_a_part_ends_before_a_character_that_it_cuts_and_each_path_gets_as_much_room(tmp_path):
+    for name, letter in (("one", "ä"), ("two", "x")):
+        (tmp_path / f"{name}.txt").write_text(letter * 4 * MIB, encoding="utf-8")
+    found = read_texts([tmp_path / "one.txt", tmp_path / "two.txt"], room=2 * MIB + 2)
+    assert [(d.corpus, set(d.text), len(d.text)) for d in found] == [(0, {"ä"}, MIB // 2), (1, {"x"}, MIB + 1)]
+
+
+# ---- Contexts -------------------------------------------------------------------------------------------------------
 
 
 def test_contexts_take_the_start_of_each_document_before_second_pieces():
@@ -51,24 +163,19 @@ def test_contexts_take_the_start_of_each_document_before_second_pieces():
     assert [chr(c[0]) for c in cut] == ["a", "b", "a"]
     assert all(c.shape == (10,) and c.dtype == torch.int64 for c in cut)
     assert len(contexts(documents, letters, 10, 2, seed=None)) == 2
+    with pytest.raises(ValueError, match=r"shorter than the context: expected at least 10 tokens.*got at most 5"):
+        contexts(documents[2:], letters, 10, 3)
 
 
-def test_only_files_of_a_folder_are_read(tmp_path):
-    (tmp_path / "one.txt").write_text("one")
-    (tmp_path / "notes.md").mkdir()
-    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "round.txt").symlink_to(tmp_path / "round.txt")
-    (tmp_path / "endless.txt").symlink_to("/dev/zero")
-    os.mkfifo(tmp_path / "pipe.txt")
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    assert [document.name for document in read_texts([tmp_path])] == ["one.txt"]
-    for name, kind in (("pipe.txt", "a pipe"), ("pipe.jsonl", "a pipe"), ("endless.txt", "a device")):
-        with pytest.raises(UsageError, match=f"{name} is {kind}, expected a regular file"):
-            read_texts([tmp_path / name])
+def test_corpora_give_contexts_in_turn():
+    documents = [Document("long", "a" * 4000, 0), *(Document(f"{n}", "b" * 300, 1) for n in range(3))]
+    found = "".join(chr(ids[0]) for ids in contexts(documents, letters, 128, 8))
+    assert sorted(found[:2]) == ["a", "b"]
+    assert found.count("a") == 3  # of eight, one as the first of its document and two in turn with the others
 
 
-@pytest.mark.parametrize(("unit", "parts"), [("word\n", 4), ("word ", 4), ("x", 4)])
-def test_a_long_text_is_tokenised_in_parts_and_only_as_far_as_needed(unit, parts, monkeypatch):
+@pytest.mark.parametrize("unit", ["word\n", "word ", "x"])
+def test_a_long_text_is_tokenised_in_parts_and_only_as_far_as_needed(unit, monkeypatch):
     monkeypatch.setattr(corpus, "_PART", 1024)
     text, seen = (unit * 4096)[: 3 * 1024 + 5], []
 
@@ -79,82 +186,40 @@ def test_a_long_text_is_tokenised_in_parts_and_only_as_far_as_needed(unit, parts
     ids = token_ids(text, counted)
     assert torch.equal(ids, torch.tensor([ord(letter) for letter in text]))
     assert "".join(seen) == text
-    assert max(map(len, seen)) <= 1024
-    assert len(seen) == parts
+    assert (len(seen), max(map(len, seen)) <= 1024) == (4, True)
     seen.clear()
     assert len(contexts([Document("long", text)], counted, 100, 3)) == 3
     assert len(seen) == 1
+    many = ["word " * 50, "", "x" * 200, "a line\n" * 30]
+    found = corpus._tokenised(many, counted, 10_000)
+    assert isinstance(seen[1], list), "they are tokenised together"
+    assert all(torch.equal(ids, token_ids(text, letters)) for ids, text in zip(found, many, strict=True))
 
 
-def test_texts_tokenised_together_have_the_tokens_of_each_alone(monkeypatch):
-    monkeypatch.setattr(corpus, "_PART", 64)
-    texts, lists = ["word " * 50, "", "x" * 200, "a line\n" * 30], []
-
-    def noted(text, **settings):
-        lists.append(isinstance(text, list))
-        return letters(text, **settings)
-
-    found = corpus._tokenised(texts, noted, 10_000)
-    assert lists == [True]
-    assert all(torch.equal(ids, token_ids(text, letters)) for ids, text in zip(found, texts, strict=True))
+# ---- Held-out text --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x0b", "\u2028"])
-def test_long_lines_are_those_of_a_text_or_the_sentences_of_one_line(end):
-    line, other = "a" * 31, "b" * 33
-    assert list(long_lines(f"{line}{end} {other} {end}short")) == [line, other]
-    assert list(long_lines(f"{line}. {other}. c{end}")) == [line, other]
+def test_no_held_out_module_is_ever_trained_on():
+    validation, train = held_out_sources(), python_sources()
+    assert len(validation) >= 20
+    assert len(train) >= 300
+    assert not {d.name for d in train} & {*corpus.HELD_OUT, *corpus.HELD_OUT_TABLES}
+    assert not {d.text for d in train} & {d.text for d in validation}
+    lines = set(long_lines(validation[0].text))
+    assert corpus._mostly_in("# another licence header above it all\n" + validation[0].text, lines)
+    assert not corpus._mostly_in(validation[1].text, lines)
 
 
-def test_text_shorter_than_the_context_is_refused():
-    with pytest.raises(ValueError, match=r"shorter than the context: expected at least 10 tokens.*got at most 5"):
-        contexts([Document("c", "c" * 5)], letters, 10, 3)
-
-
-def test_text_files_are_read_from_files_and_folders(tmp_path):
-    (tmp_path / "one.txt").write_text("one")
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "two.md").write_text("two")
-    (tmp_path / "deep" / "picture.png").write_bytes(b"\xff\xfe")
-    assert [d.text for d in read_texts([tmp_path])] == ["two", "one"]
-
-
-def test_text_that_cannot_be_used_is_one_sentence(tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match="not UTF-8 text: byte 3"):
-        read_texts([tmp_path / "latin.txt"])
-    with pytest.raises(ValueError, match="not found"):
-        read_texts([tmp_path / "none.txt"])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no text found in .*empty: expected .* more than white space"):
-        read_texts([tmp_path / "empty"])
-    (tmp_path / "one.txt").write_text("one")
-    (tmp_path / "spaces.txt").write_text(" \n" * 99)
-    with pytest.raises(ValueError, match=r"no text found in .*spaces\.txt"):
-        read_texts([tmp_path / "one.txt", tmp_path / "spaces.txt"])
-    for twice in ([tmp_path / "one.txt"] * 2, [tmp_path / "empty" / ".." / "one.txt", tmp_path / "one.txt"]):
-        with pytest.raises(ValueError, match=r"one\.txt is given twice, by .*: name each text once"):
-            read_texts(twice)
-    with pytest.raises(ValueError, match="no text in the last fifth of one: expected more than white space"):
-        split([Document("one", "words" + " " * 100)])
-
-
-@pytest.mark.parametrize(
-    "passage", ["The same sentence, over and over again. ", "A line, over and over again.\n", "ab "]
-)
-def test_a_text_that_repeats_itself_is_refused_by_what_it_is(passage):
-    train, held = split([Document("one", passage * 500)])
-    with pytest.raises(ValueError, match="the held-out part of one is also in what is trained on: it repeats itself"):
-        require_apart(train, held)
-
-
-def test_a_readers_text_is_split_without_overlap():
-    many = [Document(str(i), "x") for i in range(7)]
-    train, validation = split(many)
+def test_a_readers_text_is_split_without_overlap_and_refused_if_it_repeats_itself():
+    train, validation = split([Document(str(i), "x") for i in range(7)])
     assert not {d.name for d in train} & {d.name for d in validation}
     assert len(train) + len(validation) == 7
     (train,), (validation,) = split([Document("one", "0123456789")])
     assert train.text + validation.text == "0123456789"
+    for passage in ("The same sentence, over and over again. ", "A line, over and over again.\n", "ab "):
+        parts = split([Document("one", passage * 500)])
+        with pytest.raises(ValueError, match="held-out part of one is also in what is trained on: it repeats itself"):
+            require_apart(*parts)
 
 
 def test_training_text_that_holds_the_held_out_text_is_refused():

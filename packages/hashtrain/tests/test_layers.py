@@ -1,28 +1,28 @@
-"""The codes of each variant, and that training scores match the deployed ones."""
+"""The codes of each variant against their definitions, and that training scores match the deployed ones."""
 
 import copy
+import math
 
 import hashcore
 import pytest
 import torch
-from hashtrain.config import HasherConfig, ModelShape
+from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.config import SINK
 from hashtrain.layers import BY_VARIANT
+from hashtrain.layers.surrogate import digits
+from hashtrain.layers.transform import DISTORTIONS, MAX_DIGITS, allocate, moments, start
+from hashtrain_runs import Given
+from hypothesis import given
+from hypothesis import strategies as st
 
 SHAPE = ModelShape(num_layers=1, num_query_heads=6, num_kv_heads=2, head_dim=64)
-CASES = [
-    ("lsh", "rotation"),
-    ("linear", "rotation"),
-    ("paper", "random"),
-    ("paper", "gaussian"),
-    ("planes", "rotation"),
-    ("transform", "rotation"),
-]
+CASES = [("lsh", "rotation"), ("linear", "rotation"), ("planes", "rotation"), ("transform", "rotation")]
+CASES += [("paper", "random"), ("paper", "gaussian")]
 
 
 def make(variant, init="rotation", **changes):
-    return BY_VARIANT[variant](
-        HasherConfig(variant, SHAPE, init=init, **changes), torch.Generator().manual_seed(5)
-    ).requires_grad_(False)
+    config = HasherConfig(variant, SHAPE, init=init, **changes)
+    return BY_VARIANT[variant](config, torch.Generator().manual_seed(5)).requires_grad_(False)
 
 
 def qk(t=40, rows=7):
@@ -35,28 +35,12 @@ def scores(layer, q, k, per_query_head=False):
     return hashcore.score(planes, layer.encode_keys(k, per_query_head)[:, :, None], weights=weights)
 
 
-@pytest.mark.parametrize(("variant", "init"), CASES)
-def test_codes_have_the_documented_shapes(variant, init):
-    layer, (q, k) = make(variant, init), qk()
-    words = 4 * 3 if variant == "paper" else 4
-    assert layer.encode_keys(k).shape == (2, 2, 40, words)
-    planes, weights = layer.encode_queries(q)
-    assert planes.shape == (2, 2, 7, len(weights), words)
-    assert layer.encode_keys(k, per_query_head=True).shape == (2, 6, 40, 4)
-    assert layer.encode_queries(q, per_query_head=True)[0].shape[:3] == (2, 6, 7)
-
-
-@pytest.mark.parametrize(("variant", "init"), [c for c in CASES if c[0] not in ("planes", "transform")])
-def test_group_score_is_the_sum_of_its_query_heads_scores(variant, init):
-    layer, (q, k) = make(variant, init), qk()
-    alone = scores(layer, q, k, per_query_head=True)
-    torch.testing.assert_close(scores(layer, q, k), alone.unflatten(1, (2, 3)).sum(2, dtype=torch.int32))
-
-
-def test_linear_starts_as_lsh():
-    layer, (q, k) = make("linear"), qk()
-    assert torch.equal(scores(layer, q, k), scores(make("lsh"), q, k))
-    assert layer.rotation.shape == (2, 64, 128)
+@pytest.mark.parametrize("variant", ["lsh", "linear", "paper"])
+def test_group_score_is_the_sum_of_its_query_heads_scores_and_linear_starts_as_lsh(variant):
+    layer, (q, k) = make(variant, "random" if variant == "paper" else "rotation"), qk()
+    alone, found = scores(layer, q, k, per_query_head=True), scores(layer, q, k)
+    torch.testing.assert_close(found, alone.unflatten(1, (2, 3)).sum(2, dtype=torch.int32))
+    assert torch.equal(found, scores(make("lsh"), q, k)) == (variant != "paper")
 
 
 def test_paper_with_residuals_is_the_published_function():
@@ -69,15 +53,10 @@ def test_paper_with_residuals_is_the_published_function():
     torch.testing.assert_close(layer.values(q)[0, 4, 3], h @ layer.w2[4] + layer.b2[4, 0] + h, atol=1e-4, rtol=1e-4)
 
 
-def soft_scores(layer, q, k):
-    heads = 6 if layer.target_heads == "query" else 2
-    return layer.soft_queries(q) @ layer.soft_keys(k.repeat_interleave(heads // 2, 1)).transpose(-1, -2)
-
-
 def test_training_scores_of_planes_are_the_deployed_scores():
     layer, (q, k) = make("planes"), qk()
     deployed = (2 * scores(layer, q, k) - 128 * 7) / 7
-    torch.testing.assert_close(soft_scores(layer, q, k), deployed, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(layer.soft_queries(q) @ layer.soft_keys(k).mT, deployed, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("variant", "init"), CASES)
@@ -105,3 +84,123 @@ def test_matrices_that_float16_is_too_narrow_for_stay_as_they_are(number):
     before = copy.deepcopy(layer.state_dict())
     layer.round_matrices()
     assert all(torch.equal(x, before[name]) for name, x in layer.state_dict().items())
+
+
+SMALL = ModelShape(num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def transform(bits=64, **changes):
+    config = HasherConfig("transform", SMALL, bits=bits, planes=5, hidden=8, **changes)
+    return BY_VARIANT["transform"](config, torch.Generator().manual_seed(0)).requires_grad_(False)
+
+
+def captured(contexts=3, tokens=400):
+    """Normally distributed queries and keys, keys mostly in a few directions; reads like a capture."""
+    generator = torch.Generator().manual_seed(1)
+    mixed = torch.randn(2, 16, 16, generator=generator)
+    q = torch.randn(contexts, 4, tokens, 16, generator=generator)
+    k = torch.randn(contexts, 2, tokens, 16, generator=generator) * torch.linspace(3, 0.1, 16)
+    return Given(q, k @ mixed + 2, 0.25)
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12), st.integers(1, MAX_DIGITS), st.data())
+def test_no_digit_would_save_more_elsewhere(variances, most, data):
+    bits = data.draw(st.integers(0, MAX_DIGITS * len(variances)))
+    found = allocate(torch.tensor(variances, dtype=torch.float64), bits, most).long().tolist()
+    left = (1.0, *DISTORTIONS)
+    most = max(most, math.ceil(bits / len(variances)))
+    assert sum(found) == bits
+    assert max(found) <= most
+    given_up = [v * (left[n - 1] - left[n]) for v, n in zip(variances, found, strict=True) if n]
+    wanted = [v * (left[n] - left[n + 1]) for v, n in zip(variances, found, strict=True) if n < most]
+    assert min(given_up, default=math.inf) >= max(wanted, default=0) * (1 - 1e-9)
+
+
+def test_coordinates_are_uncorrelated_and_rebuild_the_inner_product():
+    data = captured()
+    found = moments(data.read(c, 0)[:2] for c in range(3))
+    made = start(found, 64, 16)
+    keys = data.k[:, :, SINK:].permute(1, 0, 2, 3).flatten(1, 2)  # the first tokens are always read
+    z = keys @ made.key + made.bias
+    centred = z - z.mean(1, keepdim=True)
+    covariance = centred.mT @ centred / z.shape[1]
+    off = covariance - torch.diag_embed(covariance.diagonal(dim1=1, dim2=2))
+    assert z.mean(1).abs().max() < 0.02
+    assert off.abs().max() < 0.03 * covariance.max()
+    used = made.digits > 0
+    queries = torch.randn(2, 50, 16)
+    exact = queries @ (keys - found.mean[:, None].float()).mT
+    rebuilt = (queries @ made.query) @ z.mT
+    assert used.sum() < 32  # some directions are too narrow for a digit
+    assert torch.corrcoef(torch.stack([exact.flatten(), rebuilt.flatten()]))[0, 1] > 0.999
+
+
+COORDINATE = torch.tensor([0, 0, 0, 1])
+POWER, LIMIT = torch.tensor([[[4.0, 2.0, 1.0, 1.0]]]), torch.tensor([[[7.0, 1.0]]])
+
+
+def test_digits_are_those_of_the_quantiser():
+    """One coordinate with three digits and one with one: levels are odd integers, clipped; NaN is the lowest."""
+    z = torch.tensor([-99.0, -6.1, -0.1, 0.0, 1.9, 2.0, 7.9, 99.0, torch.nan])[None, None, :, None].expand(1, 1, 9, 2)
+    found = digits(z, COORDINATE.expand(1, 1, 9, 4), POWER, LIMIT)[0, 0]
+    assert (found[:, :3] * POWER[0, 0, :3]).sum(-1).tolist() == [-7, -7, -1, 1, 1, 3, 7, 7, -7]
+    assert found[:, 3].tolist() == [-1, -1, -1, 1, 1, 1, 1, 1, -1]
+
+
+def test_the_slope_of_a_level_is_one_inside_and_none_where_it_clips():
+    z = torch.tensor([[[[0.3, 0.3], [7.9, 1.9], [8.1, 2.1]]]], requires_grad=True)
+    u = torch.tensor([0.5, -2.0])
+    (digits(z, COORDINATE.expand(1, 1, 3, 4), POWER, LIMIT) * (u[COORDINATE] * POWER[0, 0])).sum().backward()
+    assert z.grad is not None
+    torch.testing.assert_close(z.grad[0, 0], torch.stack([u, u, torch.zeros(2)]))
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_scores_are_inner_products_of_levels_and_quantised_weights(per_query_head):
+    layer, data = transform(), captured()
+    layer.start(data, 0)
+    q, k, _ = data.read(0, 0)
+    q = q[:, :, :9]
+    planes, weights = layer.encode_queries(q, per_query_head)
+    found = hashcore.score(planes, layer.encode_keys(k, per_query_head)[:, :, None], weights=weights)
+    laid = layer.layout()
+    z = layer.key(k)
+    level = (2 * (z / 2).floor() + 1).maximum(-laid.limit[:, None]).minimum(laid.limit[:, None])
+    group = (level + laid.limit[:, None]) / 2
+    spread = laid.coordinate[None, :, None].expand(1, 2, k.shape[2], -1)
+    bits = (group.gather(-1, spread).long() // laid.power[:, None].long()) % 2
+    levels, _ = hashcore.quantise(layer.query_weight(q, per_query_head), 5)
+    signs = bits.repeat_interleave(2 if per_query_head else 1, 1) * 2 - 1
+    torch.testing.assert_close(found.float(), (levels.float() @ signs.float().mT + 64 * 31) / 2)
+
+
+def test_training_scores_are_the_deployed_scores():
+    layer, data = transform(), captured()
+    layer.start(data, 0)
+    q, k, _ = data.read(0, 0)
+    _, scale = hashcore.quantise(layer.query_weight(q), 5)
+    deployed = (2 * layer.scores(q, k).float() - 64 * 31) * scale
+    torch.testing.assert_close(layer.soft_queries(q) @ layer.soft_keys(k).mT, deployed, atol=1e-3, rtol=1e-5)
+
+
+def test_a_layout_goes_where_its_layer_goes_and_survives_inference_mode():
+    layer = transform()
+    with torch.inference_mode():
+        copied = copy.deepcopy(layer)
+        codes = layer.encode_keys(torch.ones(1, 2, 3, 16))
+        assert torch.equal(copied.encode_keys(torch.ones(1, 2, 3, 16)), codes)
+    layer.requires_grad_(True)
+    layer.soft_keys(torch.ones(1, 2, 3, 16)).sum().backward()  # codes made in inference mode can be trained
+    assert {x.device.type for x in transform().to("meta").layout()} == {"meta"}
+    compiled = torch.compile(layer.requires_grad_(False).encode_keys, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.ones(1, 2, 3, 16)), codes)
+
+
+def test_impossible_digits_of_a_file_are_refused(tmp_path):
+    for value in (-1.0, 9.0, 3.5, 5.0):
+        hasher = Hasher(HasherConfig("transform", SMALL, bits=64, hidden=8))
+        hasher.layer(0).digits[1, 3] = value
+        hasher.save_pretrained(tmp_path)
+        words = r"invalid values: the digits of a head must be integers from 0 to 8"
+        with pytest.raises(ValueError, match=words):
+            Hasher.from_pretrained(tmp_path)

@@ -1,16 +1,19 @@
-"""Targets, sampled pairs, surrogates and the ranking loss, against closed forms."""
+"""Targets, sampled pairs, surrogates and losses against closed forms, and `paper-exact` against the paper's formula."""
 
 import math
+from dataclasses import replace
 
 import hashcore
 import pytest
 import torch
-from hashtrain.config import HasherConfig, ModelShape
+from hashtrain import HasherConfig, ModelShape, TrainConfig
+from hashtrain.hasher import make_layer
 from hashtrain.layers import BY_VARIANT
 from hashtrain.layers.surrogate import quantised, signs
 from hashtrain.training.loss import ranking_loss, reconstruction_loss
 from hashtrain.training.target import attention, largest, sample_pairs, top_count
-from hashtrain.training.trainer import pair_scores
+from hashtrain.training.trainer import Training, pair_scores
+from hashtrain_runs import Given
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,19 +35,16 @@ def test_reconstruction_is_the_share_of_variance_that_no_line_explains():
     assert reconstruction_loss(line, logits, valid).item() == pytest.approx(0, abs=1e-6)
 
 
-def test_straight_through_sign_goes_forward_as_packed_bits_and_back_with_softsigns_slope():
+def test_surrogates_go_forward_as_what_is_deployed_and_back_with_their_slopes():
     x = torch.tensor([-2.0, -0.0, 0.0, 3.0], requires_grad=True)
     y = signs(x)
     y.backward(torch.ones(4))
     padded = torch.nn.functional.pad(x.detach(), (0, 28))
     assert torch.equal(y > 0, hashcore.unpack(hashcore.pack(padded))[:4])
     torch.testing.assert_close(x.grad, 1 / (1 + x.detach().abs()) ** 2)
-
-
-def test_quantised_has_no_slope_where_it_clips():
     w = torch.tensor([[0.1, -0.3, 1.0]], requires_grad=True)  # the bound is 0.8 of the largest
     quantised(w, 3)[0].sum().backward()
-    torch.testing.assert_close(w.grad, torch.tensor([[1.0, 1.0, 0.0]]))
+    torch.testing.assert_close(w.grad, torch.tensor([[1.0, 1.0, 0.0]]))  # no slope where it clips
 
 
 @given(st.integers(0, 10_000), st.integers(1, 1000), st.integers(1, 30))
@@ -113,13 +113,10 @@ def test_pair_scores_are_those_of_all_keys_at_the_sampled_places(variant):
     torch.testing.assert_close(rest, every[..., pairs.rest], atol=1e-3, rtol=1e-4)
 
 
+@settings(deadline=None, max_examples=60)
 @given(
-    rows=st.integers(1, 3),
-    tops=st.integers(1, 20),
-    rests=st.integers(1, 40),
-    spread=st.sampled_from([0.0, 1.0, 30.0, 400.0, 5000.0]),
-    beta=st.sampled_from([0.125, 1.0, 2.0]),
-    seed=st.integers(0, 1 << 30),
+    *(st.integers(1, 3), st.integers(1, 20), st.integers(1, 40)),
+    *(st.sampled_from([0.0, 1.0, 30.0, 400.0, 5000.0]), st.sampled_from([0.125, 1.0, 2.0]), st.integers(0, 1 << 30)),
 )
 def test_the_kernel_of_the_loss_equals_autograd_in_float64(rows, tops, rests, spread, beta, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -135,3 +132,86 @@ def test_the_kernel_of_the_loss_equals_autograd_in_float64(rows, tops, rests, sp
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     for ours, expected in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.grad.double(), expected.grad, rtol=1e-5, atol=1e-7)
+
+
+SHAPE = ModelShape(1, 4, 2, 16)
+T, FRACTION = 100, 0.05
+PAPER = TrainConfig(fraction=FRACTION, of="length", sink=0, recent=0, min_position=0, steps=1, max_top=4, max_rest=30)
+
+
+def drawn():
+    """Random queries and keys, far enough apart for different scores."""
+    draw = torch.Generator().manual_seed(1)
+    q = 2 * torch.randn(1, 4, T, 16, generator=draw)
+    return Given(q, torch.randn(1, 2, T, 16, generator=draw), 0.25)
+
+
+def layer_of():
+    config = HasherConfig("paper", SHAPE, bits=32, hidden=128, init="gaussian")
+    layer = make_layer(config, 0, seed=3)
+    for parameter in layer.parameters():
+        parameter.data *= 100  # so that codes differ, as after the first steps of training
+    return layer
+
+
+def papers_loss(mlp, q, k, positions, top, rest, gamma, alpha, beta):
+    """The paper's section 3.3 for one head, independent of our code: the loss of the pairs (top[r], rest).
+
+    mlp: W1 [D, 128], b1 [128], W2 [128, bits]; q [R, D]; k [T, D]; top: token numbers [R][A]; rest: [C].
+    """
+    w1, b1, w2 = mlp
+
+    def code(x):
+        z = x @ w1 + b1
+        y = (z * torch.sigmoid(z)) @ w2
+        return gamma * y / (1 + gamma * y.abs())
+
+    k_of_row = math.floor(T * FRACTION)  # of the full length, for every row
+    losses = []
+    for r, position in enumerate(positions.tolist()):
+        order = (q[r] @ k[: position + 1].T).argsort(descending=True).tolist()
+        target = set(order[:k_of_row])
+        estimated = code(q[r]) @ code(k).T
+        assert set(top[r]) <= target
+        pairs = [(i, j) for i in top[r] for j in rest if j <= position and j not in target]
+        losses += [-torch.sigmoid(beta * (estimated[i] - estimated[j]) - alpha).log() for i, j in pairs]
+    return losses
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(3.0, 1.0), (0.5, 0.25)])
+def test_a_training_step_is_the_papers_formula(alpha, beta):
+    layer, config = layer_of(), replace(PAPER, alpha=alpha, beta=beta)
+    training = Training(layer, 0, drawn(), config)
+    pairs_of, used = training._pairs, []
+    training._pairs = lambda *args: used.append(pairs_of(*args)) or used[-1]
+    (q, k, scaling), at = training.data.read(0, 0), torch.tensor([0, 2, 9, 40, 77, 99])
+    got = training._gradients(q[:, :, at], k, at, scaling)
+    gradients = [p.grad.clone() for p in (layer.w1, layer.b1, layer.w2)]
+    (pairs,) = used
+    losses = []
+    for head in range(4):
+        mlp = layer.w1[head], layer.b1[head, 0], layer.w2[head]
+        told = pairs.top[0, head].tolist(), pairs.rest.tolist()
+        losses += papers_loss(mlp, q[0, head, at], k[0, head // 2], at, *told, 64.0, alpha, beta)
+    wanted = torch.stack(losses).mean()
+    torch.testing.assert_close(got, wanted.detach(), rtol=1e-5, atol=1e-5)
+    expected = torch.autograd.grad(wanted, [layer.w1, layer.b1, layer.w2])
+    assert max(g.abs().max().item() for g in expected) > 1e-3, "an empty comparison"
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_see_no_more_than_the_target_have_no_pair():
+    at = torch.tensor([0, 3, 4, 5, 60])
+    q, k, scaling = drawn().read(0, 0)
+    p = attention(q[:, :, at], k, at, scaling, "query")
+    pairs = sample_pairs(p.clone(), at, FRACTION, 50, 500, torch.Generator().manual_seed(0), "length", (0, 0))
+    assert pairs.valid.flatten(0, 1).any(-1).any(0).tolist() == [False, False, False, True, True]
+    assert (pairs.top <= at[:, None]).all()  # only visible tokens
+
+
+def test_the_gaussian_start_is_normal():
+    layer = make_layer(HasherConfig("paper", ModelShape(1, 8, 8, 64), hidden=128, init="gaussian"), 0)
+    for tensor in (layer.w1, layer.b1, layer.w2):
+        assert tensor.std().item() == pytest.approx(1e-3, rel=0.06)
+        assert tensor.mean().abs().item() < 2e-4

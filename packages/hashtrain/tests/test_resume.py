@@ -1,14 +1,25 @@
-"""A run that is killed at any time resumes, and ends with the same bits as an uninterrupted one."""
+"""A run that is killed resumes with the same bits, and so does one whose captures are made in waves."""
 
 import contextlib
+import json
 import multiprocessing
 import random
 import time
 
 import pytest
+import torch
+from hashtrain import Hasher, ModelShape
 from hashtrain.cli import main
+from hashtrain.data import captured
+from hashtrain.data.capture import capture_one, context_bytes
+from hashtrain.data.captured import Capture
+from hashtrain.evaluation import remainder
+from hashtrain.layers import transform
+from hashtrain.run import pipeline, waves
+from hashtrain.run import prepare as prepare_module
 from hashtrain.run.workfolder import locked
-from hashtrain_runs import model_and_text, stored
+from hashtrain.training import choose
+from hashtrain_runs import command, model_and_text, stored
 from worker_jobs import command_line
 
 
@@ -17,7 +28,7 @@ def arguments(tmp_path_factory, tiny_config):
     """The arguments of a training of a few seconds, without --out."""
     root = tmp_path_factory.mktemp("resume")
     named = model_and_text(root, tiny_config(vocab_size=4096), 3000)
-    sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps 40 --dense-layers 1 --workers 1"
+    sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps 20 --dense-layers 1 --workers 1"
     only = "--only planes --bits 32 --checkpoint-seconds 0.05"
     return [*named, *f"{sizes} {only}".split()]
 
@@ -55,7 +66,7 @@ def checkpoint_since(moment, out):
     ],
 )
 def test_kills_in_training_and_before_change_no_bit(arguments, only, steps, anywhere, kills, tmp_path):
-    """Kills at any moment, then kills in training. A run in waves, cut off in its own process: test_waves.py."""
+    """Kills at any moment, then kills in training."""
     given = [*arguments[:-6], *f"--steps {steps} --only {only} --checkpoint-seconds 0".split()]
     began = time.monotonic()
     assert main([*given, "--out", str(tmp_path / "whole")]) == 0
@@ -93,24 +104,22 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     assert stored(out) == uninterrupted
 
 
-@pytest.mark.slow
-def test_files_of_other_settings_are_not_reused(arguments, uninterrupted, tmp_path, monkeypatch):
-    out = tmp_path / "run"
+@pytest.mark.parametrize("moment", ["make", pytest.param("card", marks=pytest.mark.slow)])
+def test_captures_cut_short_and_layers_of_other_settings_are_made_anew(
+    arguments, uninterrupted, tmp_path, monkeypatch, moment
+):
+    def fail(*args):
+        raise OSError("the power went")
+
+    out, more = tmp_path / "run", ["--seed", "1"] if moment == "card" else []
     with monkeypatch.context() as patch:
-        patch.setattr("hashtrain.run.pipeline.card", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
-        assert main([*arguments, "--out", str(out), "--seed", "1"]) == 2
+        patch.setattr(f"hashtrain.run.pipeline.{moment}", fail)
+        assert main([*arguments, "--out", str(out), *more]) == 2
+    if moment == "card":
         assert list((out / ".work" / "layers").iterdir())
-    assert main([*arguments, "--out", str(out)]) == 0
-    assert stored(out) == uninterrupted
-
-
-def test_a_capture_that_was_cut_off_is_made_anew(arguments, uninterrupted, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr("hashtrain.run.pipeline.make", lambda *args: (_ for _ in ()).throw(OSError("the power went")))
-        assert main([*arguments, "--out", str(out)]) == 2
-    victim = out / ".work" / "train" / "00001.safetensors"
-    victim.write_bytes(victim.read_bytes()[:-1])
+    else:
+        victim = out / ".work" / "train" / "00001.safetensors"
+        victim.write_bytes(victim.read_bytes()[:-1])
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted
 
@@ -132,3 +141,96 @@ def test_half_written_files_of_killed_runs_are_swept_away(tmp_path):
     with locked(tmp_path):
         assert not any((tmp_path / name).parent.exists() for name in ours)
         assert all((tmp_path / name).exists() for name in theirs)
+
+
+SHAPE = ModelShape(2, 4, 2, 32)
+READERS = [(remainder, "MAX_CONTEXTS"), (transform, "CONTEXTS"), (choose, "CONTEXTS")]
+"""How many first contexts each part of a run reads whole."""
+
+
+@pytest.fixture
+def one_whole(monkeypatch):
+    """Runs store only their first context whole, no start, choice or calibration reads another one, and contexts of 512
+    tokens keep every eighth query."""
+    for module, name in ((prepare_module, "MAX_CONTEXTS"), *READERS):
+        monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(captured, "FEW", 60)
+
+
+def test_what_is_read_whole_is_stored_whole():
+    assert max(getattr(*of) for of in READERS) <= prepare_module.MAX_CONTEXTS
+
+
+def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(captured, "FEW", 50)
+    ids = torch.randint(0, 97, (512,), generator=torch.Generator().manual_seed(1))  # the first context of `data`
+    few = Capture(tmp_path, 1)
+    capture_one(model, ids, few.file(0), whole=False)
+    rows = torch.tensor([510, 30, 510])
+    assert (few.stride(0), data.stride(0)) == (10, 1)
+    assert torch.equal(few.queries(0, 0, rows), data.queries(0, 0, rows))
+    assert torch.equal(data.queries(0, 0, rows), data.read(0, 0)[0][:, :, rows])
+    assert torch.equal(few.keys(0, 1)[0], data.keys(0, 1)[0])
+    for asked in (torch.tensor([3]), None):
+        with pytest.raises(ValueError, match=r"holds the queries of every 10th row alone; .*capture again"):
+            few.queries(0, 0, asked)
+    with pytest.raises(ValueError, match="damaged"):
+        few.values(0, 0)
+    size = few.file(0).stat().st_size
+    assert 0 < size - context_bytes(SHAPE, 512, torch.bfloat16, whole=False) < 4096  # the header
+
+
+def test_hashers_are_the_same_bits_in_waves(folder, tmp_path, monkeypatch, capsys, one_whole):
+    """Four contexts, six steps: the disk that is given has room for the first context and one other."""
+    words = ["--contexts", "4", "--steps", "6", "--rows", "32", "--only", "planes", "transform"]
+
+    def told(*more):
+        capsys.readouterr()
+        assert main(command(folder, tmp_path / "dry", *words, *more, "--dry-run")) == 0
+        return json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
+
+    original, sizes = pipeline.run_jobs, []
+    other = context_bytes(SHAPE, 512, torch.bfloat16, whole=False)
+    always = 2 * context_bytes(SHAPE, 512, torch.bfloat16)
+    room = f"{(always + 1.5 * other) / 1e9:.9f}"
+    assert [told(*more)[what] for more in ((), ("--disk", room)) for what in ("disk", "waves")] == [
+        *(always + 3 * other, 1),
+        *(always + other, 6),
+    ]
+
+    def noted(*given):
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / "waves").glob(".work/[th]*/*.safetensors")))
+        return original(*given)
+
+    monkeypatch.setattr(pipeline, "run_jobs", noted)
+    for name, more in (("all", ()), ("waves", ("--disk", room))):
+        assert main(command(folder, tmp_path / name, *words, *more)) == 0
+    assert stored(tmp_path / "all") == stored(tmp_path / "waves")
+    assert max(sizes) < always + other + 4 * 4096  # headers
+
+
+def test_a_run_in_waves_goes_on_in_the_wave_where_it_was_stopped(folder, tmp_path, monkeypatch, one_whole):
+    """Seven captures before, and as many as are left after."""
+    words = ["--only", "planes", "--contexts", "4", "--steps", "6", "--checkpoint-seconds", "100"]
+    assert main(command(folder, tmp_path / "whole", *words)) == 0
+    whole = Hasher.from_pretrained(tmp_path / "whole" / "planes").state_dict()
+    other = context_bytes(SHAPE, 512, torch.bfloat16, whole=False)
+    words += ["--disk", f"{(2 * context_bytes(SHAPE, 512, torch.bfloat16) + 1.5 * other) / 1e9:.9f}"]
+    original = waves.capture_one
+    for moment in (1, 4):
+        made = []
+
+        def dies(model, ids, path, *more, made=made, moment=moment, **how):
+            made.append(path.name)
+            if len(made) == 2 + moment:
+                raise OSError("the power went")
+            return original(model, ids, path, *more, **how)
+
+        monkeypatch.setattr(waves, "capture_one", dies)
+        out = tmp_path / str(moment)
+        assert [main(command(folder, out, *words)) for _ in range(2)] == [2, 0]
+        numbers = [int(name[:5]) for name in made[2:]]  # after the first context and the held-out one
+        wanted = [1, 2, 3, 1]  # steps 1, 2, 3, 5; context 0 is always there
+        assert numbers == [*wanted[:moment], *wanted[moment - 1 :]]
+        cut = Hasher.from_pretrained(out / "planes").state_dict()
+        assert all(torch.equal(whole[name], cut[name]) for name in whole)

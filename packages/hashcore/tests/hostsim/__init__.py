@@ -47,8 +47,7 @@ class Simulator:
 
     Args:
         source: from hashcore.cuda.source.read_source; a test may modify it first.
-        kernels: names of its extern "C" kernels.
-        macros: definitions, as for NVRTC's -D.
+        kernels: names of its extern "C" kernels; macros: definitions, as for NVRTC's -D.
     Raises: RuntimeError without g++, or with its message if compilation fails.
     """
 
@@ -57,15 +56,9 @@ class Simulator:
         self._library.hostsim_launch.restype = ctypes.c_char_p
 
     def launch(
-        self,
-        kernel: str,
-        grid: Sequence[int],
-        block: Sequence[int],
-        arguments: Sequence[Any],
-        *,
-        order: int = 0,
+        self, kernel: str, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], *, order: int = 0,
         resident: int = 3,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run one grid to its end.
 
         Args:
@@ -78,13 +71,8 @@ class Simulator:
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         sizes = [(ctypes.c_uint * 3)(*(*size, 1, 1)[:3]) for size in (grid, block)]
-        error = self._library.hostsim_launch(
-            kernel.encode(),
-            *sizes,
-            pointers,
-            ctypes.c_int(order),
-            ctypes.c_uint(resident),
-        )
+        how = ctypes.c_int(order), ctypes.c_uint(resident)
+        error = self._library.hostsim_launch(kernel.encode(), *sizes, pointers, *how)
         if error is not None:
             raise SimulationError(f"{kernel}: {error.decode(errors='replace')}")
 

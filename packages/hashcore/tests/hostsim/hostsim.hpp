@@ -14,6 +14,7 @@
 #pragma once
 
 #include <link.h>
+#include <bit>
 #include <csetjmp>
 #include <csignal>
 #include <cmath>
@@ -22,6 +23,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <source_location>
 #include <sys/mman.h>
 #include <type_traits>
@@ -38,24 +40,12 @@
 // conclude from setjmp's declaration that no other fiber writes the variable.)
 #define __shared__ static thread_local __attribute__((used))
 
-struct uint3 {
-  unsigned x, y, z;
-};
-struct dim3 {
-  unsigned x = 1, y = 1, z = 1;
-};
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
+struct uint3 { unsigned x, y, z; };
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 
 namespace hostsim {
 
@@ -64,8 +54,7 @@ using Entry = void (*)(void** arguments);
 
 constexpr unsigned MAX_THREADS = 1024, MAX_RESIDENT = 8, MAX_WARPS = MAX_THREADS / 32, MEETINGS = 64;
 constexpr size_t STACK = 64 * 1024;
-constexpr uint64_t CANARY =
-    0x9E3779B97F4A7C15;  // at the far end of each stack; guard pages would need too many mappings
+constexpr uint64_t CANARY = 0x9E3779B97F4A7C15;  // at each stack's far end; guard pages would be too many mappings
 constexpr unsigned char POISON = 0xA5;
 
 // A warp operation in progress: the lanes of one mask, at one place in the code.
@@ -96,8 +85,7 @@ struct Block {
   Fiber fibers[MAX_THREADS];
   Meeting meetings[MAX_WARPS][MEETINGS];
   unsigned waiting = 0, ended = 0;
-  int votes[2] = {0, 0};  // votes of the barrier in progress
-  int verdict = 0;
+  bool vote = false, verdict = false;  // of the barrier in progress, and of the last one
   char* shared = nullptr;
 };
 
@@ -118,10 +106,7 @@ inline jmp_buf scheduler;
 inline sigjmp_buf failure;
 inline char message[512];
 
-struct Kernel {
-  const char* name;
-  Entry entry;
-};
+struct Kernel { const char* name; Entry entry; };
 inline Kernel kernels[64];
 inline unsigned kernel_count = 0;
 
@@ -130,31 +115,8 @@ inline uint64_t draw() {
   return launch.random;
 }
 
-[[noreturn]] void fail(const char* format, ...);
-
 inline char* shared_begin = nullptr;
 inline size_t shared_size = 0;
-
-// Finds this library's thread-local storage: all __shared__ variables, and one byte of ours so that it always exists.
-inline void find_shared() {
-  static thread_local volatile char anchor;
-  anchor = 0;
-  dl_iterate_phdr(
-      [](dl_phdr_info* library, size_t, void* inside) {
-        bool ours = false;
-        size_t size = 0;
-        for (int i = 0; i < library->dlpi_phnum; i++) {
-          const auto& part = library->dlpi_phdr[i];
-          const uintptr_t start = library->dlpi_addr + part.p_vaddr, at = reinterpret_cast<uintptr_t>(inside);
-          if (part.p_type == PT_LOAD && at >= start && at < start + part.p_memsz) ours = true;
-          if (part.p_type == PT_TLS) size = part.p_memsz;
-        }
-        if (ours) shared_begin = static_cast<char*>(library->dlpi_tls_data), shared_size = size;
-        return int(ours);
-      },
-      reinterpret_cast<void*>(&find_shared));
-  if (!shared_begin) fail("the library's thread-local storage was not found");
-}
 
 [[noreturn]] inline void fail(const char* format, ...) {
   va_list list;
@@ -165,6 +127,26 @@ inline void find_shared() {
     snprintf(message + used, sizeof message - used, "; block (%u, %u, %u), thread (%u, %u, %u)", block->index.x,
              block->index.y, block->index.z, self->thread.x, self->thread.y, self->thread.z);
   siglongjmp(failure, 1);
+}
+
+// Finds this library's thread-local storage: all __shared__ variables, and one byte of ours so that it always exists.
+inline void find_shared() {
+  static thread_local volatile char anchor;
+  anchor = 0;
+  const auto look = [](dl_phdr_info* library, size_t, void* inside) {
+    bool ours = false;
+    size_t size = 0;
+    for (int i = 0; i < library->dlpi_phnum; i++) {
+      const auto& part = library->dlpi_phdr[i];
+      const uintptr_t start = library->dlpi_addr + part.p_vaddr, at = reinterpret_cast<uintptr_t>(inside);
+      ours |= part.p_type == PT_LOAD && at >= start && at < start + part.p_memsz;
+      if (part.p_type == PT_TLS) size = part.p_memsz;
+    }
+    if (ours) shared_begin = static_cast<char*>(library->dlpi_tls_data), shared_size = size;
+    return int(ours);
+  };
+  dl_iterate_phdr(look, reinterpret_cast<void*>(&find_shared));
+  if (!shared_begin) fail("the library's thread-local storage was not found");
 }
 
 inline void on_signal(int number, siginfo_t* info, void*) {
@@ -219,20 +201,20 @@ inline bool same(const Place& a, const Place& b) {
 
 // ---- Barriers ------------------------------------------------------------------------------------------------------
 
-inline int barrier(bool vote, Place place, int (*judge)(int yes, int threads)) {
+// Returns whether any thread of the block votes.
+inline bool barrier(bool vote, Place place) {
   const unsigned threads = launch.dim.x * launch.dim.y * launch.dim.z;
   if (block->ended) fail("__syncthreads at line %u after %u threads of the block ended", place.line(), block->ended);
   for (unsigned t = 0; block->waiting && t < threads; t++)
     if (block->fibers[t].state == State::barrier && !same(block->fibers[t].place, place))
       fail("threads wait at different barriers, lines %u and %u", block->fibers[t].place.line(), place.line());
   self->place = place;
-  block->votes[0] += vote;
+  block->vote |= vote;
   if (++block->waiting < threads) {
     wait_while(State::barrier);
     return block->verdict;
   }
-  block->verdict = judge(block->votes[0], int(threads));
-  block->waiting = 0, block->votes[0] = 0;
+  block->verdict = block->vote, block->vote = false, block->waiting = 0;
   for (unsigned t = 0; t < threads; t++)
     if (block->fibers[t].state == State::barrier) block->fibers[t].state = State::runnable;
   return block->verdict;
@@ -294,7 +276,7 @@ T shuffle(unsigned mask, T value, int source, Place place) {
 
 inline void begin(Block& b, uint64_t index) {
   const dim3 &g = launch.grid, &d = launch.dim;
-  b.live = true, b.waiting = b.ended = 0, b.votes[0] = 0;
+  b.live = true, b.vote = false, b.waiting = b.ended = 0;
   b.index = {unsigned(index % g.x), unsigned(index / g.x % g.y), unsigned(index / g.x / g.y)};
   memset(b.shared, POISON, shared_size);
   for (auto& warp : b.meetings)
@@ -329,19 +311,16 @@ inline void sweep(unsigned slot) {
   memcpy(b.shared, shared_begin, shared_size);
   if (b.ended == threads) b.live = false;
   if (progress || runnable || !b.live) return;
-  for (unsigned t = 0; t < threads; t++) {
-    self = &b.fibers[t];
-    if (self->state == State::warp)
-      fail("deadlock: lanes %08x of mask %08x wait at line %u for lanes that do not come", self->meeting->arrived,
-           self->meeting->mask, self->place.line());
-  }
-  for (unsigned t = 0; t < threads; t++) {
-    self = &b.fibers[t];
-    if (self->state == State::barrier)
+  for (State waits : {State::warp, State::barrier})  // what waits for a warp is the cause
+    for (unsigned t = 0; t < threads; t++) {
+      self = &b.fibers[t];
+      if (self->state != waits) continue;
+      if (waits == State::warp)
+        fail("deadlock: lanes %08x of mask %08x wait at line %u for lanes that do not come", self->meeting->arrived,
+             self->meeting->mask, self->place.line());
       fail("deadlock: %u of %u threads wait at __syncthreads, line %u; %u have ended", b.waiting, threads,
            self->place.line(), b.ended);
-  }
-  fail("deadlock");
+    }
 }
 
 // The next block to start; in random order, one of the next few.
@@ -396,13 +375,11 @@ inline void abandon() {
       for (Fiber& f : b->fibers) f.started = false, f.state = State::ended;
 }
 
-template <class... A, size_t... I>
-void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
-  kernel(*static_cast<std::remove_cv_t<A>*>(arguments[I])...);
-}
 template <class... A>
 void call(void (*kernel)(A...), void** arguments) {
-  call(kernel, arguments, std::index_sequence_for<A...>{});
+  [&]<size_t... I>(std::index_sequence<I...>) {
+    kernel(*static_cast<std::remove_cv_t<A>*>(arguments[I])...);
+  }(std::index_sequence_for<A...>{});
 }
 inline bool add(const char* name, Entry entry) {
   kernels[kernel_count++] = {name, entry};
@@ -416,23 +393,18 @@ inline bool add(const char* name, Entry entry) {
 
 // arguments[i] points to argument i, as for cuLaunchKernel. Returns null, or an error message.
 extern "C" __attribute__((visibility("default"))) inline const char* __attribute__((used)) hostsim_launch(
-    const char* name, const unsigned* grid, const unsigned* dim, void** arguments, int order,
-    unsigned resident) {
+    const char* name, const unsigned* grid, const unsigned* dim, void** arguments, int order, unsigned resident) {
   using namespace hostsim;
-  const Kernel* kernel = nullptr;
+  Entry kernel = nullptr;
   for (unsigned i = 0; i < kernel_count; i++)
-    if (!strcmp(kernels[i].name, name)) kernel = &kernels[i];
+    if (!strcmp(kernels[i].name, name)) kernel = kernels[i].entry;
   const uint64_t threads = uint64_t(dim[0]) * dim[1] * dim[2];
   if (!kernel) return "no kernel of that name";
   if (!threads || threads > MAX_THREADS) return "a block has 1 to 1024 threads";
   if (!resident || resident > MAX_RESIDENT) return "1 to 8 blocks can be in flight";
   if (!(uint64_t(grid[0]) * grid[1] * grid[2])) return "an empty grid";
-  launch = {{grid[0], grid[1], grid[2]},
-            {dim[0], dim[1], dim[2]},
-            arguments,
-            kernel->entry,
-            order,
-            uint64_t(order) * 0x9E3779B97F4A7C15ull + 1};
+  const uint64_t seed = uint64_t(order) * 0x9E3779B97F4A7C15ull + 1;
+  launch = {{grid[0], grid[1], grid[2]}, {dim[0], dim[1], dim[2]}, arguments, kernel, order, seed};
   static char alternate[64 * 1024];
   const int numbers[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE};
   struct sigaction ours = {}, before[5];
@@ -465,16 +437,8 @@ extern "C" __attribute__((visibility("default"))) inline const char* __attribute
 #define gridDim (hostsim::launch.grid)
 #define HOSTSIM_HERE hostsim::Place here = hostsim::Place::current()
 
-inline void __syncthreads(HOSTSIM_HERE) {
-  hostsim::barrier(false, here, [](int, int) { return 0; });
-}
-inline int __syncthreads_or(int x, HOSTSIM_HERE) {
-  return hostsim::barrier(x, here, [](int y, int) { return int(y > 0); });
-}
-inline int __syncthreads_count(int x, HOSTSIM_HERE) {
-  return hostsim::barrier(x, here, [](int y, int) { return y; });
-}
-
+inline void __syncthreads(HOSTSIM_HERE) { hostsim::barrier(false, here); }
+inline int __syncthreads_or(int x, HOSTSIM_HERE) { return hostsim::barrier(x, here); }
 inline void __syncwarp(unsigned mask = ~0u, HOSTSIM_HERE) {
   hostsim::meet(mask, 0, here, [](const uint64_t*, unsigned, unsigned) { return 0; });
 }
@@ -486,78 +450,38 @@ inline unsigned __ballot_sync(unsigned mask, int x, HOSTSIM_HERE) {
     return r;
   });
 }
-inline unsigned __reduce_add_sync(unsigned mask, unsigned x, HOSTSIM_HERE) {
-  return hostsim::meet(mask, x, here, [](const uint64_t* v, unsigned m, unsigned) {
-    unsigned r = 0;
-    for (unsigned l = 0; l < 32; l++)
-      if (m >> l & 1) r += unsigned(v[l]);
-    return r;
-  });
+template <class T>
+T __shfl_sync(unsigned mask, T x, int source, HOSTSIM_HERE) {
+  return hostsim::shuffle(mask, x, source & 31, here);
 }
 template <class T>
-T __shfl_sync(unsigned mask, T x, int source, int width = 32, HOSTSIM_HERE) {
-  const int lane = int(hostsim::self->lane);
-  return hostsim::shuffle(mask, x, (lane & ~(width - 1)) | (source & (width - 1)), here);
+T __shfl_xor_sync(unsigned mask, T x, int bits, HOSTSIM_HERE) {
+  return hostsim::shuffle(mask, x, int(hostsim::self->lane) ^ bits, here);
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T x, int bits, int width = 32, HOSTSIM_HERE) {
-  const int lane = int(hostsim::self->lane), source = lane ^ bits;
-  return hostsim::shuffle(mask, x, (source & ~(width - 1)) <= (lane & ~(width - 1)) ? source : -1, here);
-}
-template <class T>
-T __shfl_up_sync(unsigned mask, T x, unsigned step, int width = 32, HOSTSIM_HERE) {
-  const int lane = int(hostsim::self->lane), source = lane - int(step);
-  return hostsim::shuffle(mask, x, source >= (lane & ~(width - 1)) ? source : -1, here);
+T __shfl_up_sync(unsigned mask, T x, unsigned step, HOSTSIM_HERE) {
+  return hostsim::shuffle(mask, x, int(hostsim::self->lane) - int(step), here);
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
-template <class T>
-T __ldg(const T* p) {
-  return *p;
-}
-template <class T>
-T __ldcg(const T* p) {
-  return *p;
-}
-template <class T>
-T __ldcs(const T* p) {
-  return *p;
-}
+#define __ldg(p) (*(p))
+#define __ldcg(p) (*(p))
+#define __ldcs(p) (*(p))
 inline void __threadfence() { hostsim::maybe_yield(); }
-inline unsigned __float_as_uint(float x) {
-  unsigned u;
-  memcpy(&u, &x, 4);
-  return u;
-}
-inline float __uint_as_float(unsigned u) {
-  float x;
-  memcpy(&x, &u, 4);
-  return x;
-}
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __uint_as_float(unsigned u) { return std::bit_cast<float>(u); }
 inline float __expf(float x) { return std::exp(x); }
 template <class T>
-T min(T a, T b) {
-  return b < a ? b : a;
-}
+T min(T a, T b) { return b < a ? b : a; }
 template <class T>
-T max(T a, T b) {
-  return a < b ? b : a;
-}
+T max(T a, T b) { return a < b ? b : a; }
 
 // There is one OS thread, so every operation is atomic. In random order, other threads may run first.
-template <class T, class F>
-T hostsim_update(T* p, F f) {
-  hostsim::maybe_yield();
-  const T old = *p;
-  *p = f(old);
-  return old;
-}
 template <class T>
 T atomicAdd(T* p, std::type_identity_t<T> x) {
-  return hostsim_update(p, [=](T o) { return T(o + x); });
-}
-template <class T>
-T atomicMax(T* p, std::type_identity_t<T> x) {
-  return hostsim_update(p, [=](T o) { return o < x ? x : o; });
+  hostsim::maybe_yield();
+  const T old = *p;
+  *p = T(old + x);
+  return old;
 }
