@@ -90,8 +90,7 @@ class Hook:
         self._settings: dict[str, Any] = vars(self._config)
         self._arguments, self._coded, self._growing = arguments, coded, growing
         self._layer, self._short = plan.layer, Call(plan, None, True, self._name == NAMES["sdpa"])
-        below: Any = plan.budget.dense_below
-        self._below: int = below if may_be_short else 0
+        self._below: int = plan.budget.dense_below if may_be_short else 0
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

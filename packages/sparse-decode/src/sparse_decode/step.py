@@ -101,7 +101,7 @@ class SparseLayer:
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
-        return n < cast(int, self.budget.dense_below)
+        return n < self.budget.dense_below
 
     def count_dense(self, batch: int, heads: int, n: int) -> None:
         """Count a step over `n` tokens that was dense because of `dense_below`."""

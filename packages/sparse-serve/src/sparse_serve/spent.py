@@ -29,5 +29,5 @@ class Spent(NamedTuple):
                 the request is processed again as a prompt; its next token is then counted as a decode step, too.
         """
         lengths = torch.arange(prompt + 1, prompt + max(generated, 1))
-        below = int((lengths < int(budget.dense_below)).sum())
+        below = int((lengths < budget.dense_below).sum())
         return cls(int(budget.count(lengths).sum()), int(lengths.sum()), len(lengths), len(lengths) - below)
