@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sparse_decode.cpu.lanes import _FLOATS, _WORDS, LANES, _call, _data, _fused, _lines, _spread, _vector
+from sparse_decode.cpu.lanes import _FLOATS, _WORDS, LANES, _call, _data, _fused, _lines, _Numbers, _spread, _vector
 
 LEAST = -127 * math.log(2)
 """Smallest argument of an exponential: the result has exponent bits 0."""
@@ -67,9 +67,9 @@ def _exponentials(typing_context: Any, x: Any, at: Any, count: Any, top: Any):
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, (at, count, top) = _data(context, builder, signature.args[0], values[0]), values[1:]
         most, total = _spread(builder, top), cgutils.alloca_once_value(builder, _all(0))
-        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, LANES)), intp=at.type) as loop:
-            here = builder.add(at, builder.mul(loop.index, ir.Constant(at.type, LANES)))
-            place = _vector(builder, x, here, _FLOATS)
+        by = _Numbers(builder, at.type)
+        with by.loop(count, LANES) as loop:
+            place = _vector(builder, x, by.sum(at, by.times(loop.index, LANES)), _FLOATS)
             found = _exp(builder, builder.fsub(builder.load(place, align=4), most))
             builder.store(found, place, align=4)
             builder.store(builder.fadd(builder.load(total), found), total)
@@ -90,10 +90,10 @@ def _greatest(typing_context: Any, x: Any, at: Any, count: Any):
             not_less = builder.or_(greater, builder.fcmp_unordered("uno", second, second))
             return builder.select(not_less, second, first)
 
-        most = cgutils.alloca_once_value(builder, _all(-math.inf))
-        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, LANES)), intp=at.type) as loop:
-            here = builder.add(at, builder.mul(loop.index, ir.Constant(at.type, LANES)))
-            builder.store(join(builder.load(most), builder.load(_vector(builder, x, here, _FLOATS), align=4)), most)
+        most, by = cgutils.alloca_once_value(builder, _all(-math.inf)), _Numbers(builder, at.type)
+        with by.loop(count, LANES) as loop:
+            place = _vector(builder, x, by.sum(at, by.times(loop.index, LANES)), _FLOATS)
+            builder.store(join(builder.load(most), builder.load(place, align=4)), most)
         return _reduced(builder, builder.load(most), join)
 
     return types.float32(x, types.intp, types.intp), emit
