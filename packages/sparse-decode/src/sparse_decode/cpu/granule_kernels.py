@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from sparse_decode.cpu.bfloat_lanes import BLOCK, raised
 from sparse_decode.cpu.lanes import LANES, MOST_ROWS
-from sparse_decode.cpu.prompt_kernels import CHUNK, LINE, attend_span, begin, load, multiply, seen_by_any, write
-from sparse_decode.cpu.softmax import cap
+from sparse_decode.cpu.prompt_kernels import CHUNK, LINE, attend_span, begin, load, multiply, write
+from sparse_decode.cpu.softmax import cap, extent
 from sparse_decode.cpu.tiles import SIDE, release
 
 ROWS = 32
@@ -172,10 +172,7 @@ def attend_some(
         k_at, v_at, own = head * key_words, head * value_words, bounds[b, start:end]
         load(q, q_at, b, h, start, end, group, words, queries)
         sums[:], stats[:, 0], stats[:, 1] = 0, np.float32(-np.inf), np.float32(0)
-        low, high = seen_by_any(own)
-        shown_from, shown_to = own[0, 0], own[0, 1]
-        for r in range(1, end - start):
-            shown_from, shown_to = max(shown_from, own[r, 0]), min(shown_to, own[r, 1])
+        low, high, shown_from, shown_to = extent(own)
         between = (shown_from + SINK + GRANULE - 1) // GRANULE * GRANULE
         recent = max(between, (shown_to - RECENT) // GRANULE * GRANULE)
         count = (recent - between) // GRANULE

@@ -1,4 +1,4 @@
-"""Exponentials and maxima of lines of logits for numba, LANES numbers at once.
+"""Lines of logits for numba: what rows see, and exponentials and maxima, LANES numbers at once.
 
 LLVM vectorises such loops with narrower registers, and a maximum that keeps NaN not at all. Lines are parts of
 contiguous float32 arrays: `count` numbers from `at` on, a multiple of LANES. Sums have one order, whatever calls them.
@@ -10,6 +10,7 @@ contiguous float32 arrays: `count` numbers from `at` on, a multiple of LANES. Su
 import math
 from typing import Any
 
+import numba
 import numpy as np
 from hashcore.cpu.parts import inner
 from llvmlite import ir
@@ -124,3 +125,22 @@ def cap(x: Any, at: Any, count: Any, softcap: Any, spare: Any) -> None:  # pragm
     exponentials(small, 0, count, np.float32(0))
     for j in range(count):
         line[j] = np.sign(line[j]) * softcap * (np.float32(1) - small[j]) / (np.float32(1) + small[j])
+
+
+@numba.njit(inline="always")
+def extent(bounds):  # pragma: no cover - compiled
+    """Return [low, high) of the tokens that any of the rows sees, and [first, last) of those that all see."""
+    low, high, first, last = bounds[0, 0], bounds[0, 1], bounds[0, 0], bounds[0, 1]
+    for r in range(1, len(bounds)):
+        low, high = min(low, bounds[r, 0]), max(high, bounds[r, 1])
+        first, last = max(first, bounds[r, 0]), min(last, bounds[r, 1])
+    return low, high, first, last
+
+
+@numba.njit(inline="always")
+def hide(logits, at, size, start, end):  # pragma: no cover - compiled
+    """Set the logits of `size` tokens outside [start, end) to -inf."""
+    for j in range(max(0, min(size, start))):
+        logits[at + j] = np.float32(-np.inf)
+    for j in range(max(0, min(size, end)), size):
+        logits[at + j] = np.float32(-np.inf)
