@@ -29,7 +29,6 @@ from sparse_decode.inputs import Inputs, require
 from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa, require_width
 from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, NO_COPY, OTHER_STATES
 from sparse_decode.modes import autocasts, no_autocast, readable
-from sparse_decode.select import HashSelector
 from sparse_decode.step import SparseLayer
 
 KEYWORD = "sparse_decode"
@@ -294,10 +293,10 @@ class _Given:
         layer, x, held = self.layer, self._inputs(self.key, self.value), self.held
         static = isinstance(held, CodedStaticLayer)
         ready = layer.remainder is None or (static and held.sums is not None and held.sums.ready)
-        if static and ready and x.q.is_cuda and x.q.shape[2] == 1 and is_interval(self.mask):
-            hashes = isinstance(layer.selector, HashSelector) and layer.selector.traceable(layer.layer, x.q)
-            if hashes and (layer.remainder is None or (x.q.device, x.scaling) in layer.remainder.placed):
-                return layer.step(x, cast(Tensor, self.mask)[:, 0], held)
+        ready = ready and (layer.remainder is None or (x.q.device, x.scaling) in layer.remainder.placed)
+        step = static and x.q.is_cuda and x.q.shape[2] == 1 and is_interval(self.mask)
+        if step and ready and layer.encoder.traceable(x.q):
+            return layer.step(x, cast(Tensor, self.mask)[:, 0], held)
         codes = held.codes if isinstance(held, CodedDynamicLayer | CodedStaticLayer) else None
         sums = held.sums.tensors if static and layer.remainder is not None and held.sums is not None else []
         given = codes, self.mask, self.length, x.sinks, [*sums, layer.placeholder], layer.number
@@ -363,8 +362,8 @@ class _Given:
                     f"layer {layer.layer} must attend to the keys in its cache, {tuple(own.shape)}, got other keys, "
                     f"{tuple(key.shape)}; leave this model dense"
                 )
-            if query.shape[2] > 1 and not coded and isinstance(layer.selector, HashSelector):
-                layer.selector.require_heads(layer.layer, key)  # codes of now are refused when they are made
+            if query.shape[2] > 1 and not coded and layer.hashes is not None:
+                layer.hashes.require_heads(layer.layer, key)  # codes of now are refused when they are made
             codes = cast(Tensor, held.codes).shape[1] if coded and query.shape[2] > 1 else key.shape[1]
             if codes not in (key.shape[1], query.shape[1]):
                 raise ValueError(

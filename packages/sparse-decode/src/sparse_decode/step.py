@@ -29,6 +29,7 @@ from sparse_decode.compiled import register
 from sparse_decode.cpu.step import Block, CpuStep, Given
 from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.cuda.sums import add_token
+from sparse_decode.hashers import PerHead
 from sparse_decode.inputs import Inputs
 from sparse_decode.intervals import Memo, Numbers, Seen, causal, intervals_of, seen_on_device
 from sparse_decode.modes import in_graph, readable
@@ -68,7 +69,8 @@ class SparseLayer:
     Attributes:
         own: the selector, if it computes attention itself.
         tally: numbers of tokens selected and visible. shared: those that all layers of this budget have in common.
-        remainder: coefficients of the remainder; None: none is added. encoder: hashes the layer's keys.
+        hashes: our hasher's functions, if the selector does nothing else. encoder: hashes the layer's keys.
+        remainder: coefficients of the remainder; None: none is added.
         number: by which compiled graphs refer to this layer; placeholder: see `compiled.attend_step`.
     """
 
@@ -89,10 +91,10 @@ class SparseLayer:
         self.number: int = register(self)
         self.placeholder: Tensor = torch.zeros(1, dtype=torch.float32, device=device)
         self._cpu = CpuStep(layer, selector, self._sink, self._recent)
-        hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
-        if isinstance(selector, HashSelector):
-            hashed += partial(selector.write_codes, layer), partial(selector.traceable, layer)
-        self.encoder: Encoder = Encoder(*hashed)
+        self.hashes: PerHead | None = selector.own if isinstance(selector, HashSelector) else None
+        own = self.hashes
+        more = () if own is None else (partial(own.write_codes, layer), partial(own.traceable, layer))
+        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *more)
 
     def counts(self) -> tuple[int, int]:
         """Return the tokens selected and visible so far, summed over sparse rows and query heads."""
@@ -331,8 +333,8 @@ class SparseLayer:
         q, k, n, selector = x.q, x.k, x.k.shape[2], cast(HashSelector, self.selector)
         if q.shape[2] == 1 and not torch.compiler.is_compiling():
             room, missing = held.room_for_code()
-            if missing is not None:
-                found = selector.encode_step(self.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
+            if missing is not None and self.hashes is not None:
+                found = self.hashes.encode_step(self.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
                 if found is not None:
                     missing.length += 1
                     return room, *found
