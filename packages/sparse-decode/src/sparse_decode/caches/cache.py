@@ -21,7 +21,7 @@ from sparse_decode.caches.buffer import GrowingBuffer, append_both
 from sparse_decode.caches.cache_encoder import Encoder, drop_codes
 from sparse_decode.caches.growing import reduced
 from sparse_decode.compiled import write_codes
-from sparse_decode.modes import ordinary_tensors, readable
+from sparse_decode.modes import ordinary_tensors
 from sparse_decode.sums import Sums
 
 _LATER = 16  # an update of at most this many tokens is hashed only when its codes are needed
@@ -134,7 +134,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         """Codes of the cached keys, int32 [B, H, T, W]."""
         self.settle()
         if self._codes.length < self._keys.length:
-            self._hash(self._keys.view()[:, :, self._codes.length :])
+            self._codes.append(self.encoder(self._keys.view()[:, :, self._codes.length :]))
         return self._codes.view()
 
     def room_for_code(self) -> tuple[Tensor, GrowingBuffer | None]:
@@ -150,15 +150,6 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         if self._keys.length - codes.length == 1 and (room := codes.room(1)) is not None:
             return room, codes
         return self.codes, None
-
-    def _hash(self, keys: Tensor) -> None:
-        """Append the codes of keys [B, Hkv, t, D]; on a GPU, few keys are hashed directly into the buffer."""
-        if keys.shape[2] > _LATER or not self.encoder.has_hashed or readable(keys):
-            self._codes.append(self.encoder(keys))
-            return
-        heads, words = self.encoder.code_shape(keys)
-        like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
-        self.encoder.write(self._codes.extend(like), keys)
 
     def hold(self, keys: Tensor, values: Tensor, codes: Tensor, length: int) -> None:
         """Fill an empty layer with the first tokens of buffers [B, H, N, X], whose other rows are room to append."""
@@ -202,7 +193,7 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         if self.on_host or key_states.shape[2] > _LATER:
             if self._codes.length < self._keys.length:
                 _ = self.codes  # hash earlier keys first
-            self._hash(key_states)
+            self._codes.append(self.encoder(key_states))
         keys, values = self._keys.append(key_states), self._values.append(value_states)
         self.keys, self.values = keys, values
         if not compiling:
