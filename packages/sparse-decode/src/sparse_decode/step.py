@@ -174,8 +174,6 @@ class SparseLayer:
             return self._on_cpu(x, causal(batch, 1, n, x.q.device), held, None)
         if self.rule.start is None or n > self.rule.start:
             self.tally.add(batch * heads * sum(reads) // len(reads), batch * heads * n)
-        if held.on_host:
-            held.cross(int(found[1].sum()))
         return found[0]
 
     def _on_cpu(self, x: Inputs, interval: Tensor, held: Any, whole: Tensor | None) -> Tensor:
@@ -201,8 +199,6 @@ class SparseLayer:
         if sums is not None and block.end >= sums.length + FOLD:
             sums.advance(x.k, x.v, starts, block.end, q.device)
         self._count(block, used.reshape(len(block.spans), -1), q.shape[1])
-        if held.on_host:
-            held.cross(int(used.sum()))
         return out
 
     def _block(self, q: Tensor, interval: Tensor, whole: Tensor | None) -> Block:
@@ -303,8 +299,6 @@ class SparseLayer:
         else:  # the kernel reads such tokens once for all rows of a sequence
             always = seen.always[:, None].expand(-1, indices.shape[1], -1, -1)
             indices, ends = torch.cat([always, indices], -1), (0, 0, None)
-        if held.on_host:
-            held.cross(indices.shape[:-1].numel() * (indices.shape[-1] + self._sink + self._recent))  # at most
         return OPERATORS.gather(q, k, v, indices, scaling, softcap, sinks, *rest, *ends, None)
 
     def _select(self, x: Inputs, seen: Seen | None, held: Any) -> Tensor:

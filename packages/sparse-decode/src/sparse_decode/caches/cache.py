@@ -244,7 +244,6 @@ class CodedStaticLayer(Coded, StaticLayer):
     _watched = ("keys", "values", "cumulative_length")
     _codes: Tensor | None = None
     sums: Sums | None = None
-    on_host = False
 
     def begin(self) -> None:
         if not self.is_initialized:
@@ -331,8 +330,6 @@ class Uncached:
 
     Args: keys: [B, Hkv, N, D]; encoder: hashes them; None if the selector needs no codes.
     """
-
-    on_host = False
 
     def __init__(self, keys: Tensor, encoder: Encoder | None):
         self.codes: Tensor | None = None if encoder is None else encoder(keys)
