@@ -206,6 +206,20 @@ def write(out, stats, sinks, wide, words, target, at, steps, rows, group, width)
             copy(line, target[to : to + width])
 
 
+# Arrays by address: numba would count references to arrays of its own, atomically, several times a line.
+@numba.njit(inline="always")
+def aligned(space):  # pragma: no cover - compiled
+    """Return an address in the first 64 bytes of space: tiles and vectors are whole cache lines."""
+    return (space.ctypes.data + 63) & -64
+
+
+@numba.njit(inline="always")
+def part(at, shape, kind):  # pragma: no cover - compiled
+    """Return an array of numbers of 4 bytes at an address, and the address behind it."""
+    found = numba.carray(pointer(at), shape, kind)
+    return found, at + 4 * found.size
+
+
 def attend(
     first: int, last: int, tiled: bool, configuration: NDArray[np.uint8], q_address: int, q_reach: int,
     q_at: tuple[int, ...], like: NDArray[Any], k: NDArray[np.uint32], v: NDArray[np.uint32],
@@ -223,18 +237,12 @@ def attend(
     (hq, rows, _), width, words, wide = q_at[3:], out.shape[3], key_words // BLOCK, value_words * 2 // BLOCK
     group, pieces, target = hq // heads, (rows + each - 1) // each, out.reshape(-1)
     room = (each * group + SIDE - 1) // SIDE * SIDE
-    # By address: numba would count references to an array of its own, atomically, several times a line.
     space = np.empty(room * (words + wide + 2) + (SIDE + 2) * LINE + LANES, np.float32)
-    at = (space.ctypes.data + 63) & -64  # tiles and vectors are whole cache lines
-    queries = numba.carray(pointer(at), room * words, np.uint32)
-    at += room * words * 4
-    sums = numba.carray(pointer(at), room * wide, np.float32)
-    at += room * wide * 4
-    logits = numba.carray(pointer(at), SIDE * LINE, np.float32)
-    at += SIDE * LINE * 4
-    spare = numba.carray(pointer(at), LINE, np.float32)
-    at += LINE * 4
-    stats = numba.carray(pointer(at), (room, 2), np.float32)
+    queries, at = part(aligned(space), room * words, np.uint32)
+    sums, at = part(at, room * wide, np.float32)
+    logits, at = part(at, SIDE * LINE, np.float32)
+    spare, at = part(at, LINE, np.float32)
+    stats, at = part(at, (room, 2), np.float32)
     queries[:] = 0
     begin(tiled, configuration)
     for task in range(first, last):
