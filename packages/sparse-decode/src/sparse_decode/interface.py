@@ -270,11 +270,7 @@ class _Given:
         if not self.whole:
             self.key, self.value, self.whole = self.key[:, :, :end], self.value[:, :, :end], True
         if readable(q) and layer.all_dense(end):
-            interval = intervals_of(self.mask, q.shape[2], end)
-            if interval is None and q.shape[2] == 1:
-                layer.count_dense(q.shape[0], q.shape[1], end)
-            else:
-                layer.count_dense_rows(q, interval, end)
+            layer.count_dense_rows(q, intervals_of(self.mask, q.shape[2], end), end)
             self._learn()
             return self._densely()
         self._refuse_weights()

@@ -111,7 +111,7 @@ class SparseLayer:
             self.tally.add(batch * heads * n, batch * heads * n)
 
     def count_dense_rows(self, q: Tensor, interval: Tensor | None, n: int) -> None:
-        """The same for rows of q [B, Hq, Q, D] with intervals, or the last of n tokens."""
+        """The same for rows of q [B, Hq, Q, D] with these intervals; None: the last rows of n tokens."""
         interval = causal(len(q), q.shape[2], n, q.device) if interval is None else interval.expand(len(q), -1, -1)
         visible = interval[..., 1] - interval[..., 0]
         seen = int((visible * (visible > self.rule.all_below)).sum()) * q.shape[1]
