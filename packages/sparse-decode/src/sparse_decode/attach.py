@@ -21,7 +21,7 @@ from sparse_decode import session
 from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import CODED, cache_layer, carry_codes
-from sparse_decode.caches.growing import GrowHook, GrowingLayer, grow, stop_growing
+from sparse_decode.caches.growing import GrowHook, GrowingLayer, grow, revert
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.hashers import KeyQueryHasher
 from sparse_decode.interface import Hook, register
@@ -194,7 +194,8 @@ class Attachment:
         for plan in self._plans.values():
             plan.encoder.release()
         for layer in list(self._growing):
-            stop_growing(layer)
+            if type(layer) is GrowingLayer:  # it may carry the codes of another attachment
+                revert(layer)
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return (selected, visible) tokens by layer, summed over all sparse rows and query heads so far."""

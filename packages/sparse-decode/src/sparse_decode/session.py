@@ -36,7 +36,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import carry_codes
-from sparse_decode.caches.growing import GrowingLayer, grow_in
+from sparse_decode.caches.growing import GrowingLayer, grow
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.hashers import PerHead
 from sparse_decode.model import attention_modules
@@ -272,7 +272,7 @@ def _fill(
         return
     keys, values = file.mapped(at + "keys"), file.mapped(at + "values")
     if plan is None or not plan.selector.needs_codes:
-        return grow_in(layer, keys.to(device), values.to(device), kept, attachment._growing)
+        return grow(layer, attachment._growing).hold(keys.to(device), values.to(device), kept, device)
     on_host = attachment._on_host
     held = carry_codes(layer, plan.encoder, HostLayer if on_host else None)
     if on_host and device.type == "cuda":
@@ -283,7 +283,8 @@ def _fill(
         parts = (file.read(f"{at}sums.{name}", device) if f"{at}sums.{name}" in file else None for name in _SUMS)
         held.sums.restore(*parts, length=length)
         held.sums.drop(keys[:, :, :n], values[:, :, :n], kept)
-    held.hold(keys, values, file.mapped(at + "codes").to(device), kept)
+    held._codes.hold(file.mapped(at + "codes").to(device), kept)
+    held.hold(keys, values, kept, device)
 
 
 # ---- Binding ---------------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def append_both(
     end = n + tokens
     if end > a.shape[2] or end > b.shape[2] or rows.dtype != a.dtype or more.dtype != b.dtype:
         return None
-    if rows.device != a.device or more.device != b.device:
+    if rows.device != a.device or rows.shape[:2] != a.shape[:2] or more.shape[:2] != b.shape[:2]:
         return None
     a.narrow(2, n, tokens).copy_(rows)
     b.narrow(2, n, tokens).copy_(more)

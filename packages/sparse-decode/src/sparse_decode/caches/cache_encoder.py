@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from sparse_decode.caches.growing import revert
 from sparse_decode.compiled import register
 from sparse_decode.modes import no_autocast, readable
 
@@ -98,12 +99,5 @@ class Encoder:
         """Turn the layers that carry these codes back into plain ones."""
         for layer in list(self._layers):
             if getattr(layer, "encoder", None) is self:  # another attachment may have taken it over
-                drop_codes(layer)
+                revert(layer)
         self._layers.clear()
-
-
-def drop_codes(layer: Any) -> None:
-    """Restore a layer's class and attributes from before `carry_codes`."""
-    layer.end()
-    del layer.encoder, layer._marks
-    layer.__class__ = layer.plain
