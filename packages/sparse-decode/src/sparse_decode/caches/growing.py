@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
-from sparse_decode.caches.buffer import GrowingBuffer, append_both
+from sparse_decode.caches.buffer import GrowingBuffer
 from sparse_decode.model import CACHE_NAMES, NO_COPY, Attention
 
 FROM = 512
@@ -125,7 +125,7 @@ class GrowingLayer(Retyped, DynamicLayer):
             same = same and keys._version == at and values._version == then
             grad = key_states.requires_grad or value_states.requires_grad
             if same and not grad and not self.on_host and key_states.shape[2] <= FEW:
-                found = append_both(self._keys, self._values, key_states, value_states)
+                found = _append_both(self._keys, self._values, key_states, value_states)
         if found is None:
             return self._update(key_states, value_states)
         self.keys, self.values = keys, values = found
@@ -148,6 +148,27 @@ class GrowingLayer(Retyped, DynamicLayer):
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayerMixin:
         memo[id(self)] = twin = self.plainly()
         return twin
+
+
+def _append_both(
+    first: GrowingBuffer, second: GrowingBuffer, rows: Tensor, more: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Append the rows of the same tokens to two buffers that are not on the host, as two calls of `append`.
+
+    Returns: their filled parts; None if there is no room for rows like these: nothing was done.
+    """
+    a, b, n, tokens = first._data, second._data, first.length, rows.shape[2]
+    if a is None or b is None or not first._own or not second._own or second.length != n or more.shape[2] != tokens:
+        return None
+    end = n + tokens
+    if end > a.shape[2] or end > b.shape[2] or rows.dtype != a.dtype or more.dtype != b.dtype:
+        return None
+    if rows.device != a.device or rows.shape[:2] != a.shape[:2] or more.shape[:2] != b.shape[:2]:
+        return None
+    a.narrow(2, n, tokens).copy_(rows)
+    b.narrow(2, n, tokens).copy_(more)
+    first.length = second.length = end
+    return a.narrow(2, 0, end), b.narrow(2, 0, end)
 
 
 class GrowHook:
