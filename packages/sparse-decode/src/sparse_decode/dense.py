@@ -76,14 +76,13 @@ def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, s
 
 def attend_densely(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, set_to: str | None = None, **kwargs: Any,
+    scaling: float | None = None, **kwargs: Any,
 ) -> Output:  # fmt: skip
     """Attend to all visible tokens: long decode steps on the CPU with our kernel, all other calls as the model does.
 
-    Args: those of `interface.attention`; set_to: the attention that the module's config names, if known: reading it
-        there takes six calls.
+    Args: those of `interface.attention`.
     """
-    name = set_to or module.config._attn_implementation
+    name = module.config._attn_implementation
     if key.shape[2] < OWN_FROM.get(key.dtype, 256) and mask is None and query.shape[2] == 1:
         if name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
             return attend_by_torch(query, key, value, dropout, scaling), None
@@ -150,10 +149,13 @@ def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
     """Whether a call needs a feature that the kernel lacks: dropout, biases, keys masked per head, returned weights."""
     if dropout or module.training or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         return True
-    if module.__dict__.get(MASKED) is not None or kwargs.get("output_attentions"):
-        return True
-    recorded = _active_collector.get()
-    return bool(recorded) and any("attentions" in name for name in recorded)
+    return module.__dict__.get(MASKED) is not None or wants_weights(kwargs)
+
+
+def wants_weights(kwargs: dict[str, Any]) -> bool:
+    """Whether the caller of the model wants attention weights."""
+    recorded = _active_collector.get() or ()
+    return bool(kwargs.get("output_attentions")) or any("attentions" in name for name in recorded)
 
 
 def dense_attention(module: Any) -> Callable[..., Output]:

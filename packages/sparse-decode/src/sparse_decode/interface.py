@@ -24,7 +24,7 @@ from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer, Unca
 from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.compiled import attend_step
-from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
+from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely, wants_weights
 from sparse_decode.inputs import Inputs, require
 from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa, require_width
 from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, NO_COPY, OTHER_STATES
@@ -337,9 +337,7 @@ class _Given:
 
     def _refuse_weights(self) -> None:
         """Raise ValueError if the caller of the model wants attention weights, which eager attention returns."""
-        recorded = _active_collector.get() or ()
-        wanted = self.kwargs.get("output_attentions") or any("attentions" in name for name in recorded)
-        if wanted and self.module.config._attn_implementation == NAMES["eager"]:
+        if wants_weights(self.kwargs) and self.module.config._attn_implementation == NAMES["eager"]:
             raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
 
     def _require_serves(self) -> None:

@@ -28,7 +28,7 @@ from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.attend_kernels import _fetch, _widen
-from sparse_decode.cpu.lanes import LANES, TOKENS, WIDTH, dot, weigh
+from sparse_decode.cpu.lanes import TOKENS, WIDTH, dot, place, weigh
 from sparse_decode.cpu.softmax import cap, exponentials, extent, greatest, hide
 
 AHEAD = 4096
@@ -47,9 +47,8 @@ def _read(x, base, stride, low, high, j, width, wide, kind, tile):  # pragma: no
         at, to = base + (j + t) * stride, t * wide
         if low <= j + t < high:
             if kind == 1:
-                for i in range(width):  # the order of `lanes.place`
-                    to_i = to + ((i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1))
-                    bits[to_i] = np.uint32(x[at + i]) << np.uint32(16)
+                for i in range(width):
+                    bits[to + place(i)] = np.uint32(x[at + i]) << np.uint32(16)
             else:
                 _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
 
@@ -206,7 +205,7 @@ def combine(
                     values = sums[b, h, c, x]
                     if kind == 1:
                         for i in range(width):
-                            line[i] += share * values[(i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1)]
+                            line[i] += share * values[place(i)]
                     else:
                         for i in range(width):
                             line[i] += share * values[i]

@@ -33,9 +33,10 @@ _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
-def place(i: int) -> int:
+@numba.njit(inline="always")
+def place(i: Any) -> Any:  # pragma: no cover - compiled
     """Return the position of component i in rows that are combined with bfloat16 rows."""
-    return (i & -WIDTH) | (i % 2 * LANES) | (i % WIDTH >> 1)
+    return (i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1)
 
 
 def _data(context: Any, builder: Any, kind: Any, value: Any) -> Any:
