@@ -115,7 +115,7 @@ def test_the_papers_rule_needs_the_length():
         ("of", "document"),
         ("dense_below", -1),
         ("dense_below", "auto"),
-        *(("by_head", wrong) for wrong in (1, True, (1.0, 0.0), ("1",))),
+        *(("by_head", wrong) for wrong in (1, True, (1.0, 0.0), ("1",), [1.0])),
     ],
 )
 def test_a_wrong_field_is_named(field, value):
