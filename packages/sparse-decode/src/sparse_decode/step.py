@@ -239,11 +239,14 @@ class SparseLayer:
         (batch, _, rows, _), spans = x.q.shape, block.spans
         reads = np.where((spans[:, 1] <= spans[:, 0])[:, None], 0, block.reads - self._sink - self._recent)
         counts = torch.from_numpy(np.maximum(reads, 0)).unflatten(0, (batch, rows)).transpose(1, 2)  # [B, H or 1, Q]
-        codes = self._codes(x.k, held)
-        codes = None if codes is None else codes[:, :, : block.end]
-        how = {"softcap": x.softcap, "sinks": x.sinks, "sink": self._sink, "recent": self._recent}
-        own = counts[:, 0] if counts.shape[1] == 1 else counts
-        return Rows(self.layer, x.q, x.k[:, :, : block.end], codes, interval, own, x.scaling, **how)
+        return self._offered(x, block.end, interval, counts, held)
+
+    def _offered(self, x: Inputs, end: int, interval: Tensor | None, counts: Tensor, held: Any) -> Rows:
+        """Return the input of the selector; end: of the tokens that rows see; counts: [B, H or 1, Q]."""
+        codes, own = self._codes(x.k, held), counts[:, 0] if counts.shape[1] == 1 else counts
+        codes = None if codes is None else codes[:, :, :end]
+        seen = x.k[:, :, :end], codes, interval, own
+        return Rows(self.layer, x.q, *seen, x.scaling, x.softcap, x.sinks, self._sink, self._recent)
 
     def _codes(self, k: Tensor, held: Any) -> Tensor | None:
         """Return the codes of the cached keys k [B, Hkv, N, D]: from the cache, or hashed now if there is none."""
@@ -260,14 +263,12 @@ class SparseLayer:
     def _by_itself(self, x: Inputs, interval: Tensor, block: Block, held: Any) -> Tensor:
         """Attend by a selector that does so itself."""
         (batch, hq, rows, _), own = x.q.shape, cast(AttendingSelector, self.own)
-        counts = torch.from_numpy(block.reads).expand(batch * rows, -1)[:, 0].view(batch, rows).to(x.q.device)
-        codes, end = self._codes(x.k, held), block.end
-        codes = None if codes is None else codes[:, :, :end]
-        given = Rows(self.layer, x.q, x.k[:, :, :end], codes, interval, counts, x.scaling, x.softcap, x.sinks)
+        counts = torch.from_numpy(block.reads).expand(batch * rows, -1)[:, 0].view(batch, 1, rows).to(x.q.device)
+        given = self._offered(x, block.end, interval, counts, held)
         indices = own.select(given)
         found = (indices >= 0).sum((1, 3)).reshape(-1, 1).cpu().numpy()
         self._count(block, found, hq, indices.shape[1])
-        return own.attend(given, x.v[:, :, :end], indices)
+        return own.attend(given, x.v[:, :, : block.end], indices)
 
     def _count(self, block: Block, used: NDArray[np.int64], heads: int, sets: int | None = None) -> None:
         """Add to the tally: used: tokens that each row and set has read, [R, sets], or their sum over `sets`."""
@@ -303,17 +304,13 @@ class SparseLayer:
 
     def _select(self, x: Inputs, seen: Seen | None, held: Any) -> Tensor:
         """Select tokens besides those that are always read: int64 [B, H, Q, K], -1 in unused slots."""
-        q, k, n, always = x.q, x.k, x.k.shape[2], self._sink + self._recent
+        q, n, always = x.q, x.k.shape[2], self._sink + self._recent
         width = max(0, max(self.budget.most(n), min(n, self.rule.all_below)) - always)
         known = [max(0, each - always) for each in self.budget.count_heads(n)]
         counts = seen.counts if seen is not None else self._numbers.of(known, q) if len(known) > 1 else None
         if not isinstance(self.selector, HashSelector):
             counts = self._numbers.of(known, q) if counts is None else counts
-            counts = counts[:, 0] if counts.shape[1] == 1 else counts
-            interval = None if seen is None else seen.interval
-            how = {"softcap": x.softcap, "sinks": x.sinks, "sink": self._sink, "recent": self._recent}
-            rows = Rows(self.layer, q, k, self._codes(k, held), interval, counts, x.scaling, **how)
-            found = self.selector.select(rows)
+            found = self.selector.select(self._offered(x, n, None if seen is None else seen.interval, counts, held))
             first, last = (0, n) if seen is None else (seen.starts[..., None], seen.ends[..., None])
             return found.masked_fill((found < first + self._sink) | (found >= last - self._recent), -1)
         codes, planes, weights = self._encoded(x, held)
