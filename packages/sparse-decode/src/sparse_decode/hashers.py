@@ -78,8 +78,8 @@ class PerHead(OfHasher):
             return own.encode_queries(q, per_query_head=self.per_query_head)
         return self._cpu_encoder.queries(own, q, self.per_query_head)
 
-    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor) -> bool:
-        """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 [].
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
+        """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
 
         Returns: whether one operator does this; if not, nothing was written.
         """

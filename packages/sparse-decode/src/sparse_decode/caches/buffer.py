@@ -65,18 +65,23 @@ class GrowingBuffer:
 
         Raises: ValueError if they are on another device.
         """
-        first, data, tokens = self.length, self._data, rows.shape[2]
-        end = first + tokens
-        fits = data is not None and self._own and end <= data.shape[2] and rows.dtype == data.dtype
-        if data is None or not fits or rows.device != data.device:
-            data = self._grown(rows, end)
-        self.length, to = end, data.narrow(2, first, tokens)
+        to = self.extend(rows)
         if self._host and rows.device.type == "cuda":
             self._writer = rows.device
             to.permute(2, 0, 1, 3).copy_(rows.permute(2, 0, 1, 3), non_blocking=True)
         else:
             to.copy_(rows)
-        return data.narrow(2, 0, end)
+        return self.view()
+
+    def extend(self, rows: Tensor) -> Tensor:
+        """Extend the buffer by rows like these, [B, H, t, X], and return the new part, for the caller to write."""
+        first, data, tokens = self.length, self._data, rows.shape[2]
+        end = first + tokens
+        fits = data is not None and self._own and end <= data.shape[2] and rows.dtype == data.dtype
+        if data is None or not fits or rows.device != data.device:
+            data = self._grown(rows, end)
+        self.length = end
+        return data.narrow(2, first, tokens)
 
     def _grown(self, rows: Tensor, end: int) -> Tensor:
         """Return the buffer with room for `end` tokens, and of a dtype that also holds rows like these."""

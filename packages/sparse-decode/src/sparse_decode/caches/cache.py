@@ -16,7 +16,7 @@ from sparse_decode.caches.buffer import GrowingBuffer
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.growing import FEW, GrowingLayer, Retyped
 from sparse_decode.compiled import write_codes
-from sparse_decode.modes import ordinary_tensors
+from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.sums import Sums
 
 
@@ -69,7 +69,7 @@ class CodedDynamicLayer(Coded, GrowingLayer):
         """Codes of the cached keys, int32 [B, H, T, W]."""
         self.settle()
         if self._codes.length < self._keys.length:
-            self._codes.append(self.encoder(self._keys.view()[:, :, self._codes.length :]))
+            self._hash(self._keys.view()[:, :, self._codes.length :])
         return self._codes.view()
 
     def room_for_code(self) -> tuple[Tensor, GrowingBuffer | None]:
@@ -85,6 +85,15 @@ class CodedDynamicLayer(Coded, GrowingLayer):
         if self._keys.length - codes.length == 1 and (room := codes.room(1)) is not None:
             return room, codes
         return self.codes, None
+
+    def _hash(self, keys: Tensor) -> None:
+        """Append the codes of keys [B, Hkv, t, D]; on a GPU, few keys are hashed directly into the buffer."""
+        if keys.shape[2] > FEW or readable(keys):
+            self._codes.append(self.encoder(keys))
+            return
+        heads, words = self.encoder.code_shape(keys)
+        like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
+        self.encoder.write(self._codes.extend(like), keys)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of keys and values, and of codes and sums."""
@@ -105,7 +114,7 @@ class CodedDynamicLayer(Coded, GrowingLayer):
         if self.on_host or key_states.shape[2] > FEW:
             if self._codes.length < self._keys.length:
                 _ = self.codes  # hash earlier keys first
-            self._codes.append(self.encoder(key_states))
+            self._hash(key_states)
         keys, values = self._keys.append(key_states), self._values.append(value_states)
         self.keys, self.values = keys, values
         if not compiling:

@@ -16,7 +16,7 @@ from sparse_decode.modes import no_autocast, readable
 Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
 
-Into = Callable[[Tensor, Tensor, Tensor], bool]
+Into = Callable[[Tensor, Tensor, Tensor | None], bool]
 """Keys, codes, token -> whether one operator has written the codes, as `Encoder.write` does."""
 
 Traceable = Callable[[Tensor], bool]
@@ -78,12 +78,14 @@ class Encoder:
         bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
         return batch * max(heads * dim, bits) * 4 * _WIDTHS
 
-    def write(self, codes: Tensor, keys: Tensor, at: Tensor) -> None:
-        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on, an integer."""
+    def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None) -> None:
+        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on; None: into all."""
         if self._into is not None and self._into(keys, codes, at):
             return
         found = self(keys)
-        if readable(at):
+        if at is None:
+            codes.copy_(found)
+        elif readable(at):
             codes[:, :, int(at) : int(at) + keys.shape[2]] = found
         else:
             codes.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), found)
