@@ -97,7 +97,8 @@ def _budgets(
     hashes, per_query_head = isinstance(selector, HashSelector), getattr(selector, "per_query_head", False)
     by_layer = getattr(selector, "layer_shares", ())
     by_head = getattr(selector, "head_shares", ()) if hashes else ()
-    mean, found = sum(by_layer[layer] for layer in modules) / len(modules) if by_layer else 1.0, {}
+    mean = sum(by_layer[layer] for layer in modules) / len(modules) if by_layer else 1.0
+    found = dict[int, LayerBudget]()
     # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
     foreseen = how.budget is None and how.rule.start is None and selector.needs_codes and not how.on_host
     foreseen = foreseen and model.device.type == "cpu"
