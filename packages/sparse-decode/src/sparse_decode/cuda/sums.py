@@ -10,7 +10,7 @@ from hashcore.cuda.kept import Table
 from hashcore.cuda.kernels import Kept, make_launch
 from torch import Tensor
 
-from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, macros, operator
+from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, macros, operator, require_aligned
 from sparse_decode.inputs import require
 from sparse_decode.sums import FOLD, Sums
 
@@ -84,6 +84,9 @@ def launch_sums(
     if not len(q):
         return results
     q, device = q.contiguous(), q.device
+    q = q.clone() if q.data_ptr() % 16 else q
+    if (k.data_ptr() | v.data_ptr()) % 16:
+        require_aligned(k, v)
     interval = None if interval is None else interval.contiguous()
     form = q.shape, q.dtype, device, k.shape, k.stride(), v.shape, v.stride()
     call = _calls.found.get(form) or _renewed(form, q, k, v)
@@ -124,6 +127,7 @@ def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> _Call:
     (batch, heads, n, dim), value_dim, strides = k.shape, v.shape[3], (form[4], form[6])
     kind, group = (*form[:3], batch, heads, dim, value_dim), q.shape[1] // heads
     require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
+    require_aligned(k, v)
 
     def make() -> _Call:
         arguments = Token(kv_heads=heads, group=group), Bounds(), State(), Results()
