@@ -58,10 +58,7 @@ struct Bounds {
   i64* summed;          // [B][Hkv]: replaces Token's, which the host does not know; each block has its own
 };
 
-// One 16-byte access.
-struct __align__(16) Four {
-  float at[4];
-};
+using Four = Several<4>;
 
 __device__ __forceinline__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
 
