@@ -37,12 +37,7 @@ struct Results {
 struct Token {
   const Half* k;
   const Half* v;
-  i64 key_batch;  // strides in elements
-  i64 key_head;
-  i64 key_token;
-  i64 value_batch;
-  i64 value_head;
-  i64 value_token;
+  Rows keys, values;
   const Half* q;
   const float* slopes;  // per query head, times the factor on the logits
   i32 kv_heads;
@@ -104,9 +99,9 @@ __device__ __forceinline__ void load_fresh(const Token& token, int batch, int he
   for (int j = 0; j < PIECES; j++) {
     const u32 i = threadIdx.x + j * THREADS, t = i / (SIZE / 8), c = i % (SIZE / 8) * 8;
     const bool is_key = c < DIM;
-    const i64 row = batch * (is_key ? token.key_batch : token.value_batch) +
-                    head * (is_key ? token.key_head : token.value_head) +
-                    (i64(first) + t) * (is_key ? token.key_token : token.value_token);
+    const i64 row = batch * (is_key ? token.keys.batch : token.values.batch) +
+                    head * (is_key ? token.keys.head : token.values.head) +
+                    (i64(first) + t) * (is_key ? token.keys.token : token.values.token);
     from[j] = (is_key ? token.k : token.v) + (row + c - (is_key ? 0 : DIM));
     has[j] = int(t) < count;
   }
