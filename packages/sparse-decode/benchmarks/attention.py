@@ -24,7 +24,7 @@ from sparse_decode import HashSelector
 from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import carry_codes
-from sparse_decode.costs import step_bytes
+from sparse_decode.costs import CODE, state_bytes
 from sparse_decode.inputs import Inputs
 from sparse_decode.step import RowRule, SparseLayer
 from torch import Tensor
@@ -155,7 +155,8 @@ def main() -> None:
         for n in given.lengths:
             for name in given.dtypes:
                 dtype = getattr(torch, name)
-                allowed = 1 / step_bytes(n, budget, D, element=dtype.itemsize).share
+                row, read = 2 * D * dtype.itemsize, budget.count_heads(n)[0]
+                allowed = n * row / (n * CODE + read * row + state_bytes(D, dtype.itemsize))
                 print(f"{n:,} tokens, {name}: bytes allow {allowed:.1f} x", flush=True)
                 row = measure(n, dtype, given.repeats, budget)
                 result["rows"].append(row)

@@ -62,15 +62,14 @@ def test_no_break_even_with_a_budget_or_rows_or_where_nothing_is_known_of_bytes(
 
 
 def test_a_step_that_saves_no_bytes_is_never_sparse():
-    with attach(tiny_model(), SignHasher(), LayerBudget(0.6, dense_below="predicted")) as attachment:
-        assert attachment.break_even == costs.NEVER
+    assert costs.predicted(ModelShape(1, 4, 2, 64), LayerBudget(0.6), torch.float32) == costs.NEVER
 
 
 def test_a_budget_by_layer_follows_the_hashers_shares_at_the_same_total():
     model, (ids, mask) = tiny_model(), prompts((100,))
     hasher = SignHasher()
     hasher.layer_shares = (9.0, 0.5, 1.0, 1.5)  # layer 0 is dense: the mean of the others counts
-    with attach(model, hasher, LayerBudget(0.1, sink=0, recent=0, by_layer=True), dense_layers=1) as attachment:
+    with attach(model, hasher, Budget(0.1, sink=0, recent=0), dense_layers=1) as attachment:
         generate(model, ids, mask, new_tokens=3)
         read = {layer: read for layer, (read, _) in attachment.counts().items()}
     shares = ((1, 0.5), (2, 1), (3, 1.5))
@@ -82,7 +81,7 @@ def test_a_budget_by_head_is_counted_in_every_kind_of_step():
     seen, counts = [101, 102, 61, 62], [LayerBudget(0.1 * share).count_heads for share in SHARES]
     read = 2 * sum(count(n)[0] for count in counts for n in seen)  # two query heads a KV head
     expected = {layer: (read, 4 * sum(seen)) for layer in range(4)}
-    with attach(model, with_shares(model), LayerBudget(0.1, by_head=True)) as attachment:
+    with attach(model, with_shares(model), Budget(0.1)) as attachment:
         plain = generate(model, ids, mask, new_tokens=3)
         assert attachment.counts() == expected
         attachment.reset_density()
@@ -94,11 +93,11 @@ def test_a_budget_by_head_is_counted_in_every_kind_of_step():
 def test_shares_by_layer_and_by_head_multiply():
     model = tiny_model()
     hasher = with_shares(model, (0.5, 1.0, 1.0, 1.5))
-    with attach(model, hasher, LayerBudget(0.2, by_layer=True, by_head=True)) as attachment:
+    with attach(model, hasher, Budget(0.2)) as attachment:
         budgets = {layer: own.budget for layer, own in attachment._plans.items()}
     assert budgets[0] == LayerBudget(0.1, by_head=SHARES)
     assert budgets[3] == LayerBudget(0.2 * 1.5, by_head=SHARES)
-    with attach(model, HashSelector(QueryHeadHasher(hasher)), LayerBudget(0.2, by_head=True)) as attachment:
+    with attach(model, HashSelector(QueryHeadHasher(with_shares(model))), Budget(0.2)) as attachment:
         assert attachment._plans[1].budget.by_head == (0.5, 0.5, 1.5, 1.5)
 
 
@@ -111,15 +110,12 @@ def test_attach_divides_a_budget_as_far_as_the_hasher_has_shares(layers, heads, 
         found = [plan.budget for plan in attachment._plans.values()]
     fraction = 0.02 if own is None else 0.04
     assert [budget.fraction for budget in found] == [fraction * share for share in layers or (1, 1)]
-    assert {budget.by_head for budget in found} == ({heads[0]} if heads else {False})
+    assert {budget.by_head for budget in found} == ({heads[0]} if heads else {()})
     with attach(model, hasher, LayerBudget()) as attachment:
         assert {plan.budget for plan in attachment._plans.values()} == {LayerBudget()}
 
 
 REFUSED = [
-    (SignHasher, {"by_head": True}, "needs a hasher with head_shares, which `hashtrain` measures, got none"),
-    (SignHasher, {"by_layer": True}, "needs a hasher with layer_shares, which `hashtrain` measures, got none"),
-    (OracleSelector, {"by_layer": True}, "needs a hasher with layer_shares, which `hashtrain` measures, got none"),
     (OracleSelector, {"by_head": SHARES}, "needs a hasher, got OracleSelector; leave by_head out"),
     (SignHasher, {"by_head": (1.0, 1.0, 1.0)}, "by_head must have 2 shares in layer 0, got 3"),
 ]

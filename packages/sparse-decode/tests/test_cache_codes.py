@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from sparse_decode.caches import cache_encoder
-from sparse_decode.caches.cache_encoder import Encoder, drop_codes
+from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.cache_types import carry_codes, coded_type
+from sparse_decode.caches.growing import revert
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode_doubles import RoundedLayer
 from sparse_decode_layers import KINDS, ROOM, cached_keys, check, encode, make, update
@@ -80,7 +81,7 @@ def test_retyping_keeps_the_object_and_can_be_undone(kind):
     check(layer)
     carry_codes(layer, Encoder(lambda k: ~encode(k)))  # another hasher takes it over
     assert torch.equal(layer.codes[:, :, :5], ~encode(cached_keys(layer)))
-    drop_codes(layer)
+    revert(layer)
     assert type(layer) is before
     assert set(vars(layer)) == names
     update(layer, 1, 2)
@@ -139,7 +140,7 @@ def test_the_rows_of_a_filled_layer_go_to_the_host_and_come_back():
         )
         assert {layer.keys.device.type, layer.values.device.type} == {"cpu"}
         assert layer.codes.device.type == "cuda"
-        drop_codes(layer)
+        revert(layer)
         assert {layer.keys.device.type, layer.values.device.type} == {"cuda"}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparse_decode import Budget, attach, interface
 from sparse_decode import dense as dense_step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.cpu import bfloat_lanes, dense
+from sparse_decode.cpu import bfloat_lanes, dense, dense_kernels
 from sparse_decode.cpu.dense import attend_all
 from sparse_decode.cpu.prompt import attend_rows
 from sparse_decode.intervals import causal, visible
@@ -351,3 +351,16 @@ def test_the_instruction_is_used_where_numba_compiles_for_it():
     code = "from sparse_decode.cpu.bfloat_lanes import supported; assert not supported()"
     plain = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     subprocess.run([sys.executable, "-c", code], env=plain, check=True)
+
+
+def test_whole_rows_that_are_visible_are_read_in_place():
+    """Low and high of what any row sees, first row, components, type: all others are copied first."""
+    cases = (
+        (0, 64, 32, 64, 0),
+        (0, 64, 32, 64, 1),
+        (1, 64, 0, 64, 0),
+        (0, 63, 32, 64, 0),
+        (0, 64, 0, 48, 0),
+        (0, 64, 0, 64, 2),
+    )
+    assert [bool(dense_kernels._in_place.py_func(*case)) for case in cases] == [True, True, False, False, False, False]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sparse_decode import attach, interface
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches.growing import GrowingLayer, grow, stop_growing
+from sparse_decode.caches.growing import GrowingLayer, grow, revert
 from sparse_decode_doubles import SignHasher, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -42,7 +42,7 @@ def test_a_stopped_layer_is_plain():
     layer, draw = filled(), drawing(1)
     grow(layer, WeakSet())
     layer.update(draw(2, 1), draw(2, 1))
-    stop_growing(layer)
+    revert(layer)
     assert type(layer) is DynamicLayer
     assert vars(layer).keys() == vars(filled()).keys()
 

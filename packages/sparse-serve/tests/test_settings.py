@@ -13,9 +13,12 @@ REFUSED = {
     "an empty hasher": ({"spotlight": {"hasher": ""}}, "hasher must be the folder of a stored hasher, got ''"),
     "a stranger": ({"spotlight": {"hasher": "x", "topk": 3}}, "takes hasher, fraction, .*, got topk; remove"),
     "too much": ({"spotlight": {"hasher": "x", "fraction": 2}}, "fraction must be above 0 and at most 1, got 2"),
-    "measured": ({"spotlight": {"hasher": "x", "dense_below": "measured"}}, "dense_below must be an integer number of"),
+    "measured": (
+        {"spotlight": {"hasher": "x", "dense_below": "measured"}},
+        "dense_below must be an integer of 0",
+    ),
     "one layer": ({"spotlight": {"hasher": "x", "dense_layers": 2}}, "must be a list of indices of layers, got 2"),
-    "layer -1": ({"spotlight": {"hasher": "x", "dense_layers": [-1]}}, "must be indices of layers, got"),
+    "layer -1": ({"spotlight": {"hasher": "x", "dense_layers": [-1]}}, "must be a list of indices of layers, got"),
 }
 
 

@@ -21,7 +21,7 @@ from sparse_decode import session
 from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import CODED, cache_layer, carry_codes
-from sparse_decode.caches.growing import GrowHook, GrowingLayer, grow, stop_growing
+from sparse_decode.caches.growing import GrowHook, GrowingLayer, grow, revert
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.hashers import KeyQueryHasher
 from sparse_decode.interface import Hook, register
@@ -36,7 +36,7 @@ from sparse_decode.model import (
     set_attention,
     sparse_modules,
 )
-from sparse_decode.planning import Options, as_budget, plan_layers, require_rows
+from sparse_decode.planning import Options, plan_layers, require_rows
 from sparse_decode.prompt import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.reach import ReachHook
 from sparse_decode.removed import OF_ATTACH, refuse
@@ -111,10 +111,11 @@ def attach_rows(
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
     if prompt not in ("exact", "sparse"):
         raise ValueError(f'prompt must be "exact" or "sparse", got {prompt!r}')
+    if not isinstance(budget, Budget | None):
+        raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
     dense = getattr(selector, "dense_layers", ()) if dense_layers is None else dense_layers
     dense = range(dense) if isinstance(dense, int) else dense
-    own = as_budget(budget, selector, sparse_rows is None)
-    return Attachment(model, selector, Options(own, dense, RowRule(sparse_rows), kv == "host", remainder, prompt))
+    return Attachment(model, selector, Options(budget, dense, RowRule(sparse_rows), kv == "host", remainder, prompt))
 
 
 class Attachment:
@@ -140,15 +141,15 @@ class Attachment:
         self._dense: tuple[int, ...] = ()
         if how.prompt == "sparse":
             require_sparse_prompts(model)
-        planned = plan_layers(model, selector, how)
-        self._plans = planned.plans
-        self.break_even: int | None = planned.break_even
-        self.layers: tuple[int, ...] = tuple(planned.modules)
+        modules, self._plans = plan_layers(model, selector, how)
+        lengths = [plan.budget.dense_below for plan in self._plans.values()] if how.budget is None else []
+        self.break_even: int | None = next(filter(None, lengths), None)
+        self.layers: tuple[int, ...] = tuple(modules)
         self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
-        if planned.modules or selector is None:
-            self._switch_on(planned.modules, how)
-            if planned.modules and (reach := getattr(selector, "reach", None)) is not None:
-                self._handles.append(ReachHook(planned.modules[min(planned.modules)], reach).handle)
+        if modules or selector is None:
+            self._switch_on(modules, how)
+            if modules and (reach := getattr(selector, "reach", None)) is not None:
+                self._handles.append(ReachHook(modules[min(modules)], reach).handle)
             if (words := other_adapter(selector, model)) is not None:
                 warnings.warn(words, stacklevel=4)  # where `attach` is called
 
@@ -193,7 +194,8 @@ class Attachment:
         for plan in self._plans.values():
             plan.encoder.release()
         for layer in list(self._growing):
-            stop_growing(layer)
+            if type(layer) is GrowingLayer:  # it may carry the codes of another attachment
+                revert(layer)
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return (selected, visible) tokens by layer, summed over all sparse rows and query heads so far."""

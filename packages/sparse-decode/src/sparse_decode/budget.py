@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from threading import Lock
 from typing import Any, Literal, Self, cast
 
@@ -63,27 +63,22 @@ class Budget:
 
 @dataclass(frozen=True)
 class LayerBudget(Budget):
-    """A budget with what `attach` settles for it. Evaluations give one to `attach`, which then takes it as it is."""
+    """The budget of one sparse layer. Evaluations give one to `attach`, which then takes it as it is in every layer."""
 
     of: Literal["visible", "length"] = "visible"
     """What `fraction` refers to: the row's visible tokens, or (the paper's rule) those of its sequence's last row."""
-    by_layer: bool = False
-    """Multiply `fraction` in each layer by its share in the hasher's `layer_shares`."""
-    by_head: bool | tuple[float, ...] = False
-    """Multiply `fraction` in each KV head by its share in the hasher's `head_shares`, whose mean over a layer is 1.
-    `attach` replaces true by these shares, one for each KV head, or query head with codes per query head."""
-    dense_below: int | Literal["predicted"] = 0
-    """A row with fewer visible tokens than this attends to all of them. `attach` replaces "predicted" by the length
-    from which a sparse step reads fewer bytes than a dense one, by enough to pay for its fixed cost."""
+    by_head: tuple[float, ...] = ()
+    """Multiply `fraction` in each KV head, or query head with codes per query head, by its share; empty: by 1."""
+    dense_below: int = 0
+    """A row with fewer visible tokens than this attends to all of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dense_below != "predicted" and (not _is_int(self.dense_below) or self.dense_below < 0):
+        if not _is_int(self.dense_below) or self.dense_below < 0:
             raise ValueError(f"dense_below must be an integer of 0 or more, got {self.dense_below!r}")
-        if type(self.by_layer) is not bool:
-            raise ValueError(f"by_layer must be true or false, got {self.by_layer!r}")
-        if type(self.by_head) is not bool and not _are_shares(self.by_head):
-            raise ValueError(f"by_head must be true, false or a tuple of numbers above 0, got {self.by_head!r}")
+        shares: object = self.by_head
+        if shares and not (isinstance(shares, tuple) and are_shares(cast(object, shares))):
+            raise ValueError(f"by_head must be a tuple of numbers above 0, got {self.by_head!r}")
         if self.of not in ("visible", "length"):
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
@@ -92,41 +87,31 @@ class LayerBudget(Budget):
         """Return a budget with the fields of another one, and `more`."""
         return cls(**{field.name: getattr(budget, field.name) for field in fields(budget)} | more)
 
-    def in_layer(self, share: float, heads: tuple[float, ...] = ()) -> "LayerBudget":
-        """Return this budget for a layer with a share of the mean over layers, and these shares of its index sets."""
-        found = replace(self, fraction=min(1.0, self.fraction * share), by_layer=False) if self.by_layer else self
-        return replace(found, by_head=heads) if self.by_head is True else found
-
     def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
         """Return the number of tokens each row reads, including sink and recent; all below `dense_below`.
 
         Args: visible: visible tokens of each row, integers [..., Q]; length: those of the last row of the same
             sequence, broadcastable to `visible`; needed by `of="length"`.
         Returns: int64 [..., Q], in [0, visible]; with shares by head [..., H, Q].
-        Raises: ValueError if the budget is not that of an attached layer yet, or a length is needed and not given.
+        Raises: ValueError if a length is needed and not given.
         """
-        self._require_numbers()
         if self.of == "length" and length is None:
             raise ValueError('a budget of="length" needs the length of each sequence, got None')
         whole = visible if length is None or self.of == "visible" else length.expand_as(visible)
-        limits, shares = (self.min_tokens, self.max_tokens), cast("tuple[float, ...]", self.by_head)
-        if shares:
-            parts = [min(1.0, self.fraction * share) for share in shares]
+        limits = self.min_tokens, self.max_tokens
+        if self.by_head:
+            parts = [min(1.0, self.fraction * share) for share in self.by_head]
             counts = torch.stack([top_count(whole, part, *limits) for part in parts], -2)
             visible = visible[..., None, :]
         else:
             counts = top_count(whole, self.fraction, *limits)
         counts = (counts if self.of == "visible" else counts.minimum(visible.long())).maximum(self.ends(visible))
-        below = cast(int, self.dense_below)
-        return torch.where(visible < below, visible.long(), counts) if below else counts
+        return torch.where(visible < self.dense_below, visible.long(), counts) if self.dense_below else counts
 
     def count_heads(self, visible: int, length: int | None = None) -> list[int]:
         """Return `count` for an integer: one number if all heads read as many, else one for each share."""
-        if self.by_head is True or not isinstance(self.dense_below, int):
-            self._require_numbers()
-        shares: Any = self.by_head or (1.0,)
-        below: Any = self.dense_below
-        if visible < below:
+        shares = self.by_head or (1.0,)
+        if visible < self.dense_below:
             return [visible] * len(shares)
         whole = visible if self.of == "visible" or length is None else length
         found: list[int] = []
@@ -139,19 +124,12 @@ class LayerBudget(Budget):
     @property
     def mean_fraction(self) -> float:
         """The mean of `fraction` over KV heads, for predictions."""
-        shares = self.by_head if isinstance(self.by_head, tuple) else (1.0,)
+        shares = self.by_head or (1.0,)
         return sum(min(1.0, self.fraction * share) for share in shares) / len(shares)
-
-    def _require_numbers(self) -> None:
-        """Raise ValueError if `attach` still has to replace a field by numbers."""
-        if not isinstance(self.dense_below, int):
-            raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
-        if self.by_head is True:
-            raise ValueError("a budget by head counts only once attached; give the shares of the heads")
 
     def most(self, n: int) -> int:
         """Return the maximal number of tokens that a row with at most `n` visible tokens reads."""
-        below = min(n, int(self.dense_below) - 1) if self.dense_below else 0
+        below = min(n, self.dense_below - 1) if self.dense_below else 0
         return max(below, *self.count_heads(n))
 
     def ends(self, visible: Tensor) -> Tensor:
@@ -209,10 +187,6 @@ class Tally:
             counts = [x.to(self.tensor.device) for x, own in self._later if own == heads]
             self.tensor.add_(torch.stack(counts).sum(0), alpha=heads)
         self._later.clear()
-
-
-def _are_shares(value: object) -> bool:
-    return isinstance(value, tuple) and len(cast("tuple[object, ...]", value)) > 0 and are_shares(cast(object, value))
 
 
 def _is_int(value: object) -> bool:

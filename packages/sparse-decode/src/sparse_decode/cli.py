@@ -61,7 +61,3 @@ def _early_ends(found: dict[str, Any], most: int) -> list[str]:
             tokens = f"{made} token{'s' * (made != 1)} of at most {most}"
             said.append(f"{name}: the model ended its text after {tokens}{none}. {_REMEDY}")
     return said
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

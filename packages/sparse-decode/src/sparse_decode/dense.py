@@ -18,7 +18,7 @@ from sparse_decode.cpu.bfloat_lanes import supported
 from sparse_decode.cpu.dense import attend_all
 from sparse_decode.cpu.prompt import attend_rows
 from sparse_decode.inputs import KINDS
-from sparse_decode.intervals import is_interval, visible
+from sparse_decode.intervals import causal, is_interval, visible
 from sparse_decode.model import FLASH, NAMES
 
 Output = tuple[Tensor, Tensor | None]
@@ -76,14 +76,13 @@ def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, s
 
 def attend_densely(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, set_to: str | None = None, **kwargs: Any,
+    scaling: float | None = None, **kwargs: Any,
 ) -> Output:  # fmt: skip
     """Attend to all visible tokens: long decode steps on the CPU with our kernel, all other calls as the model does.
 
-    Args: those of `interface.attention`; set_to: the attention that the module's config names, if known: reading it
-        there takes six calls.
+    Args: those of `interface.attention`.
     """
-    name = set_to or module.config._attn_implementation
+    name = module.config._attn_implementation
     if key.shape[2] < OWN_FROM.get(key.dtype, 256) and mask is None and query.shape[2] == 1:
         if name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
             return attend_by_torch(query, key, value, dropout, scaling), None
@@ -106,26 +105,20 @@ def as_mask(mask: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tenso
 
     Intervals become bool [B, 1, Q, N], for eager attention numbers, and for flash attention bool [B, N].
     """
-    rows, n = query.shape[2], key.shape[2]
-    if mask is None and name in EAGER and rows == 1:
-        return query.new_zeros(1, 1, 1, n)  # some eager attention functions add a mask unconditionally
-    if mask is None and 1 < rows < n and name == NAMES["sdpa"]:  # torch would align the first row with the first token
-        return torch.ones(rows, n, dtype=torch.bool, device=query.device).tril(n - rows)[None, None]
-    if mask is None and name in EAGER:
-        shown = torch.ones(rows, n, dtype=torch.bool, device=query.device).tril(n - rows)[None, None]
-    elif not is_interval(mask):
+    rows, n, eager = query.shape[2], key.shape[2], name in EAGER
+    if mask is not None and not is_interval(mask):
         return mask
-    elif name == NAMES[FLASH]:
-        assert mask is not None
-        return torch.arange(n, device=mask.device) >= mask[:, 0, -1, :1]
-    else:
-        assert mask is not None
-        shown = visible(mask[:, 0], n)
-    if name not in EAGER:
+    if mask is None and rows == 1:  # some eager attention functions add a mask unconditionally
+        return query.new_zeros(1, 1, 1, n) if eager else None
+    if mask is None and not eager and (rows == n or name != NAMES["sdpa"]):
+        return None  # with fewer rows, torch would align the first one with the first token
+    interval = causal(1, rows, n, query.device) if mask is None else mask[:, 0]
+    if name == NAMES[FLASH]:
+        return torch.arange(n, device=interval.device) >= interval[:, -1, :1]
+    shown = visible(interval, n)
+    if not eager:
         return shown
-    return torch.zeros(shown.shape, dtype=query.dtype, device=query.device).masked_fill(
-        ~shown, torch.finfo(query.dtype).min
-    )
+    return query.new_zeros(shown.shape).masked_fill(~shown, torch.finfo(query.dtype).min)
 
 
 def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, eager: bool) -> bool:
@@ -150,10 +143,13 @@ def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
     """Whether a call needs a feature that the kernel lacks: dropout, biases, keys masked per head, returned weights."""
     if dropout or module.training or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         return True
-    if module.__dict__.get(MASKED) is not None or kwargs.get("output_attentions"):
-        return True
-    recorded = _active_collector.get()
-    return bool(recorded) and any("attentions" in name for name in recorded)
+    return module.__dict__.get(MASKED) is not None or wants_weights(kwargs)
+
+
+def wants_weights(kwargs: dict[str, Any]) -> bool:
+    """Whether the caller of the model wants attention weights."""
+    recorded = _active_collector.get() or ()
+    return bool(kwargs.get("output_attentions")) or any("attentions" in name for name in recorded)
 
 
 def dense_attention(module: Any) -> Callable[..., Output]:

@@ -32,40 +32,18 @@ class KeyQueryHasher(Protocol):
         """Raise ValueError if this hasher was made for another model."""
 
 
+_FACTS = frozenset({"dense_layers", "reach", "adapter", "layer_shares", "head_shares", "remainder"})
+
+
 class OfHasher:
-    """What a hasher has besides its functions; empty if it is another than those of `hashtrain`."""
+    """What wraps a hasher and says what it says of itself besides its functions, as `hashtrain.Hasher` does."""
 
     hasher: Any
 
-    @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """Layers that stay dense by default, because training measured a high cost for them."""
-        return getattr(self.hasher, "dense_layers", ())
-
-    @property
-    def reach(self) -> int | None:
-        """The longest context that the hasher was made for, in tokens; None if it has none, or it is not known."""
-        return getattr(self.hasher, "reach", None)
-
-    @property
-    def adapter(self) -> str | None:
-        """A digest of the adapter in the model that the hasher was made for; None if that is not known."""
-        return getattr(self.hasher, "adapter", None)
-
-    @property
-    def layer_shares(self) -> tuple[float, ...]:
-        """Budgets of the layers relative to their mean; empty if the hasher has none."""
-        return getattr(self.hasher, "layer_shares", ())
-
-    @property
-    def head_shares(self) -> tuple[tuple[float, ...], ...]:
-        """For each layer the budgets of its KV heads relative to their mean; empty if the hasher has none."""
-        return getattr(self.hasher, "head_shares", ())
-
-    def remainder(self, layer: int) -> Tensor | None:
-        """Return the coefficients of the remainder (eq. 15), [Hq, 5]; None if the hasher is not calibrated."""
-        found = getattr(self.hasher, "remainder", None)
-        return None if found is None else found(layer)
+    def __getattr__(self, name: str) -> Any:
+        if name in _FACTS:
+            return getattr(self.hasher, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
 
 class PerHead(OfHasher):
@@ -101,15 +79,22 @@ class PerHead(OfHasher):
         return self._cpu_encoder.queries(own, q, self.per_query_head)
 
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
-        """Hash keys in place if one operator does it: `HashSelector.write_codes`."""
+        """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
+
+        Returns: whether one operator does this; if not, nothing was written.
+        """
         own = self._of_keys(layer, k)
         if not encode_cuda.supports(own, k):
             return False
         encode_cuda.write_keys(own, k, codes, at)
         return True
 
+    @torch.no_grad()
     def encode_step(self, layer: int, k: Tensor, codes: Tensor, q: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-        """Hash a step's keys and queries in one launch: `HashSelector.encode_step`."""
+        """Hash the new keys of a step [B, Hkv, 1, D] into codes [B, H, 1, W], and its queries [B, Hq, 1, D], at once.
+
+        Returns: planes and weights as `encode_queries`; None if one operator does not do it: nothing was written.
+        """
         if not encode_cuda.supports(own := self._of_keys(layer, k), k):
             return None
         return encode_cuda.step(own, k, codes, q, self.per_query_head)

@@ -24,12 +24,11 @@ from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer, Unca
 from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.compiled import attend_step
-from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
+from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely, wants_weights
 from sparse_decode.inputs import Inputs, require
 from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa, require_width
 from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, NO_COPY, OTHER_STATES
 from sparse_decode.modes import autocasts, no_autocast, readable
-from sparse_decode.select import HashSelector
 from sparse_decode.step import SparseLayer
 
 KEYWORD = "sparse_decode"
@@ -90,8 +89,7 @@ class Hook:
         self._settings: dict[str, Any] = vars(self._config)
         self._arguments, self._coded, self._growing = arguments, coded, growing
         self._layer, self._short = plan.layer, Call(plan, None, True, self._name == NAMES["sdpa"])
-        below: Any = plan.budget.dense_below
-        self._below: int = below if may_be_short else 0
+        self._below: int = plan.budget.dense_below if may_be_short else 0
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -272,11 +270,7 @@ class _Given:
         if not self.whole:
             self.key, self.value, self.whole = self.key[:, :, :end], self.value[:, :, :end], True
         if readable(q) and layer.all_dense(end):
-            interval = intervals_of(self.mask, q.shape[2], end)
-            if interval is None and q.shape[2] == 1:
-                layer.count_dense(q.shape[0], q.shape[1], end)
-            else:
-                layer.count_dense_rows(q, interval, end)
+            layer.count_dense_rows(q, intervals_of(self.mask, q.shape[2], end), end)
             self._learn()
             return self._densely()
         self._refuse_weights()
@@ -295,10 +289,10 @@ class _Given:
         layer, x, held = self.layer, self._inputs(self.key, self.value), self.held
         static = isinstance(held, CodedStaticLayer)
         ready = layer.remainder is None or (static and held.sums is not None and held.sums.ready)
-        if static and ready and x.q.is_cuda and x.q.shape[2] == 1 and is_interval(self.mask):
-            hashes = isinstance(layer.selector, HashSelector) and layer.selector.traceable(layer.layer, x.q)
-            if hashes and (layer.remainder is None or (x.q.device, x.scaling) in layer.remainder.placed):
-                return layer.step(x, cast(Tensor, self.mask)[:, 0], held)
+        ready = ready and (layer.remainder is None or (x.q.device, x.scaling) in layer.remainder.placed)
+        step = static and x.q.is_cuda and x.q.shape[2] == 1 and is_interval(self.mask)
+        if step and ready and layer.encoder.traceable(x.q):
+            return layer.step(x, cast(Tensor, self.mask)[:, 0], held)
         codes = held.codes if isinstance(held, CodedDynamicLayer | CodedStaticLayer) else None
         sums = held.sums.tensors if static and layer.remainder is not None and held.sums is not None else []
         given = codes, self.mask, self.length, x.sinks, [*sums, layer.placeholder], layer.number
@@ -343,9 +337,7 @@ class _Given:
 
     def _refuse_weights(self) -> None:
         """Raise ValueError if the caller of the model wants attention weights, which eager attention returns."""
-        recorded = _active_collector.get() or ()
-        wanted = self.kwargs.get("output_attentions") or any("attentions" in name for name in recorded)
-        if wanted and self.module.config._attn_implementation == NAMES["eager"]:
+        if wants_weights(self.kwargs) and self.module.config._attn_implementation == NAMES["eager"]:
             raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
 
     def _require_serves(self) -> None:
@@ -364,8 +356,8 @@ class _Given:
                     f"layer {layer.layer} must attend to the keys in its cache, {tuple(own.shape)}, got other keys, "
                     f"{tuple(key.shape)}; leave this model dense"
                 )
-            if query.shape[2] > 1 and not coded and isinstance(layer.selector, HashSelector):
-                layer.selector.require_heads(layer.layer, key)  # codes of now are refused when they are made
+            if query.shape[2] > 1 and not coded and layer.hashes is not None:
+                layer.hashes.require_heads(layer.layer, key)  # codes of now are refused when they are made
             codes = cast(Tensor, held.codes).shape[1] if coded and query.shape[2] > 1 else key.shape[1]
             if codes not in (key.shape[1], query.shape[1]):
                 raise ValueError(

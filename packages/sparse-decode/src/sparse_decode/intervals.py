@@ -7,6 +7,7 @@ are, for dense calls.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,21 +28,6 @@ _HOLES = (
     "each row of a mask must see consecutive tokens for sparse attention, got one with holes; pad on the left only, or "
     "call detach()"
 )
-
-
-def mask_of_sdpa(**how: Any) -> Tensor | None:
-    """Build intervals in place of transformers' `sdpa_mask`, whose arguments these are, by name."""
-    return _mask(sdpa_mask, **how)
-
-
-def mask_of_eager(**how: Any) -> Tensor | None:
-    """Build intervals in place of transformers' `eager_mask`, whose arguments these are, by name."""
-    return _mask(eager_mask, **how)
-
-
-def mask_of_flash(**how: Any) -> Tensor | None:
-    """Build intervals in place of transformers' `flash_attention_mask`, whose arguments these are, by name."""
-    return _mask(flash_attention_mask, **how)
 
 
 def _mask(other: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
@@ -77,6 +63,10 @@ def _mask(other: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     if slides is not None:
         starts = starts.maximum(ends - slides)
     return torch.stack([starts.expand_as(ends), ends], -1)[:, None]
+
+
+mask_of_sdpa, mask_of_eager, mask_of_flash = (partial(_mask, m) for m in (sdpa_mask, eager_mask, flash_attention_mask))
+"""Build intervals in place of transformers' mask functions, whose arguments they take by name."""
 
 
 _SLIDING = sliding_window_causal_mask_function(1)

@@ -5,12 +5,10 @@
 
 from typing import cast
 
-import numpy as np
+import hashcore
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_decode.cpu.kernel_threads import run
 from sparse_decode.select import NoCodes, Rows
 
 _WIDENED = 1 << 28  # bytes of keys converted to float32 per chunk
@@ -49,39 +47,9 @@ def best_floats(values: Tensor, counts: Tensor) -> Tensor:
     """Return the indices of the largest values of each row.
 
     Args:
-        values: float32 [..., N] without NaN; copied to the CPU if on another device.
+        values: float32 [..., N] without NaN.
         counts: number of indices per row, integers [...], at most N.
-    Returns: int64 [..., K] on the device of `values`, K the largest count: ascending indices, then -1; ties go to the
-        lowest index.
+    Returns: int64 [..., K], K the largest count: ascending indices, then -1; ties go to the lowest index.
     """
-    n, width = values.shape[-1], int(counts.max()) if counts.numel() else 0
-    flat = values.reshape(-1, n).contiguous().cpu().numpy()
-    out = np.full((flat.shape[0], width), -1, dtype=np.int64)
-    if width:
-        sizes = counts.reshape(-1).long().contiguous().cpu().numpy()
-        run(_best_rows, len(flat), 16 * flat.size, flat, sizes, out)
-    return torch.from_numpy(out).view(*values.shape[:-1], width).to(values.device)
-
-
-def _best_rows(
-    first: int, last: int, values: NDArray[np.float32], counts: NDArray[np.int64], out: NDArray[np.int64]
-) -> None:  # pragma: no cover - compiled
-    n = values.shape[1]
-    for i in range(first, last):
-        row, k = values[i], counts[i]
-        if k == 0:
-            continue
-        threshold = np.partition(row, n - k)[n - k]
-        ties = k
-        for j in range(n):
-            if row[j] > threshold:
-                ties -= 1
-        slot = 0
-        for j in range(n):
-            if row[j] > threshold:
-                out[i, slot] = j
-                slot += 1
-            elif row[j] == threshold and ties > 0:
-                out[i, slot] = j
-                slot += 1
-                ties -= 1
+    bits = (values + 0.0).view(torch.int32)  # -0 becomes 0
+    return hashcore.topk(torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits), counts)[1]  # integers of the same order

@@ -97,7 +97,7 @@ class Step(NamedTuple):
         used = np.arange(table.shape[1]) * size < seen[:, None]
         if ((table < 0) | (table >= pages))[used].any():
             raise ValueError(f"blocks must be pages in 0..{pages - 1} up to each row's length, got others")
-        sets = len(budget.by_head) if isinstance(budget.by_head, tuple) else 1
+        sets = len(budget.by_head or (1.0,))
         reads = np.array([budget.count_heads(n) for n in seen.tolist()], np.int64).reshape(len(seen), sets)
         dense = np.all(reads >= seen[:, None], axis=1)  # such a row reads all that it sees, without a search
         tail = np.where(dense, 0, np.maximum(seen - budget.recent, 0))

@@ -4,8 +4,8 @@
 # pyright: reportUnknownMemberType=false
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,16 +25,13 @@ from sparse_decode.select import AttendingSelector, HashSelector, Selector
 from sparse_decode.step import RowRule, SparseLayer
 
 Modules = Mapping[int, Attention]
-Budgets = Mapping[int, LayerBudget]
-HeadsOf = Callable[[int], ModelShape]
-"""The heads of a layer, by its index."""
 
 
 @dataclass(frozen=True)
 class Options:
     """The arguments of `attach` after its model and its selector, checked one by one."""
 
-    budget: LayerBudget
+    budget: Budget | None
     dense_layers: Collection[int]
     rule: RowRule
     on_host: bool
@@ -42,22 +39,15 @@ class Options:
     prompt: str = "exact"
 
 
-@dataclass
-class Planned:
-    """The sparse layers of an attachment: their modules and plans. Attributes: break_even: as in `Attachment`."""
-
-    modules: dict[int, Attention] = field(default_factory=dict[int, Attention])
-    plans: dict[int, SparseLayer] = field(default_factory=dict[int, SparseLayer])
-    break_even: int | None = None
-
-
-def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | None, how: Options) -> Planned:
-    """Plan the sparse layers of a model; there are none without a selector.
+def plan_layers(
+    model: PreTrainedModel, selector: KeyQueryHasher | Selector | None, how: Options
+) -> tuple[Modules, dict[int, SparseLayer]]:
+    """Return the attention modules to make sparse and their sparse layers, by layer; none without a selector.
 
     Raises: ValueError if the model, the selector or a budget cannot be used.
     """
     if selector is None:
-        return Planned()
+        return {}, {}
     chosen = as_selector(selector)
     chosen.require_match(text_decoder(model).config)
     if how.on_host and not chosen.needs_codes:
@@ -72,11 +62,8 @@ def plan_layers(model: PreTrainedModel, selector: KeyQueryHasher | Selector | No
         require_compiler()
     if how.on_host:
         require_own_keys(model)
-    budgets = divided(dict.fromkeys(modules, how.budget), chosen, shape.at)
-    if any(x.by_head for x in budgets.values()) and not isinstance(chosen, HashSelector):
-        raise ValueError(f"a budget by head needs a hasher, got {type(chosen).__name__}; leave by_head out")
-    budgets, even = _settled(model, budgets, shape.at, chosen, how)
-    return Planned(modules, _plans(modules, budgets, chosen, how, shape.at), even)
+    budgets = _budgets(model, modules, chosen, how, shape)
+    return modules, _layers(modules, budgets, chosen, how, shape)
 
 
 def require_rows(dense_layers: object, sparse_rows: object) -> None:
@@ -100,67 +87,38 @@ def as_selector(selector: KeyQueryHasher | Selector) -> Selector:
     raise ValueError(f"hasher must be a hasher with encode_keys and encode_queries, or a Selector, {got}")
 
 
-def as_budget(budget: Budget | None, selector: object, decode: bool) -> LayerBudget:
-    """Return the budget of all layers, divided if the hasher has shares; decode: whether only decode steps are sparse.
+def _budgets(
+    model: PreTrainedModel, modules: Modules, selector: Selector, how: Options, shape: ModelShape
+) -> dict[int, LayerBudget]:
+    """Return the budget of each sparse layer: a `LayerBudget` as it is, another one by the shares that a hasher has.
 
-    Without a budget, short contexts stay dense. A `LayerBudget` is taken as it is.
+    Without a budget and rows, short contexts stay dense.
     """
-    if isinstance(budget, LayerBudget):
-        return budget
-    if not isinstance(budget, Budget | None):
-        raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
-    layers, heads = (bool(getattr(selector, f"{kind}_shares", ())) for kind in ("layer", "head"))
-    hashes = isinstance(selector, HashSelector) or not hasattr(selector, "select")  # as `as_selector` tells hashers
-    below = "predicted" if budget is None and decode else 0
-    return LayerBudget.like(budget or Budget(), by_layer=layers, by_head=heads and hashes, dense_below=below)
-
-
-def divided(budgets: Budgets, selector: Selector, heads: HeadsOf) -> dict[int, LayerBudget]:
-    """Return the budgets of all sparse layers, those by layer or by head with the shares of the selector's hasher.
-
-    Raises: ValueError if it has no shares to go by, or the shares given are not those of its index sets.
-    """
-    layers, by_head = (_shares(kind, budgets, selector) for kind in ("layer", "head"))
-    mean, found = sum(layers[layer] for layer in budgets) / len(budgets) if layers else 1.0, dict[int, LayerBudget]()
-    for layer, own in budgets.items():
-        shape, per_query_head = heads(layer), getattr(selector, "per_query_head", False)
-        sets, repeats = (shape.num_query_heads, shape.group) if per_query_head else (shape.num_kv_heads, 1)
-        each = tuple(share for share in by_head[layer] for _ in range(repeats)) if by_head else ()
-        found[layer] = made = own.in_layer(layers[layer] / mean if layers else 1.0, each)
-        if isinstance(made.by_head, tuple) and len(made.by_head) != sets:
-            raise ValueError(f"by_head must have {sets} shares in layer {layer}, got {len(made.by_head)}")
+    hashes, per_query_head = isinstance(selector, HashSelector), getattr(selector, "per_query_head", False)
+    by_layer = getattr(selector, "layer_shares", ())
+    by_head = getattr(selector, "head_shares", ()) if hashes else ()
+    mean = sum(by_layer[layer] for layer in modules) / len(modules) if by_layer else 1.0
+    found = dict[int, LayerBudget]()
+    # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
+    foreseen = how.budget is None and how.rule.start is None and selector.needs_codes and not how.on_host
+    foreseen = foreseen and model.device.type == "cpu"
+    for layer in modules:
+        heads = shape.at(layer)
+        sets, repeats = (heads.num_query_heads, heads.group) if per_query_head else (heads.num_kv_heads, 1)
+        if not isinstance(own := how.budget or Budget(), LayerBudget):
+            each = tuple(share for share in by_head[layer] for _ in range(repeats)) if by_head else ()
+            fraction = min(1.0, own.fraction * (by_layer[layer] / mean if by_layer else 1.0))
+            own = LayerBudget.like(own, fraction=fraction, by_head=each)
+        if own.by_head and not hashes:
+            raise ValueError(f"a budget by head needs a hasher, got {type(selector).__name__}; leave by_head out")
+        if own.by_head and len(own.by_head) != sets:
+            raise ValueError(f"by_head must have {sets} shares in layer {layer}, got {len(own.by_head)}")
+        found[layer] = replace(own, dense_below=predicted(heads, own, model.dtype)) if foreseen else own
     return found
 
 
-def _shares(kind: str, budgets: Budgets, selector: Selector) -> Sequence[Any]:
-    """Return a selector's shares by layer or by head; none if no budget asks for them."""
-    if not any(getattr(own, f"by_{kind}") is True for own in budgets.values()):
-        return ()
-    if shares := getattr(selector, f"{kind}_shares", ()):
-        return shares
-    raise ValueError(
-        f"a budget by {kind} needs a hasher with {kind}_shares, which `hashtrain` measures, got none; train it anew, "
-        f"or leave by_{kind} out"
-    )
-
-
-def _settled(
-    model: PreTrainedModel, budgets: Budgets, heads: HeadsOf, selector: Selector, how: Options
-) -> tuple[dict[int, LayerBudget], int | None]:
-    """Replace "predicted" in `dense_below`; also return the first above 0."""
-    found, even = dict(budgets), None
-    # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
-    foreseen = model.device.type == "cpu" and selector.needs_codes and not how.on_host
-    for layer, budget in budgets.items():
-        if budget.dense_below == "predicted":
-            below = predicted(heads(layer), budget, model.dtype) if foreseen else 0
-            found[layer] = replace(budget, dense_below=below)
-            even = even or below or None
-    return found, even
-
-
-def _plans(
-    modules: Modules, budgets: Budgets, selector: Selector, how: Options, heads: HeadsOf
+def _layers(
+    modules: Modules, budgets: Mapping[int, LayerBudget], selector: Selector, how: Options, shape: ModelShape
 ) -> dict[int, SparseLayer]:
     coefficients = getattr(selector, "remainder", None) if how.remainder else None
     found, memo, shared = dict[int, SparseLayer](), Memo(), dict[Any, Tally]()
@@ -172,7 +130,7 @@ def _plans(
                 f"{type(selector).__name__}, which has its own attention; attach with remainder=False"
             )
         device = _device_of(modules[layer].module)
-        counts = shared.setdefault((budget, device, heads(layer).num_query_heads), Tally(device))
+        counts = shared.setdefault((budget, device, shape.at(layer).num_query_heads), Tally(device))
         found[layer] = SparseLayer(layer, selector, budget, how.rule, left_out, memo, counts, device)
     return found
 

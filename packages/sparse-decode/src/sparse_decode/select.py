@@ -8,7 +8,6 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
-from sparse_decode.cuda.encode import PlacedHasher
 from sparse_decode.hashers import KeyQueryHasher, OfHasher, PerHead, QueryHeadHasher
 from sparse_decode.intervals import visible
 
@@ -114,13 +113,14 @@ class HashSelector(OfHasher):
         self.hasher = hasher
         self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher
 
+    @property
+    def own(self) -> PerHead | None:
+        """Our hasher's functions; None for those of others, or if a subclass may do more than apply them."""
+        plain = type(self) in (HashSelector, LshSelector)
+        return self._encoder if plain and isinstance(self._encoder, PerHead) else None
+
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
-
-    def require_heads(self, layer: int, k: Tensor) -> None:
-        """Raise ValueError if our hasher is for another number of KV heads than that of keys [B, Hkv, T, D]."""
-        if isinstance(self._encoder, PerHead):
-            self._encoder.require_heads(layer, k)
 
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
         with torch.no_grad():
@@ -135,33 +135,6 @@ class HashSelector(OfHasher):
     def per_query_head(self) -> bool:
         """Whether every query head has its own index set."""
         return bool(getattr(self._encoder, "per_query_head", False))
-
-    @property
-    def placed(self) -> PlacedHasher | None:
-        """Our hasher's functions by layer and device; None if this selector does more than apply them."""
-        encoder = self._encoder
-        return encoder.placed if type(self) is HashSelector and isinstance(encoder, PerHead) else None
-
-    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
-        """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
-
-        Returns: whether the hasher supports writing in place; if not, nothing was written.
-        """
-        write = getattr(self._encoder, "write_codes", None)
-        return write is not None and write(layer, k, codes, at)
-
-    def encode_step(self, layer: int, k: Tensor, codes: Tensor, q: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-        """Hash the new keys of a step [B, Hkv, 1, D] into codes [B, H, 1, W], and its queries [B, Hq, 1, D], at once.
-
-        Returns: planes and weights as `encode_queries`; None if one operator does not do it: nothing was written.
-        """
-        encoder = self._encoder if type(self).encode_queries is HashSelector.encode_queries else None
-        with torch.no_grad():
-            return encoder.encode_step(layer, k, codes, q) if isinstance(encoder, PerHead) else None
-
-    def traceable(self, layer: int, x: Tensor) -> bool:
-        """Whether operators that a compiled graph can contain hash a step's keys and queries [B, H, 1, D]."""
-        return isinstance(self._encoder, PerHead) and self._encoder.traceable(layer, x)
 
     def select(self, rows: Rows) -> Tensor:
         if rows.codes is None:

@@ -21,23 +21,22 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
-import numpy as np
 import torch
 from hashtrain import Hasher
 from hashtrain.data.capture import weights_hash
 from hashtrain.files.atomic import replace
-from hashtrain.files.untrusted import MAX_HEADER_BYTES, parse_json
+from hashtrain.files.untrusted import MAX_HEADER_BYTES
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.cache_types import carry_codes
-from sparse_decode.caches.growing import GrowingLayer, grow_in
+from sparse_decode.caches.growing import GrowingLayer, grow
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode.hashers import PerHead
 from sparse_decode.model import attention_modules
@@ -56,9 +55,8 @@ _BLANK = "0" * 64  # in the place of a digest that is not known yet
 _FOREIGN = "name a file that attachment.save wrote"
 _WHOLE = DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer
 _SUMS = "keys", "values", "spread", "starts"
-_TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
-          "I32": torch.int32}  # fmt: skip
-_NAMES = {kind: name for name, kind in _TYPES.items()}
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+          torch.int32: "I32"}  # fmt: skip
 
 
 class _Array(NamedTuple):
@@ -78,33 +76,26 @@ class _Array(NamedTuple):
 
 
 class _File:
-    """A session file that is open for reading, with a header that was checked.
+    """A session file for reading, with a header that was checked. Attributes: facts: the metadata."""
 
-    Args: path: its name, for errors.
-    Attributes: facts: the metadata.
-    """
-
-    def __init__(self, path: Path, file: BufferedReader):
-        self._path, self._file = path, file
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            self.refuse(f"expected a header that fits its {size} bytes, got one of {length}", _FOREIGN)
-        raw, self.start = file.read(length), 8 + length
+    def __init__(self, path: Path):
+        self._path = path
+        with path.open("rb") as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                self.refuse(f"expected a header that fits its {size} bytes, got one of {length}", _FOREIGN)
+            raw, self._start = file.read(length), 8 + length
         try:
-            found = parse_json(raw.decode())
-            self.facts: dict[str, str] = found.pop("__metadata__")
+            self._held = safe_open(path, "pt")
+            self.facts: dict[str, str] = self._held.metadata()
             kind, version, digest = (self.facts[name] for name in ("format", "version", "header"))
-            self._entries: dict[str, Any] = found
-            end = self.start + max(entry["data_offsets"][1] for entry in found.values())
-        except (ValueError, LookupError, AttributeError, TypeError):
-            self.refuse(f'expected a header of a "{FORMAT}", got another', _FOREIGN)
+            self._names = frozenset(self._held.keys())
+        except (SafetensorError, LookupError, TypeError):
+            self.refuse(f'expected a header of a "{FORMAT}" and the arrays that it names, got others', _FOREIGN)
         if (kind, version) != (FORMAT, VERSION):
             self.refuse(f'expected a "{FORMAT}" of version {VERSION}, got a "{kind}" of version {version}')
-        if hashlib.sha256(raw.replace(str(digest).encode(), _BLANK.encode(), 1)).hexdigest() != digest:
+        if hashlib.sha256(raw.replace(digest.encode(), _BLANK.encode(), 1)).hexdigest() != digest:
             self.refuse("the checksum of its header does not match")
-        if size != end:
-            self.refuse(f"expected {end} bytes, got {size}")
 
     def refuse(self, reason: str, remedy: str = "delete it and save the session again") -> NoReturn:
         """Raise ValueError with the file's name."""
@@ -112,19 +103,17 @@ class _File:
 
     def verify(self) -> None:
         """Raise ValueError if any byte of an array has changed."""
-        self._file.seek(self.start)
-        if hashlib.file_digest(self._file, "sha256").hexdigest() != self.facts["data"]:
-            self.refuse("the checksum of its arrays does not match")
+        with self._path.open("rb") as file:
+            file.seek(self._start)
+            if hashlib.file_digest(file, "sha256").hexdigest() != self.facts["data"]:
+                self.refuse("the checksum of its arrays does not match")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._names
 
     def mapped(self, name: str) -> Tensor:
         """Map an array: its pages are read when used, and copied when written."""
-        entry = self._entries[name]
-        first, last = entry["data_offsets"]
-        octets: Any = np.memmap(cast(Any, self._file), np.uint8, "c", self.start + first, (last - first,))
-        return torch.from_numpy(octets).view(_TYPES[entry["dtype"]]).view(entry["shape"])
+        return self._held.get_tensor(name)
 
     def read(self, name: str, device: torch.device) -> Tensor:
         """Read an array to a device."""
@@ -225,8 +214,8 @@ def load(
     if not path.is_file():
         got = "another kind of file" if path.exists() else "none"
         raise ValueError(f"expected a session file at {path}, got {got}; write one with attachment.save")
-    with path.open("rb") as opened, ordinary_tensors():
-        file = _File(path, opened)
+    with ordinary_tensors():
+        file = _File(path)
         _require_bound(attachment, file)
         if verify:
             file.verify()
@@ -283,17 +272,19 @@ def _fill(
         return
     keys, values = file.mapped(at + "keys"), file.mapped(at + "values")
     if plan is None or not plan.selector.needs_codes:
-        return grow_in(layer, keys.to(device), values.to(device), kept, attachment._growing)
-    held = carry_codes(layer, plan.encoder, HostLayer if attachment._on_host else None)
-    if held.on_host and device.type == "cuda":
+        return grow(layer, attachment._growing).hold(keys.to(device), values.to(device), kept, device)
+    on_host = attachment._on_host
+    held = carry_codes(layer, plan.encoder, HostLayer if on_host else None)
+    if on_host and device.type == "cuda":
         keys, values = keys.pin_memory(), values.pin_memory()
-    elif not held.on_host:
+    elif not on_host:
         keys, values = keys.to(device), values.to(device)
     if length := int(file.mapped(at + "sums.length")):
         parts = (file.read(f"{at}sums.{name}", device) if f"{at}sums.{name}" in file else None for name in _SUMS)
         held.sums.restore(*parts, length=length)
         held.sums.drop(keys[:, :, :n], values[:, :, :n], kept)
-    held.hold(keys, values, file.mapped(at + "codes").to(device), kept)
+    held._codes.hold(file.mapped(at + "codes").to(device), kept)
+    held.hold(keys, values, kept, device)
 
 
 # ---- Binding ---------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from sparse_decode.compiled import register
 from sparse_decode.cpu.step import Block, CpuStep, Given
 from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.cuda.sums import add_token
+from sparse_decode.hashers import PerHead
 from sparse_decode.inputs import Inputs
 from sparse_decode.intervals import Memo, Numbers, Seen, causal, intervals_of, seen_on_device
 from sparse_decode.modes import in_graph, readable
@@ -68,7 +69,8 @@ class SparseLayer:
     Attributes:
         own: the selector, if it computes attention itself.
         tally: numbers of tokens selected and visible. shared: those that all layers of this budget have in common.
-        remainder: coefficients of the remainder; None: none is added. encoder: hashes the layer's keys.
+        hashes: our hasher's functions, if the selector does nothing else. encoder: hashes the layer's keys.
+        remainder: coefficients of the remainder; None: none is added.
         number: by which compiled graphs refer to this layer; placeholder: see `compiled.attend_step`.
     """
 
@@ -89,10 +91,10 @@ class SparseLayer:
         self.number: int = register(self)
         self.placeholder: Tensor = torch.zeros(1, dtype=torch.float32, device=device)
         self._cpu = CpuStep(layer, selector, self._sink, self._recent)
-        hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
-        if isinstance(selector, HashSelector):
-            hashed += partial(selector.write_codes, layer), partial(selector.traceable, layer)
-        self.encoder: Encoder = Encoder(*hashed)
+        self.hashes: PerHead | None = selector.own if isinstance(selector, HashSelector) else None
+        own = self.hashes
+        more = () if own is None else (partial(own.write_codes, layer), partial(own.traceable, layer))
+        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *more)
 
     def counts(self) -> tuple[int, int]:
         """Return the tokens selected and visible so far, summed over sparse rows and query heads."""
@@ -101,7 +103,7 @@ class SparseLayer:
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
-        return n < cast(int, self.budget.dense_below)
+        return n < self.budget.dense_below
 
     def count_dense(self, batch: int, heads: int, n: int) -> None:
         """Count a step over `n` tokens that was dense because of `dense_below`."""
@@ -109,7 +111,7 @@ class SparseLayer:
             self.tally.add(batch * heads * n, batch * heads * n)
 
     def count_dense_rows(self, q: Tensor, interval: Tensor | None, n: int) -> None:
-        """The same for rows of q [B, Hq, Q, D] with intervals, or the last of n tokens."""
+        """The same for rows of q [B, Hq, Q, D] with these intervals; None: the last rows of n tokens."""
         interval = causal(len(q), q.shape[2], n, q.device) if interval is None else interval.expand(len(q), -1, -1)
         visible = interval[..., 1] - interval[..., 0]
         seen = int((visible * (visible > self.rule.all_below)).sum()) * q.shape[1]
@@ -172,8 +174,6 @@ class SparseLayer:
             return self._on_cpu(x, causal(batch, 1, n, x.q.device), held, None)
         if self.rule.start is None or n > self.rule.start:
             self.tally.add(batch * heads * sum(reads) // len(reads), batch * heads * n)
-        if held.on_host:
-            held.cross(int(found[1].sum()))
         return found[0]
 
     def _on_cpu(self, x: Inputs, interval: Tensor, held: Any, whole: Tensor | None) -> Tensor:
@@ -199,8 +199,6 @@ class SparseLayer:
         if sums is not None and block.end >= sums.length + FOLD:
             sums.advance(x.k, x.v, starts, block.end, q.device)
         self._count(block, used.reshape(len(block.spans), -1), q.shape[1])
-        if held.on_host:
-            held.cross(int(used.sum()))
         return out
 
     def _block(self, q: Tensor, interval: Tensor, whole: Tensor | None) -> Block:
@@ -241,11 +239,14 @@ class SparseLayer:
         (batch, _, rows, _), spans = x.q.shape, block.spans
         reads = np.where((spans[:, 1] <= spans[:, 0])[:, None], 0, block.reads - self._sink - self._recent)
         counts = torch.from_numpy(np.maximum(reads, 0)).unflatten(0, (batch, rows)).transpose(1, 2)  # [B, H or 1, Q]
-        codes = self._codes(x.k, held)
-        codes = None if codes is None else codes[:, :, : block.end]
-        how = {"softcap": x.softcap, "sinks": x.sinks, "sink": self._sink, "recent": self._recent}
-        own = counts[:, 0] if counts.shape[1] == 1 else counts
-        return Rows(self.layer, x.q, x.k[:, :, : block.end], codes, interval, own, x.scaling, **how)
+        return self._offered(x, block.end, interval, counts, held)
+
+    def _offered(self, x: Inputs, end: int, interval: Tensor | None, counts: Tensor, held: Any) -> Rows:
+        """Return the input of the selector; end: of the tokens that rows see; counts: [B, H or 1, Q]."""
+        codes, own = self._codes(x.k, held), counts[:, 0] if counts.shape[1] == 1 else counts
+        codes = None if codes is None else codes[:, :, :end]
+        seen = x.k[:, :, :end], codes, interval, own
+        return Rows(self.layer, x.q, *seen, x.scaling, x.softcap, x.sinks, self._sink, self._recent)
 
     def _codes(self, k: Tensor, held: Any) -> Tensor | None:
         """Return the codes of the cached keys k [B, Hkv, N, D]: from the cache, or hashed now if there is none."""
@@ -262,14 +263,12 @@ class SparseLayer:
     def _by_itself(self, x: Inputs, interval: Tensor, block: Block, held: Any) -> Tensor:
         """Attend by a selector that does so itself."""
         (batch, hq, rows, _), own = x.q.shape, cast(AttendingSelector, self.own)
-        counts = torch.from_numpy(block.reads).expand(batch * rows, -1)[:, 0].view(batch, rows).to(x.q.device)
-        codes, end = self._codes(x.k, held), block.end
-        codes = None if codes is None else codes[:, :, :end]
-        given = Rows(self.layer, x.q, x.k[:, :, :end], codes, interval, counts, x.scaling, x.softcap, x.sinks)
+        counts = torch.from_numpy(block.reads).expand(batch * rows, -1)[:, 0].view(batch, 1, rows).to(x.q.device)
+        given = self._offered(x, block.end, interval, counts, held)
         indices = own.select(given)
         found = (indices >= 0).sum((1, 3)).reshape(-1, 1).cpu().numpy()
         self._count(block, found, hq, indices.shape[1])
-        return own.attend(given, x.v[:, :, :end], indices)
+        return own.attend(given, x.v[:, :, : block.end], indices)
 
     def _count(self, block: Block, used: NDArray[np.int64], heads: int, sets: int | None = None) -> None:
         """Add to the tally: used: tokens that each row and set has read, [R, sets], or their sum over `sets`."""
@@ -301,23 +300,17 @@ class SparseLayer:
         else:  # the kernel reads such tokens once for all rows of a sequence
             always = seen.always[:, None].expand(-1, indices.shape[1], -1, -1)
             indices, ends = torch.cat([always, indices], -1), (0, 0, None)
-        if held.on_host:
-            held.cross(indices.shape[:-1].numel() * (indices.shape[-1] + self._sink + self._recent))  # at most
         return OPERATORS.gather(q, k, v, indices, scaling, softcap, sinks, *rest, *ends, None)
 
     def _select(self, x: Inputs, seen: Seen | None, held: Any) -> Tensor:
         """Select tokens besides those that are always read: int64 [B, H, Q, K], -1 in unused slots."""
-        q, k, n, always = x.q, x.k, x.k.shape[2], self._sink + self._recent
+        q, n, always = x.q, x.k.shape[2], self._sink + self._recent
         width = max(0, max(self.budget.most(n), min(n, self.rule.all_below)) - always)
         known = [max(0, each - always) for each in self.budget.count_heads(n)]
         counts = seen.counts if seen is not None else self._numbers.of(known, q) if len(known) > 1 else None
         if not isinstance(self.selector, HashSelector):
             counts = self._numbers.of(known, q) if counts is None else counts
-            counts = counts[:, 0] if counts.shape[1] == 1 else counts
-            interval = None if seen is None else seen.interval
-            how = {"softcap": x.softcap, "sinks": x.sinks, "sink": self._sink, "recent": self._recent}
-            rows = Rows(self.layer, q, k, self._codes(k, held), interval, counts, x.scaling, **how)
-            found = self.selector.select(rows)
+            found = self.selector.select(self._offered(x, n, None if seen is None else seen.interval, counts, held))
             first, last = (0, n) if seen is None else (seen.starts[..., None], seen.ends[..., None])
             return found.masked_fill((found < first + self._sink) | (found >= last - self._recent), -1)
         codes, planes, weights = self._encoded(x, held)
@@ -331,8 +324,8 @@ class SparseLayer:
         q, k, n, selector = x.q, x.k, x.k.shape[2], cast(HashSelector, self.selector)
         if q.shape[2] == 1 and not torch.compiler.is_compiling():
             room, missing = held.room_for_code()
-            if missing is not None:
-                found = selector.encode_step(self.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
+            if missing is not None and self.hashes is not None:
+                found = self.hashes.encode_step(self.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
                 if found is not None:
                     missing.length += 1
                     return room, *found

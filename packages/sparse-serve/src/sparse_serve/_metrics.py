@@ -1,4 +1,4 @@
-"""Prometheus metrics of density and break-even, on vLLM's own `/metrics` endpoint.
+"""Prometheus metrics of density, on vLLM's own `/metrics` endpoint.
 
 vLLM creates a `RequestMetrics` in its API server process, through an entry point of the group
 `vllm.stat_logger_plugins`, and passes it every finished request. The sparse layers run in another process and cannot
@@ -12,11 +12,11 @@ Names start with `spotlight:`, because vLLM removes all metrics that start with 
 import functools
 from typing import Any, NamedTuple
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from sparse_serve.settings import Settings
-from sparse_serve.spent import Spent
+from sparse_serve.spent import spent
 
 LABELS = ("model_name", "engine")
 SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
@@ -26,10 +26,8 @@ class Metrics(NamedTuple):
     """The metrics of this process."""
 
     density: Histogram
-    past: Histogram
     read: Counter
     seen: Counter
-    break_even: Gauge
 
 
 @functools.cache
@@ -42,20 +40,8 @@ def metrics() -> Metrics:
             LABELS,
             buckets=SHARES,
         ),
-        Histogram(
-            "spotlight:request_past_break_even",
-            "Share of the decode steps of a finished request at or above the break-even.",
-            LABELS,
-            buckets=SHARES,
-        ),
         Counter("spotlight:tokens_read", "Tokens read by decode steps of finished requests, per sparse layer.", LABELS),
         Counter("spotlight:tokens_seen", "Visible tokens of decode steps of finished requests, per layer.", LABELS),
-        Gauge(
-            "spotlight:break_even_tokens",
-            "Context length from which decode steps are sparse: dense_below of the settings.",
-            LABELS,
-            multiprocess_mode="mostrecent",
-        ),
     )
 
 
@@ -66,20 +52,17 @@ class RequestMetrics(StatLoggerBase):
         settings = Settings.of(vllm_config.additional_config)
         self._budget = None if settings is None else settings.budget()
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
-        if settings is not None:
-            metrics().break_even.labels(*self._labels).set(settings.dense_below)
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *others: Any, **more: Any) -> None:
         if self._budget is None or iteration_stats is None:
             return
         found = metrics()
         for request in iteration_stats.finished_requests:
-            spent = Spent.of(self._budget, request.num_prompt_tokens, request.num_generation_tokens)
-            if spent.steps:
-                found.density.labels(*self._labels).observe(spent.read / spent.seen)
-                found.past.labels(*self._labels).observe(spent.sparse / spent.steps)
-                found.read.labels(*self._labels).inc(spent.read)
-                found.seen.labels(*self._labels).inc(spent.seen)
+            read, seen = spent(self._budget, request.num_prompt_tokens, request.num_generation_tokens)
+            if seen:
+                found.density.labels(*self._labels).observe(read / seen)
+                found.read.labels(*self._labels).inc(read)
+                found.seen.labels(*self._labels).inc(seen)
 
     def log_engine_initialized(self) -> None:
         """Log nothing; the engine logs its start."""

@@ -1,7 +1,7 @@
 """The rows of an engine step: whose pages are in vLLM's layout, which process prompts, which decode."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,8 +104,8 @@ class Batch:
         decodes = (counts == 1) & (lengths > 1)
         if prefilling is not None:
             decodes &= ~prefilling[: len(counts)].numpy()
-        below = cast(int, budget.dense_below)  # by `Settings`
-        moves = held.settle(*_pages(metadata.block_table, lengths, counts, size), decodes & (lengths >= below))
+        sparse = decodes & (lengths >= budget.dense_below)
+        moves = held.settle(*_pages(metadata.block_table, lengths, counts, size), sparse)
         found = cls()
         found.moves, found.plain = moves, not moves.by_rows.any()
         found.read = int(lengths[decodes & ~moves.by_rows].sum())

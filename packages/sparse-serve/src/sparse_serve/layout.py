@@ -19,6 +19,25 @@ Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """Writes tokens k and v [T, H, D] to the key and value parts of pages [M, H, S, D], at their slots int64 [T]."""
 
 
+def codes_behind(cache: Tensor, words: int) -> Tensor:
+    """View the codes in the tails of a layer's pages [M, Hkv, S, 2 D], int32 [M, Hkv, S, W].
+
+    Raises: ValueError if keys and values do not fill the beginning of a page, or codes of `words` words do not fit
+        behind them.
+    """
+    count, heads, size, width = cache.shape
+    others, item = heads * size * width, cache.element_size()
+    reach = 1 + sum((n - 1) * step for n, step in zip(cache.shape[1:], cache.stride()[1:], strict=True))
+    room, page = 4 * heads * size * words, cache.stride(0) * item
+    if reach != others or page < others * item + room or page % 16 or others * item % 16:
+        raise ValueError(
+            f"a page must have room for codes after its keys and values, {others * item + room} bytes in multiples of "
+            f"16, got {page} bytes with strides {cache.stride()}"
+        )
+    whole = cache.as_strided((count, others + room // item), (cache.stride(0), 1)).view(torch.int32)
+    return whole[:, others * item // 4 :].unflatten(1, (heads, size, words))
+
+
 class Layout(NamedTuple):
     """Where vLLM's kernel stores a page's numbers: for each place by rows, the place in its layout; int64 [S D]."""
 

@@ -14,6 +14,7 @@ from hashtrain import Hasher
 from sparse_decode.budget import LayerBudget
 from torch import Tensor
 
+from sparse_serve.layout import codes_behind
 from sparse_serve.settings import Settings
 from sparse_serve.shards import shard_hasher
 
@@ -144,16 +145,9 @@ class Served:
         return cache.data_ptr()
 
     def pages(self, cache: Tensor) -> Any:
-        """View a layer's cache [M, Hkv, S, 2 D] as `paged.Pages`: keys, values, and codes after them."""
+        """View a layer's cache [M, Hkv, S, 2 D] as `sparse_decode.pages.Pages`: a head's keys, then its values."""
         from sparse_decode.pages import Pages
 
         pages, heads, size, width = cache.shape
         both = cache.view(pages, heads, 2 * size, width // 2)
-        item, row = cache.element_size(), size * self._words
-        at, page = (cache.storage_offset() + heads * size * width) * item, cache.stride(0) * item
-        if page < (heads * size * width) * item + 4 * heads * row or at % 4 or page % 4:
-            raise ValueError(f"a page must have room for codes after its keys and values, got {page} bytes")
-        codes = torch.empty(0, dtype=torch.int32).set_(
-            cache.untyped_storage(), at // 4, (pages, heads, size, self._words), (page // 4, row, self._words, 1)
-        )
-        return Pages(both[:, :, :size], both[:, :, size:], codes)
+        return Pages(both[:, :, :size], both[:, :, size:], codes_behind(cache, self._words))

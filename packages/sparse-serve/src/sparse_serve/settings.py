@@ -32,14 +32,11 @@ class Settings:
     dense_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        hasher, below = cast("tuple[object, object]", (self.hasher, self.dense_below))  # user input of any type
+        hasher, layers = cast("tuple[object, Any]", (self.hasher, self.dense_layers))  # user input of any type
         if not isinstance(hasher, str) or not hasher:
             raise ValueError(f"{KEY}.hasher must be the folder of a stored hasher, got {hasher!r}")
-        if not isinstance(below, int) or isinstance(below, bool):
-            raise ValueError(f"{KEY}.dense_below must be an integer number of tokens, got {below!r}; 0 disables it")
-        layers = self.dense_layers
-        if layers is not None and any(type(x) is not int or x < 0 for x in layers):
-            raise ValueError(f"{KEY}.dense_layers must be indices of layers, got {layers!r}")
+        if layers is not None and (type(layers) is not tuple or any(type(x) is not int or x < 0 for x in layers)):
+            raise ValueError(f"{KEY}.dense_layers must be a list of indices of layers, got {layers!r}")
         self.budget()
 
     @classmethod
@@ -58,10 +55,7 @@ class Settings:
             raise ValueError(f"{KEY} takes {', '.join(known)}, got {', '.join(strangers)}; remove these")
         if "hasher" not in given:
             raise ValueError(f"{KEY} needs a hasher, the folder of a stored hasher, got none")
-        if given.get("dense_layers") is not None:
-            layers = given["dense_layers"]
-            if not isinstance(layers, list | tuple):
-                raise ValueError(f"{KEY}.dense_layers must be a list of indices of layers, got {layers!r}")
+        if isinstance(layers := given.get("dense_layers"), list):
             given["dense_layers"] = tuple(cast("list[Any]", layers))
         return cls(**given)
 

@@ -71,8 +71,7 @@ class GrowingBuffer:
             to.permute(2, 0, 1, 3).copy_(rows.permute(2, 0, 1, 3), non_blocking=True)
         else:
             to.copy_(rows)
-        assert self._data is not None
-        return self._data.narrow(2, 0, self.length)
+        return self.view()
 
     def extend(self, rows: Tensor) -> Tensor:
         """Extend the buffer by rows like these, [B, H, t, X], and return the new part, for the caller to write."""
@@ -141,24 +140,3 @@ class GrowingBuffer:
                 return torch.empty(shape, dtype=kind, device="cpu", pin_memory=pinned).permute(1, 2, 0, 3)
             rows = torch.empty(batch, heads, tokens, width, dtype=kind, device=like.device, pin_memory=False)
             return in_huge_pages(rows)
-
-
-def append_both(
-    first: GrowingBuffer, second: GrowingBuffer, rows: Tensor, more: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Append the rows of the same tokens to two buffers that are not on the host, as two calls of `append`.
-
-    Returns: their filled parts; None if there is no room for rows like these: nothing was done.
-    """
-    a, b, n, tokens = first._data, second._data, first.length, rows.shape[2]
-    if a is None or b is None or not first._own or not second._own or second.length != n or more.shape[2] != tokens:
-        return None
-    end = n + tokens
-    if end > a.shape[2] or end > b.shape[2] or rows.dtype != a.dtype or more.dtype != b.dtype:
-        return None
-    if rows.device != a.device or more.device != b.device:
-        return None
-    a.narrow(2, n, tokens).copy_(rows)
-    b.narrow(2, n, tokens).copy_(more)
-    first.length = second.length = end
-    return a.narrow(2, 0, end), b.narrow(2, 0, end)

@@ -1,12 +1,7 @@
 """Cache layers that carry codes besides keys and values, through all operations of Hugging Face's caches.
 
-`cache_types.carry_codes` re-types a layer in place, so that the cache and all references to it stay valid; `drop_codes`
-restores its type.
-
-Others may change keys and values: a press prunes them, a caller crops them. Each layer therefore remembers its tensors
-and their versions, which torch increments with every write. If they differ from what it left, it rebuilds its codes.
-Two kinds of writes are not noticed, because torch does not count them: writes in compiled graphs and writes through
-`tensor.data`.
+`cache_types.carry_codes` re-types a layer in place, so that the cache and all references to it stay valid; `revert`
+restores its type. If others change keys and values, a layer rebuilds its codes (`growing.Retyped`).
 """
 
 import copy
@@ -15,72 +10,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-from sparse_decode.caches.buffer import GrowingBuffer, append_both
-from sparse_decode.caches.cache_encoder import Encoder, drop_codes
-from sparse_decode.caches.growing import reduced
+from sparse_decode.caches.buffer import GrowingBuffer
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.growing import FEW, GrowingLayer, Retyped
 from sparse_decode.compiled import write_codes
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.sums import Sums
 
-_LATER = 16  # an update of at most this many tokens is hashed only when its codes are needed
 
+class Coded(Retyped):
+    """Base class of the layers below."""
 
-class Coded(CacheLayerMixin):
-    """Base class of the layers below. Never constructed: `carry_codes` re-types a layer."""
-
-    _layer_type = None  # keeps Hugging Face from registering a re-typed class in place of the plain one
     encoder: Encoder
-    plain: type[CacheLayerMixin]
-    """The original class of the layer."""
-    _watched = ("keys", "values")
-    """Attributes that others may change."""
-
-    def begin(self) -> None:
-        """Create the codes of the keys in the layer."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Restore the attributes that the plain class expects."""
-        raise NotImplementedError
-
-    def mark(self) -> None:
-        """Record the layer's tensors and versions, after its own changes."""
-        if not torch.compiler.is_compiling():
-            self._mark()
-
-    def settle(self) -> None:
-        """Rebuild the codes if the layer's tensors were changed from outside since `mark`."""
-        if not torch.compiler.is_compiling():
-            self._settle()
-
-    def _mark(self) -> None:
-        self._marks: list[tuple[str, Any, int | None]] = []
-        for name in self._watched:
-            x = getattr(self, name)
-            counted = isinstance(x, Tensor) and not x.is_inference()  # torch counts no writes in inference mode
-            self._marks.append((name, x, x._version if counted else None))
-
-    def _settle(self) -> None:
-        for name, was, version in self._marks:
-            if getattr(self, name) is not was or (version is not None and was._version != version):
-                self.begin()
-                return self._mark()
-
-    def plainly(self) -> CacheLayerMixin:
-        """Return a plain layer with the same keys and values, without codes."""
-        self.settle()
-        twin = object.__new__(type(self))
-        vars(twin).update(vars(self))
-        drop_codes(twin)
-        for name in self._watched:  # without spare room
-            if isinstance(held := getattr(twin, name), Tensor):
-                setattr(twin, name, held.clone())
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced(self.plainly())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Coded":
         self.settle()
@@ -93,23 +36,16 @@ class Coded(CacheLayerMixin):
         return twin
 
 
-class CodedDynamicLayer(Coded, DynamicLayer):
-    """A `DynamicLayer` with codes, which also appends keys and values in place; the plain one copies all at each step.
+class CodedDynamicLayer(Coded, GrowingLayer):
+    """A `GrowingLayer` with codes.
 
     Keys of decode steps are hashed when their codes are first needed, so that dense steps do not hash.
     """
 
-    plain: type[CacheLayerMixin] = DynamicLayer
-    keys: Tensor | None
-    values: Tensor | None
     sums: Sums
-    on_host = False
-    """Whether keys and values are in host memory, even if the model is on a GPU."""
 
     def begin(self) -> None:
-        self.sums = Sums()
-        self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
-        self._codes = GrowingBuffer()
+        self.sums, self._codes = Sums(), GrowingBuffer()
         if self.get_seq_length():
             keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
             if keys.shape[:3] != values.shape[:3]:
@@ -119,15 +55,14 @@ class CodedDynamicLayer(Coded, DynamicLayer):
                 )
             self._codes.append(self.encoder(keys, self.device))
             if self.on_host and self.device.type == "cuda" and keys.device.type == "cpu" and not keys.is_pinned():
-                keys, values = keys.pin_memory(), values.pin_memory()
-            self._keys.adopt(keys)
-            self._values.adopt(values)
-            self.keys, self.values = self._keys.view(), self._values.view()
+                self.keys, self.values = keys.pin_memory(), values.pin_memory()
+        super().begin()
 
     def end(self) -> None:
         if self.get_seq_length():
             self.keys, self.values = (cast(Tensor, x).to(self.device) for x in (self.keys, self.values))
-        del self._keys, self._values, self._codes, self.sums
+        del self._codes, self.sums
+        super().end()
 
     @property
     def codes(self) -> Tensor:
@@ -153,20 +88,12 @@ class CodedDynamicLayer(Coded, DynamicLayer):
 
     def _hash(self, keys: Tensor) -> None:
         """Append the codes of keys [B, Hkv, t, D]; on a GPU, few keys are hashed directly into the buffer."""
-        if keys.shape[2] > _LATER or not self.encoder.has_hashed or readable(keys):
+        if keys.shape[2] > FEW or readable(keys):
             self._codes.append(self.encoder(keys))
             return
         heads, words = self.encoder.code_shape(keys)
         like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
         self.encoder.write(self._codes.extend(like), keys)
-
-    def hold(self, keys: Tensor, values: Tensor, codes: Tensor, length: int) -> None:
-        """Fill an empty layer with the first tokens of buffers [B, H, N, X], whose other rows are room to append."""
-        like = keys.new_empty(0, device=codes.device)
-        self.lazy_initialization(like, like)
-        self.keys, self.values = self._keys.hold(keys, length), self._values.hold(values, length)
-        self._codes.hold(codes, length)
-        self.mark()
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of keys and values, and of codes and sums."""
@@ -177,29 +104,14 @@ class CodedDynamicLayer(Coded, DynamicLayer):
     def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
         return self._keys, self._values, self._codes
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, Hkv, t, D] and hash the new keys; few keys on the device are hashed later."""
-        found = None
-        if type(key_states) is Tensor and key_states.is_cpu and not torch.compiler.is_dynamo_compiling():
-            (_, keys, at), (_, values, then) = self._marks  # a step as below, in few calls
-            same = keys is self.keys and values is self.values and at is not None and then is not None
-            same = same and keys._version == at and values._version == then
-            if same and not self.on_host and key_states.shape[2] <= _LATER:
-                found = append_both(self._keys, self._values, key_states, value_states)
-        if found is None:
-            return self._update(key_states, value_states)
-        self.keys, self.values = keys, values = found
-        # Views of the buffers' own tensors, whose writes torch counts.
-        self._marks = [("keys", keys, keys._version), ("values", values, values._version)]
-        return found
-
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, Hkv, t, D] and hash the new keys; few keys on the device are hashed later."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self._settle()
-        if self.on_host or key_states.shape[2] > _LATER:
+        if self.on_host or key_states.shape[2] > FEW:
             if self._codes.length < self._keys.length:
                 _ = self.codes  # hash earlier keys first
             self._hash(key_states)
@@ -253,7 +165,6 @@ class CodedStaticLayer(Coded, StaticLayer):
     _watched = ("keys", "values", "cumulative_length")
     _codes: Tensor | None = None
     sums: Sums | None = None
-    on_host = False
 
     def begin(self) -> None:
         if not self.is_initialized:
@@ -340,8 +251,6 @@ class Uncached:
 
     Args: keys: [B, Hkv, N, D]; encoder: hashes them; None if the selector needs no codes.
     """
-
-    on_host = False
 
     def __init__(self, keys: Tensor, encoder: Encoder | None):
         self.codes: Tensor | None = None if encoder is None else encoder(keys)

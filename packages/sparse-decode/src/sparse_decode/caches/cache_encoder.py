@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from sparse_decode.caches.growing import revert
 from sparse_decode.compiled import register
 from sparse_decode.modes import no_autocast, readable
 
@@ -64,11 +65,6 @@ class Encoder:
         assert self._shape is not None
         return self._shape
 
-    @property
-    def has_hashed(self) -> bool:
-        """Whether the size of a code is known."""
-        return self._shape is not None
-
     def _learn(self, codes: Tensor) -> Tensor:
         self._shape = codes.shape[1], codes.shape[3]
         return codes
@@ -105,12 +101,5 @@ class Encoder:
         """Turn the layers that carry these codes back into plain ones."""
         for layer in list(self._layers):
             if getattr(layer, "encoder", None) is self:  # another attachment may have taken it over
-                drop_codes(layer)
+                revert(layer)
         self._layers.clear()
-
-
-def drop_codes(layer: Any) -> None:
-    """Restore a layer's class and attributes from before `carry_codes`."""
-    layer.end()
-    del layer.encoder, layer._marks
-    layer.__class__ = layer.plain

@@ -14,8 +14,8 @@ from transformers.cache_utils import (
 )
 
 from sparse_decode.caches.cache import Coded, CodedDynamicLayer, CodedStaticLayer
-from sparse_decode.caches.cache_encoder import Encoder, drop_codes
-from sparse_decode.caches.growing import GrowingLayer, stop_growing
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.growing import GrowingLayer, Retyped, revert
 
 CODED = (CodedDynamicLayer, CodedStaticLayer)
 
@@ -58,9 +58,8 @@ def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[Coded] | N
     Returns: the same object, re-typed.
     Raises: ValueError if there is no such class.
     """
-    if isinstance(layer, Coded):
-        drop_codes(layer)
-    stop_growing(layer)
+    if isinstance(layer, Retyped):
+        revert(layer)
     coded = coded or coded_type(type(layer))
     if coded is None:
         raise ValueError(f"expected a cache layer that can carry codes, got {type(layer).__name__}")

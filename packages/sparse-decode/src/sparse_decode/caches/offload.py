@@ -12,20 +12,10 @@ class HostLayer(CodedDynamicLayer):
     """A dynamic layer whose keys and values are in host memory, pinned if the model is on a GPU.
 
     `update` returns host tensors. The GPU's attention kernel reads selected rows from host memory, without a copy and
-    without making the host wait. `crossed` counts these bytes, also for a model on the CPU, where nothing is copied.
+    without making the host wait.
     """
 
     on_host = True
-    crossed: int
-    """Bytes of keys and values that the model's device has read so far, if each selection fills its budget."""
-
-    def begin(self) -> None:
-        self.crossed = getattr(self, "crossed", 0)  # kept when the layer is rebuilt
-        super().begin()
-
-    def end(self) -> None:
-        super().end()
-        del self.crossed
 
     def plainly(self) -> Any:
         """Return a plain layer with the same keys and values, without codes."""
@@ -43,10 +33,4 @@ class HostLayer(CodedDynamicLayer):
     def all_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Copy all keys and values [B, Hkv, T, D] to a device, for a dense call."""
         k, v = cast(Tensor, self.keys), cast(Tensor, self.values)
-        self.crossed += k.nbytes + v.nbytes
         return k.to(device, non_blocking=True), v.to(device, non_blocking=True)
-
-    def cross(self, rows: int) -> None:
-        """Add the bytes of so many keys and values, of one KV head each, to `crossed`."""
-        k, v = cast(Tensor, self.keys), cast(Tensor, self.values)
-        self.crossed += rows * (k.shape[3] + v.shape[3]) * k.element_size()

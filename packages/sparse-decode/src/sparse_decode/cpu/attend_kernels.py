@@ -12,8 +12,7 @@ from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import copy, hot, inner
 from numpy.typing import NDArray
 
-from sparse_decode.cpu.intrinsics import prefetch
-from sparse_decode.cpu.lanes import TOKENS, WIDTH, dot, weigh
+from sparse_decode.cpu.lanes import TOKENS, WIDTH, dot, prefetch, weigh
 from sparse_decode.cpu.softmax import cap, exponentials, greatest
 
 TILE = 16

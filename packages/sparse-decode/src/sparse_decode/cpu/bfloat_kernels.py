@@ -16,19 +16,18 @@ two cores of an AMD EPYC; then it is X (D + Dv) / 32 vector products per token, 
 # numba is untyped.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
-import math
 from typing import Any
 
 import numba
 import numpy as np
 from hashcore.cpu.intrinsics import pointer
-from hashcore.cpu.parts import copy, hot
+from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
-from sparse_decode.cpu.bfloat_lanes import BLOCK, VECTORS, largest, pair, products, soften, turn, weigh
-from sparse_decode.cpu.dense_kernels import _hide, _in_place, _look
-from sparse_decode.cpu.lanes import LANES, MOST_ROWS, WIDTH
-from sparse_decode.cpu.softmax import cap, greatest
+from sparse_decode.cpu.bfloat_lanes import BLOCK, VECTORS, products, weigh
+from sparse_decode.cpu.lanes import LANES, MOST_ROWS
+from sparse_decode.cpu.prompt_kernels import lay_out_block, soften_line
+from sparse_decode.cpu.softmax import cap, extent, hide
 
 CHUNK = 256
 """Tokens whose logits are in the cache at a time."""
@@ -36,16 +35,6 @@ SPAN = 4 * CHUNK
 """Tokens per task: the sums of a task are written once, and for many lines they are as many bytes as its keys."""
 LINE = CHUNK + LANES
 """Distance of two lines' logits: that of CHUNK would put too many lines in one set of the L1 cache."""
-
-
-@numba.njit(inline="always")
-def _copy(x, base, stride, shown, j, width, wide, rows):  # pragma: no cover - compiled
-    """Copy rows j..j+BLOCK-1 of a part to rows [BLOCK, wide], zeros for tokens that no line sees."""
-    rows[: BLOCK * wide] = 0
-    for t in range(min(BLOCK, len(shown) - j)):
-        if shown[j + t]:
-            at = base + (j + t) * stride
-            copy(x[at : at + width], rows[t * wide :])
 
 
 @numba.njit(inline="always")
@@ -62,18 +51,12 @@ def _later(base, j, step, group, groups):  # pragma: no cover - compiled
 # The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
 @numba.njit(inline="always")
 def _multiply(
-    queries, k, base, k_at, seen, every, wide, lines, scale, logits, rows, tile
+    queries, k, base, k_at, low, high, count, wide, lines, scale, logits, rows, tile
 ):  # pragma: no cover - compiled
     """Write the logits of a part, from `base` on, before soft-capping."""
     step, dim, words, groups = k_at[2], k_at[5], wide // 2, (lines + MOST_ROWS - 1) // MOST_ROWS
-    for j in range(0, len(seen), BLOCK):
-        if _in_place(seen, every, j, BLOCK, dim):
-            for t in range(0, BLOCK, LANES):
-                turn(k, base + (j + t) * step, step, wide // WIDTH, tile, t)
-        else:
-            _copy(k, base, step, seen, j, dim, wide, rows)
-            for t in range(0, BLOCK, LANES):
-                turn(rows, t * wide, wide, wide // WIDTH, tile, t)
+    for j in range(0, count, BLOCK):
+        lay_out_block(k, base + j * step, step, dim, low - j, high - j, wide, True, rows, tile)
         for group in range(groups):
             x, (later, quarters) = group * MOST_ROWS, _later(base, j, step, group, groups)
             at, to = x * words, x * LINE + j
@@ -83,67 +66,43 @@ def _multiply(
 
 
 @numba.njit(inline="always")
-def _weigh(v, base, v_at, seen, every, wide, lines, weights, out, rows, tile):  # pragma: no cover - compiled
+def _weigh(v, base, v_at, low, high, count, wide, lines, weights, out, rows, tile):  # pragma: no cover - compiled
     """Add the values of a part, from `base` on, times their weights to out [lines, wide]."""
     step, dim, groups = v_at[2], v_at[5], (lines + MOST_ROWS - 1) // MOST_ROWS
-    for j in range(0, len(seen), BLOCK):
-        if _in_place(seen, every, j, BLOCK, dim):  # tile has zeros beyond these components
-            for t in range(0, BLOCK, 2):
-                pair(v, base + (j + t) * step, step, dim // WIDTH, tile, t // 2 * wide)
-        else:
-            _copy(v, base, step, seen, j, dim, wide, rows)
-            for t in range(0, BLOCK, 2):
-                pair(rows, t * wide, wide, wide // WIDTH, tile, t // 2 * wide)
+    for j in range(0, count, BLOCK):
+        lay_out_block(v, base + j * step, step, dim, low - j, high - j, wide, False, rows, tile)
         for group in range(groups):
             x, (later, quarters) = group * MOST_ROWS, _later(base, j, step, group, groups)
             at = x * LINE + j // 2
             weigh(weights, at, LINE, lines - x, tile, BLOCK // 2, out, x * wide, wide, v, later, step, quarters)
 
 
-@numba.njit(inline="always")
-def _soften(logits, at, stat, out):  # pragma: no cover - compiled
-    """Replace a line's logits by weights, and bring its stat [m, s] and out [Dv] to the new m."""
-    top = largest(logits, at, CHUNK)
-    if top == np.float32(-np.inf):  # or all logits are NaN
-        top = greatest(logits, at, CHUNK)
-    if top == np.float32(-np.inf):
-        logits[at : at + CHUNK] = np.float32(0)
-        return
-    if not top <= stat[0]:
-        share = np.float32(math.exp(stat[0] - top))
-        for i in range(len(out)):
-            out[i] *= share
-        stat[0], stat[1] = top, stat[1] * share
-    stat[1] += soften(logits, at, CHUNK, stat[0], np.float32(1))
-
-
 @hot(fastmath={"reassoc", "contract", "nsz"})
 def _task(
-    task, q, k, k_at, v, v_at, bounds, scaling, softcap, sums, stats, shown, logits, spare, rows, tiles
+    task, q, k, k_at, v, v_at, bounds, scaling, softcap, sums, stats, logits, spare, rows, tiles
 ):  # pragma: no cover - compiled  # fmt: skip
     heads, n, spans = k_at[3], k_at[4], sums.shape[2]
     b, h, c = task // (heads * spans), task // spans % heads, task % spans
     (lines, words), wide_v = q.shape[2:], sums.shape[4]
     queries, out, stat = q[b, h].reshape(lines * words), sums[b, h, c].reshape(lines * wide_v), stats[b, h, c]
     out[:], stat[:, 0], stat[:, 1] = 0, np.float32(-np.inf), np.float32(0)
+    any_from, any_to, all_from, all_to = extent(bounds[b])
     for first in range(c * SPAN, min(n, (c + 1) * SPAN), CHUNK):
         count = min(CHUNK, n - first)
-        seen = shown[:count]
-        looked = _look(bounds, b, first, seen)
-        if looked == 0:
+        low, high = any_from - first, min(count, any_to - first)
+        if count <= low or high <= 0:
             continue
-        every = looked == 2
         base = b * k_at[0] + h * k_at[1] + first * k_at[2]
-        _multiply(queries, k, base, k_at, seen, every, 2 * words, lines, scaling, logits, rows, tiles[0])
+        _multiply(queries, k, base, k_at, low, high, count, 2 * words, lines, scaling, logits, rows, tiles[0])
         for x in range(lines):
             at, r = x * LINE, x // (lines // bounds.shape[1])
             if softcap > 0:
                 cap(logits, at, CHUNK, softcap, spare)
-            if not every or count < CHUNK:
-                _hide(logits[at : at + CHUNK], bounds, b, r, first, count)
-            _soften(logits, at, stat[x], out[x * wide_v : (x + 1) * wide_v])
+            if all_from > first or all_to < first + CHUNK:
+                hide(logits, at, CHUNK, bounds[b, r, 0] - first, min(count, bounds[b, r, 1] - first))
+            soften_line(logits, at, CHUNK, np.float32(1), stat, x, out, wide_v)
         base = b * v_at[0] + h * v_at[1] + first * v_at[2]
-        _weigh(v, base, v_at, seen, every, wide_v, lines, logits.view(np.uint32), out, rows, tiles[1])
+        _weigh(v, base, v_at, low, high, count, wide_v, lines, logits.view(np.uint32), out, rows, tiles[1])
 
 
 def tasks(
@@ -159,10 +118,8 @@ def tasks(
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     lines, wide, wide_v = q.shape[2], 2 * q.shape[3], sums.shape[4]
-    shown, logits = np.empty(CHUNK, np.uint8), np.zeros(lines * LINE, np.float32)
+    logits = np.zeros(lines * LINE, np.float32)
     spare, rows = np.empty(CHUNK, np.float32), np.empty(BLOCK * max(wide, wide_v), np.uint16)
     tiles = np.empty(wide // 2 * BLOCK, np.uint32), np.zeros(BLOCK // 2 * wide_v, np.uint32)
     for task in range(first, last):
-        _task(
-            task, q, k, k_at, v, v_at, bounds, scaling, softcap, sums, stats, shown, logits, spare, rows, tiles
-        )  # fmt: skip
+        _task(task, q, k, k_at, v, v_at, bounds, scaling, softcap, sums, stats, logits, spare, rows, tiles)

@@ -37,6 +37,8 @@ from sparse_decode.cpu.lanes import (
     _data,
     _fused,
     _lines,
+    _Numbers,
+    _prefetch,
     _spread,
     _vector,
 )  # fmt: skip
@@ -86,12 +88,6 @@ def _words(builder: Any, data: Any, at: Any) -> Any:
     return builder.load(_vector(builder, data, at, _WORDS), align=2)
 
 
-def _prefetch(builder: Any, data: Any, at: Any) -> None:
-    pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-    line, how = builder.bitcast(builder.gep(data, [at]), pointer), (0, 2, 1)  # read, L2, data
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [line, *(ir.Constant(number, n) for n in how)])
-
-
 def _rounded(builder: Any, first: Any, second: Any) -> Any:
     """Return two vectors of float32 as one of words of bfloat16, rounded to nearest, ties to even."""
     numbers = _call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _NUMBERS, [second, first])
@@ -100,26 +96,6 @@ def _rounded(builder: Any, first: Any, second: Any) -> Any:
 
 def _shuffled(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
-
-
-class _Numbers:
-    """Arithmetic on numbers of the type of offsets."""
-
-    def __init__(self, builder: Any, kind: Any):
-        self._builder, self._kind = builder, kind
-
-    def sum(self, *terms: Any) -> Any:
-        return functools.reduce(self._builder.add, (self._value(x) for x in terms))
-
-    def times(self, a: Any, b: Any) -> Any:
-        return self._builder.mul(self._value(a), self._value(b))
-
-    def parts(self, a: Any) -> tuple[Any, Any]:
-        """Return a // LANES and a % LANES."""
-        return self._builder.udiv(a, self._value(LANES)), self._builder.and_(a, self._value(LANES - 1))
-
-    def _value(self, x: Any) -> Any:
-        return ir.Constant(self._kind, x) if isinstance(x, int) else x
 
 
 def _in_four(of: int) -> tuple[list[int], list[int]]:
@@ -138,7 +114,7 @@ def turn(typing_context: Any, x: Any, at: Any, step: Any, count: Any, tile: Any,
         x, tile = (_data(context, builder, signature.args[i], values[i]) for i in (0, 4))
         at, step, count, to = values[1], values[2], values[3], values[5]
         by, four = _Numbers(builder, at.type), ir.VectorType(ir.IntType(32), 4)
-        with cgutils.for_range(builder, count, intp=at.type) as loop:
+        with by.loop(count) as loop:
             for q in range(4):  # words 4q to 4q + 3
                 rows = [by.sum(at, by.times(step, t), by.times(loop.index, WIDTH), 8 * q) for t in range(LANES)]
                 parts = [builder.load(_vector(builder, x, row, four), align=2) for row in rows]
@@ -168,7 +144,7 @@ def pair(typing_context: Any, x: Any, at: Any, step: Any, count: Any, tile: Any,
         x, tile = (_data(context, builder, signature.args[i], values[i]) for i in (0, 4))
         at, step, count, to = values[1], values[2], values[3], values[5]
         by = _Numbers(builder, at.type)
-        with cgutils.for_range(builder, count, intp=at.type) as loop:
+        with by.loop(count) as loop:
             i = by.times(loop.index, WIDTH)
             rows = [builder.load(_vector(builder, x, by.sum(at, i, s), _HALVES), align=2) for s in (0, step)]
             for half in range(2):
@@ -215,11 +191,11 @@ def _sum(builder: Any, rows: int, fresh: bool, *given: Any) -> None:
     places = {cell: _vector(builder, c, place, _FLOATS) for cell, place in places.items()}
     first = {cell: _all(0) if fresh else builder.load(place, align=4) for cell, place in places.items()}
     sums = {cell: cgutils.alloca_once_value(builder, value) for cell, value in first.items()}
-    with cgutils.for_range(builder, depth, intp=a_at.type) as loop:
+    with by.loop(depth) as loop:
         sixteenth, rest = by.parts(loop.index)
         later = by.sum(x_at, by.times(x_step, rest), by.times(sixteenth, WIDTH))
-        with cgutils.for_range(builder, quarters, intp=a_at.type) as quarter:
-            _prefetch(builder, x, by.sum(later, by.times(by.times(x_step, LANES), quarter.index)))
+        with by.loop(quarters) as quarter:
+            _prefetch(builder, x, by.sum(later, by.times(by.times(x_step, LANES), quarter.index)), 2)
         line = by.sum(b_at, by.times(b_step, loop.index))
         right = [_words(builder, b, by.sum(line, LANES * i)) for i in range(VECTORS)]
         for row in range(rows):
@@ -271,7 +247,7 @@ def _soften(typing_context: Any, x: Any, at: Any, count: Any, top: Any, factor: 
         by, binary = _Numbers(builder, at.type), _all(1 / math.log(2))
         scale = builder.fmul(_spread(builder, factor), binary)
         most, total = builder.fmul(_spread(builder, top), binary), cgutils.alloca_once_value(builder, _all(0))
-        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, WIDTH)), intp=at.type) as loop:
+        with by.loop(count, WIDTH) as loop:
             found = []
             for half in range(2):
                 here = by.sum(at, by.times(loop.index, WIDTH), LANES * half)
@@ -295,7 +271,7 @@ def narrow(typing_context: Any, x: Any, at: Any, count: Any, factor: Any, words:
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, words = (_data(context, builder, signature.args[i], values[i]) for i in (0, 4))
         (at, count, factor), by = values[1:4], _Numbers(builder, values[1].type)
-        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, WIDTH)), intp=at.type) as loop:
+        with by.loop(count, WIDTH) as loop:
             places = [by.sum(at, by.times(loop.index, WIDTH), LANES * half) for half in range(2)]
             found = [builder.load(_vector(builder, x, place, _FLOATS), align=4) for place in places]
             found = [builder.fmul(line, _spread(builder, factor)) for line in found]
@@ -318,7 +294,7 @@ def _largest(typing_context: Any, x: Any, at: Any, count: Any):
             return builder.select(builder.fcmp_ordered(">", second, first), second, first)
 
         most = [cgutils.alloca_once_value(builder, _all(-math.inf)) for _ in range(VECTORS)]
-        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, BLOCK)), intp=at.type) as loop:
+        with by.loop(count, BLOCK) as loop:
             for i, held in enumerate(most):
                 here = by.sum(at, by.times(loop.index, BLOCK), LANES * i)
                 line = builder.load(_vector(builder, x, here, _FLOATS), align=4)
@@ -346,10 +322,10 @@ def raised(
         def join(a: Any, b: Any) -> Any:
             return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
-        with cgutils.for_range(builder, count, intp=step.type) as loop:
+        with by.loop(count) as loop:
             most = cgutils.alloca_once_value(builder, _all(-math.inf))
             builder.store(_all(-math.inf), most)
-            with cgutils.for_range(builder, lines, intp=step.type) as line:
+            with by.loop(lines) as line:
                 here = by.sum(by.times(step, line.index), by.times(loop.index, LANES))
                 number = builder.load(builder.gep(less, [by.sum(first, line.index)]))
                 numbers = builder.load(_vector(builder, x, here, _FLOATS), align=4)

@@ -28,8 +28,8 @@ from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.attend_kernels import _fetch, _widen
-from sparse_decode.cpu.lanes import LANES, TOKENS, WIDTH, dot, weigh
-from sparse_decode.cpu.softmax import cap, exponentials, greatest
+from sparse_decode.cpu.lanes import TOKENS, WIDTH, dot, place, weigh
+from sparse_decode.cpu.softmax import cap, exponentials, extent, greatest, hide
 
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
@@ -39,28 +39,24 @@ CHUNK = 256
 
 
 @numba.njit(inline="always")
-def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cover - compiled
+def _read(x, base, stride, low, high, j, width, wide, kind, tile):  # pragma: no cover - compiled
     """Write rows j..j+WIDTH-1 of a chunk to tile [WIDTH, wide] as float32, zeros for tokens that no row sees."""
     tile[: WIDTH * wide] = 0
     bits = tile.view(np.uint32)
     for t in range(WIDTH):
         at, to = base + (j + t) * stride, t * wide
-        if j + t < len(shown) and shown[j + t]:
+        if low <= j + t < high:
             if kind == 1:
-                for i in range(width):  # the order of `lanes.place`
-                    to_i = to + ((i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1))
-                    bits[to_i] = np.uint32(x[at + i]) << np.uint32(16)
+                for i in range(width):
+                    bits[to + place(i)] = np.uint32(x[at + i]) << np.uint32(16)
             else:
                 _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
 
 
 @numba.njit(inline="always")
-def _in_place(shown, every, j, rows, width):  # pragma: no cover - compiled
-    """Whether `rows` rows of a chunk, from j on, can be used without a copy; every: no token is hidden."""
-    whole = j + rows <= len(shown) and width % WIDTH == 0
-    if whole and not every:
-        for t in range(rows):
-            whole = whole and shown[j + t] != 0
+def _in_place(low, high, j, width, kind):  # pragma: no cover - compiled
+    """Whether WIDTH rows of a chunk, from j on, can be used without a copy: they lie in [low, high)."""
+    return kind < 2 and low <= j and j + WIDTH <= high and width % WIDTH == 0
 
 
 @numba.njit(inline="always")
@@ -80,14 +76,6 @@ def _ask(x, at, step, rows, width):  # pragma: no cover - compiled
 
 
 @numba.njit(inline="always")
-def _hide(line, bounds, b, r, first, count):  # pragma: no cover - compiled
-    """Set the logits of tokens that row r does not see, and of slots after the last token, to -inf."""
-    start, end = bounds[b, r, 0] - first, bounds[b, r, 1] - first
-    line[: max(0, min(count, start))] = np.float32(-np.inf)
-    line[max(0, min(count, end)) :] = np.float32(-np.inf)
-
-
-@numba.njit(inline="always")
 def _soften(logits, at):  # pragma: no cover - compiled
     """Replace CHUNK logits by weights exp(logit - top); return the largest logit, top, and the sum of the weights."""
     top = greatest(logits, at, CHUNK)
@@ -97,70 +85,55 @@ def _soften(logits, at):  # pragma: no cover - compiled
     return top, exponentials(logits, at, CHUNK, top)
 
 
-@numba.njit(inline="always")
-def _look(bounds, b, first, shown):  # pragma: no cover - compiled
-    """Mark the tokens of a chunk that any row sees; return 0 if there are none, 2 if every row sees all, else 1."""
-    start, end, every, last = bounds[b, 0, 0], bounds[b, 0, 1], True, first + len(shown)
-    for r in range(bounds.shape[1]):
-        start, end = min(start, bounds[b, r, 0]), max(end, bounds[b, r, 1])
-        every = every and bounds[b, r, 0] <= first and last <= bounds[b, r, 1]
-    if every:
-        shown[:] = 1
-        return 2
-    shown[:] = 0
-    for j in range(max(0, start - first), min(len(shown), end - first)):
-        shown[j] = 1
-    return 1 if start < last and first < end else 0
-
-
 # The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
 @numba.njit(inline="always")
-def _multiply(queries, k, base, k_at, seen, every, kind, wide, lines, logits, tile):  # pragma: no cover - compiled
+def _multiply(queries, k, base, k_at, low, high, count, kind, wide, lines, logits, tile):  # pragma: no cover - compiled
     """Write the products of queries and the keys of a chunk, from `base` on, to logits."""
     step, dim = k_at[2], k_at[5]
     ahead = _ahead(dim * k.itemsize)
-    for j in range(0, len(seen), WIDTH):
-        if kind < 2 and _in_place(seen, every, j, WIDTH, dim):
+    for j in range(0, count, WIDTH):
+        if _in_place(low, high, j, dim, kind):
             for t in range(j, j + WIDTH, TOKENS):
                 _ask(k, base + (t + ahead) * step, step, TOKENS, dim)
                 dot(queries, wide, lines, k, base + t * step, step, dim, logits, t, CHUNK)
         else:
-            _read(k, base, step, seen, j, dim, wide, kind, tile)
+            _read(k, base, step, low, high, j, dim, wide, kind, tile)
             for t in range(0, WIDTH, TOKENS):
                 dot(queries, wide, lines, tile, t * wide, wide, wide, logits, j + t, CHUNK)
 
 
 @numba.njit(inline="always")
-def _weigh(v, base, v_at, seen, every, kind, wide, lines, ahead, weights, out, tile):  # pragma: no cover - compiled
+def _weigh(
+    v, base, v_at, low, high, count, kind, wide, lines, ahead, weights, out, tile
+):  # pragma: no cover - compiled
     """Add the values of a chunk, from `base` on, times their weights to out."""
     step, dim = v_at[2], v_at[5]
-    for j in range(0, len(seen), WIDTH):
-        if kind < 2 and _in_place(seen, every, j, WIDTH, dim):
+    for j in range(0, count, WIDTH):
+        if _in_place(low, high, j, dim, kind):
             for t in range(j, j + WIDTH, ahead):
                 _ask(v, base + (t + ahead) * step, step, ahead, dim)
                 weigh(weights, t, CHUNK, lines, v, base + t * step, step, ahead, out, wide)
         else:
-            _read(v, base, step, seen, j, dim, wide, kind, tile)
+            _read(v, base, step, low, high, j, dim, wide, kind, tile)
             weigh(weights, j, CHUNK, lines, tile, 0, wide, WIDTH, out, wide)
 
 
 @hot(fastmath={"reassoc", "contract", "nsz"})
 def _task(
-    task, q, k, k_at, v, v_at, bounds, scaling, softcap, kind, sums, stats, shown, logits, spare, tile
+    task, q, k, k_at, v, v_at, bounds, scaling, softcap, kind, sums, stats, logits, spare, tile
 ):  # pragma: no cover - compiled  # fmt: skip
     heads, n, chunks = k_at[3], k_at[4], sums.shape[2]
     b, h, c = task // (heads * chunks), task // chunks % heads, task % chunks
     (lines, wide), wide_v, first = q.shape[2:], sums.shape[4], c * CHUNK
     count = min(CHUNK, n - first)
-    seen, queries = shown[:count], q[b, h].reshape(lines * wide)
-    looked = _look(bounds, b, first, seen)
-    if looked == 0:
+    queries, (low, high, all_from, all_to) = q[b, h].reshape(lines * wide), extent(bounds[b])
+    low, high, every = low - first, min(count, high - first), all_from <= first and first + CHUNK <= all_to
+    if count <= low or high <= 0:
         stats[b, h, c, :, 0], stats[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
         return
-    every = looked == 2
 
     base = b * k_at[0] + h * k_at[1] + first * k_at[2]
-    _multiply(queries, k, base, k_at, seen, every, kind, wide, lines, logits, tile)
+    _multiply(queries, k, base, k_at, low, high, count, kind, wide, lines, logits, tile)
 
     values, ahead = b * v_at[0] + h * v_at[1] + first * v_at[2], _ahead(v_at[5] * v.itemsize)
     _ask(v, values, v_at[2], ahead, v_at[5])  # loaded during the softmax
@@ -170,12 +143,14 @@ def _task(
             line[j] *= scaling
         if softcap > 0:
             cap(logits, x * CHUNK, CHUNK, softcap, spare)
-        _hide(line, bounds, b, x // (lines // bounds.shape[1]), first, count)
+        if not every:
+            r = x // (lines // bounds.shape[1])
+            hide(logits, x * CHUNK, CHUNK, bounds[b, r, 0] - first, min(count, bounds[b, r, 1] - first))
         stats[b, h, c, x, 0], stats[b, h, c, x, 1] = _soften(logits, x * CHUNK)
 
     out = sums[b, h, c].reshape(lines * wide_v)
     out[:] = 0
-    _weigh(v, values, v_at, seen, every, kind, wide_v, lines, ahead, logits, out, tile)
+    _weigh(v, values, v_at, low, high, count, kind, wide_v, lines, ahead, logits, out, tile)
 
 
 def tasks(
@@ -194,12 +169,12 @@ def tasks(
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     lines, wide, wide_v = q.shape[2], q.shape[3], sums.shape[4]
-    shown, logits = np.empty(CHUNK, np.uint8), np.empty(lines * CHUNK, np.float32)
+    logits = np.empty(lines * CHUNK, np.float32)
     logits[:] = 0  # slots after the last token are also scaled and capped, before they are hidden
     spare = np.empty(CHUNK, np.float32)
     tile = np.empty(WIDTH * max(wide, wide_v), np.float32)
     for task in range(first, last):
-        _task(task, q, k, k_at, v, v_at, bounds, scaling, softcap, kind, sums, stats, shown, logits, spare, tile)
+        _task(task, q, k, k_at, v, v_at, bounds, scaling, softcap, kind, sums, stats, logits, spare, tile)
 
 
 def combine(
@@ -230,7 +205,7 @@ def combine(
                     values = sums[b, h, c, x]
                     if kind == 1:
                         for i in range(width):
-                            line[i] += share * values[(i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1)]
+                            line[i] += share * values[place(i)]
                     else:
                         for i in range(width):
                             line[i] += share * values[i]

@@ -26,8 +26,8 @@ from hashtrain.layers.transform import Transform
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from sparse_decode.cpu.intrinsics import prefetch
 from sparse_decode.cpu.kernel_threads import run
+from sparse_decode.cpu.lanes import prefetch
 
 MAX_TOKENS = 16
 """Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""

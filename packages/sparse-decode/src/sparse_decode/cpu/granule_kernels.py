@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from sparse_decode.cpu.bfloat_lanes import BLOCK, raised
 from sparse_decode.cpu.lanes import LANES, MOST_ROWS
-from sparse_decode.cpu.prompt_kernels import CHUNK, LINE, attend_span, begin, load, multiply, seen_by_any, write
-from sparse_decode.cpu.softmax import cap
+from sparse_decode.cpu.prompt_kernels import CHUNK, LINE, aligned, attend_span, begin, load, multiply, part, write
+from sparse_decode.cpu.softmax import cap, extent
 from sparse_decode.cpu.tiles import SIDE, release
 
 ROWS = 32
@@ -137,32 +137,19 @@ def attend_some(
     room, granules = (ROWS * group + SIDE - 1) // SIDE * SIDE, blocks * BLOCK // GRANULE
     size = room * (2 * words + wide + 3) + (SIDE + 3) * LINE + CHUNK * (words + wide // 2) + 2 * granules + _BINS
     space = np.empty(size + 16 * LANES, np.float32)
-    at = (space.ctypes.data + 63) & -64
-    queries = numba.carray(pointer(at), room * words, np.uint32)
-    at += room * words * 4
-    probes = numba.carray(pointer(at), room * words, np.uint32)
-    at += room * words * 4
-    sums = numba.carray(pointer(at), room * wide, np.float32)
-    at += room * wide * 4
-    some_keys = numba.carray(pointer(at), CHUNK * words, np.uint32)
-    at += CHUNK * words * 4
-    some_values = numba.carray(pointer(at), CHUNK * wide // 2, np.uint32)
-    at += CHUNK * wide * 2
-    logits = numba.carray(pointer(at), SIDE * LINE, np.float32)
-    at += SIDE * LINE * 4
-    spare = numba.carray(pointer(at), LINE, np.float32)
-    at += LINE * 4
-    best = numba.carray(pointer(at), LINE, np.float32)
-    at += LINE * 4
-    stats = numba.carray(pointer(at), (room, 2), np.float32)
-    at += room * 8
-    least = numba.carray(pointer(at), room, np.float32)
-    at += room * 4
-    histogram = numba.carray(pointer(at), _BINS, np.int32)
-    at += _BINS * 4
-    bins = numba.carray(pointer(at), granules, np.int32)
-    at += granules * 4
-    chosen = numba.carray(pointer(at), granules, np.int32)
+    queries, at = part(aligned(space), room * words, np.uint32)
+    probes, at = part(at, room * words, np.uint32)
+    sums, at = part(at, room * wide, np.float32)
+    some_keys, at = part(at, CHUNK * words, np.uint32)
+    some_values, at = part(at, CHUNK * wide // 2, np.uint32)
+    logits, at = part(at, SIDE * LINE, np.float32)
+    spare, at = part(at, LINE, np.float32)
+    best, at = part(at, LINE, np.float32)
+    stats, at = part(at, (room, 2), np.float32)
+    least, at = part(at, room, np.float32)
+    histogram, at = part(at, _BINS, np.int32)
+    bins, at = part(at, granules, np.int32)
+    chosen, at = part(at, granules, np.int32)
     queries[:], probes[:] = 0, 0
     whole = np.zeros((ROWS, 2), np.int64)
     begin(tiled, configuration)
@@ -172,10 +159,7 @@ def attend_some(
         k_at, v_at, own = head * key_words, head * value_words, bounds[b, start:end]
         load(q, q_at, b, h, start, end, group, words, queries)
         sums[:], stats[:, 0], stats[:, 1] = 0, np.float32(-np.inf), np.float32(0)
-        low, high = seen_by_any(own)
-        shown_from, shown_to = own[0, 0], own[0, 1]
-        for r in range(1, end - start):
-            shown_from, shown_to = max(shown_from, own[r, 0]), min(shown_to, own[r, 1])
+        low, high, shown_from, shown_to = extent(own)
         between = (shown_from + SINK + GRANULE - 1) // GRANULE * GRANULE
         recent = max(between, (shown_to - RECENT) // GRANULE * GRANULE)
         count = (recent - between) // GRANULE

@@ -12,8 +12,9 @@ bfloat16 rows is stored in that order: of each 2 LANES numbers first the even on
 # llvmlite and numba are untyped.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 from llvmlite import ir
@@ -32,9 +33,10 @@ _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
-def place(i: int) -> int:
+@numba.njit(inline="always")
+def place(i: Any) -> Any:  # pragma: no cover - compiled
     """Return the position of component i in rows that are combined with bfloat16 rows."""
-    return (i & -WIDTH) | (i % 2 * LANES) | (i % WIDTH >> 1)
+    return (i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1)
 
 
 def _data(context: Any, builder: Any, kind: Any, value: Any) -> Any:
@@ -89,20 +91,56 @@ def _by_rows(builder: Any, rows: Any, emit: Callable[[int], None]) -> None:
             emit(count)
 
 
-class _Matrix(NamedTuple):
-    """Rows in an array: element `at` starts the first, and `step` elements lie between one and the next."""
+class _Numbers:
+    """Arithmetic on numbers of the type of offsets."""
 
-    data: Any
-    at: Any
-    step: Any
+    def __init__(self, builder: Any, kind: Any):
+        self._builder, self._kind = builder, kind
 
-    def row(self, builder: Any, number: Any) -> Any:
-        """Return the element that starts a row."""
-        return builder.add(self.at, builder.mul(self.step, number))
+    def sum(self, *terms: Any) -> Any:
+        return functools.reduce(self._builder.add, (self._value(x) for x in terms))
+
+    def times(self, a: Any, b: Any) -> Any:
+        return self._builder.mul(self._value(a), self._value(b))
+
+    def parts(self, a: Any) -> tuple[Any, Any]:
+        """Return a // LANES and a % LANES."""
+        return self._builder.udiv(a, self._value(LANES)), self._builder.and_(a, self._value(LANES - 1))
+
+    def loop(self, count: Any, step: int = 1) -> Any:
+        """Emit a loop of count // step turns."""
+        turns = self._builder.udiv(count, self._value(step)) if step > 1 else count
+        return cgutils.for_range(self._builder, turns, intp=self._kind)
+
+    def _value(self, x: Any) -> Any:
+        return ir.Constant(self._kind, x) if isinstance(x, int) else x
 
 
-def _product(emit: Callable[[Any, int, _Matrix, _Matrix, Any, _Matrix], None]) -> Any:
-    """Return an intrinsic whose code `emit` generates, from A's rows, matrices A, B and C, and the product's depth."""
+def _prefetch(builder: Any, data: Any, at: Any, level: int) -> None:
+    """Prefetch the cache line of an element; level: 3 for all caches, 2 for L2."""
+    line = builder.bitcast(builder.gep(data, [at]), ir.IntType(8).as_pointer())
+    read, is_data = 0, 1
+    how = [ir.Constant(ir.IntType(32), n) for n in (read, level, is_data)]
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [line, *how])
+
+
+@intrinsic
+def prefetch(typing_context: Any, x: Any, at: Any) -> Any:
+    """Prefetch the cache line of x[at]."""
+    _lines(x)
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        _prefetch(builder, _data(context, builder, signature.args[0], values[0]), values[1], 3)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp), emit
+
+
+def _product(emit: Callable[[Any, int, _Numbers, Any, Any, Any, Any], None]) -> Any:
+    """Return an intrinsic whose code `emit` generates, from A's rows, matrices A and B, their depth, and the result C.
+
+    A matrix is an array, the element that starts its first row, and the distance of rows.
+    """
 
     @intrinsic
     def product(
@@ -113,10 +151,10 @@ def _product(emit: Callable[[Any, int, _Matrix, _Matrix, Any, _Matrix], None]) -
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             a, b, c = (
-                _Matrix(_data(context, builder, signature.args[i], values[i]), *values[i + 1 : i + 3])
-                for i in (1, 4, 8)
+                (_data(context, builder, signature.args[i], values[i]), *values[i + 1 : i + 3]) for i in (1, 4, 8)
             )
-            _by_rows(builder, values[0], lambda count: emit(builder, count, a, b, values[7], c))
+            by = _Numbers(builder, values[0].type)
+            _by_rows(builder, values[0], lambda count: emit(builder, count, by, a, b, values[7], c))
             return context.get_dummy_value()
 
         n = types.intp
@@ -125,26 +163,23 @@ def _product(emit: Callable[[Any, int, _Matrix, _Matrix, Any, _Matrix], None]) -
     return product
 
 
-def _weigh(builder: Any, rows: int, a: _Matrix, b: _Matrix, depth: Any, c: _Matrix) -> None:
+def _weigh(builder: Any, rows: int, by: _Numbers, a: Any, b: Any, depth: Any, c: Any) -> None:
     """Add A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH], in the order of depth."""
-    number = a.at.type
-
-    def place(row: int, half: int) -> Any:
-        at = builder.add(c.row(builder, ir.Constant(number, row)), ir.Constant(number, half * LANES))
-        return _vector(builder, c.data, at, _FLOATS)
-
+    (a, a_at, a_step), (b, b_at, b_step), (c, c_at, c_step) = a, b, c
     cells = [(row, half) for row in range(rows) for half in range(2)]
-    sums = {cell: cgutils.alloca_once_value(builder, builder.load(place(*cell), align=4)) for cell in cells}
-    with cgutils.for_range(builder, depth, intp=number) as loop:
-        lines = _wide(builder, b.data, b.row(builder, loop.index))
+    places = {(row, half): by.sum(c_at, by.times(c_step, row), half * LANES) for row, half in cells}
+    places = {cell: _vector(builder, c, place, _FLOATS) for cell, place in places.items()}
+    sums = {cell: cgutils.alloca_once_value(builder, builder.load(places[cell], align=4)) for cell in cells}
+    with by.loop(depth) as loop:
+        lines = _wide(builder, b, by.sum(b_at, by.times(b_step, loop.index)))
         for row in range(rows):
-            one = builder.add(a.row(builder, ir.Constant(number, row)), loop.index)
-            factor = _spread(builder, builder.load(builder.gep(a.data, [one])))
+            one = by.sum(a_at, by.times(a_step, row), loop.index)
+            factor = _spread(builder, builder.load(builder.gep(a, [one])))
             for half in range(2):
                 held = sums[row, half]
                 builder.store(_fused(builder, factor, lines[half], builder.load(held)), held)
     for cell in cells:
-        builder.store(builder.load(sums[cell]), place(*cell), align=4)
+        builder.store(builder.load(sums[cell]), places[cell], align=4)
 
 
 def _lanes(*of: tuple[int, ...]) -> tuple[list[int], ...]:
@@ -177,20 +212,16 @@ def _summed(builder: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def _dots(builder: Any, rows: int, a: _Matrix, x: _Matrix, width: Any, c: _Matrix) -> None:
+def _dots(builder: Any, rows: int, by: _Numbers, a: Any, x: Any, width: Any, c: Any) -> None:
     """Write C [rows, TOKENS] = A [rows, width] X [TOKENS, width]^T; WIDTH divides width."""
-    number, nothing = a.at.type, ir.Constant(_FLOATS, [0.0] * LANES)
-    cells = [(row, token) for row in range(rows) for token in range(TOKENS)]
+    (a, a_at, a_step), (x, x_at, x_step), (c, c_at, c_step) = a, x, c
+    cells, nothing = [(row, t) for row in range(rows) for t in range(TOKENS)], ir.Constant(_FLOATS, [0.0] * LANES)
     sums = {cell: cgutils.alloca_once_value(builder, nothing) for cell in cells}
-
-    def part(of: _Matrix, row: int, i: Any) -> list[Any]:
-        return _wide(builder, of.data, builder.add(of.row(builder, ir.Constant(number, row)), i))
-
-    with cgutils.for_range(builder, builder.udiv(width, ir.Constant(number, WIDTH)), intp=number) as loop:
-        i = builder.mul(loop.index, ir.Constant(number, WIDTH))
-        keys = [part(x, token, i) for token in range(TOKENS)]
+    with by.loop(width, WIDTH) as loop:
+        i = by.times(loop.index, WIDTH)
+        keys = [_wide(builder, x, by.sum(x_at, by.times(x_step, token), i)) for token in range(TOKENS)]
         for row in range(rows):
-            query = part(a, row, i)
+            query = _wide(builder, a, by.sum(a_at, by.times(a_step, row), i))
             for token in range(TOKENS):
                 total = builder.load(sums[row, token])
                 for half in range(2):
@@ -203,8 +234,7 @@ def _dots(builder: Any, rows: int, a: _Matrix, x: _Matrix, width: Any, c: _Matri
     for row in range(rows):
         which = ir.Constant(ir.VectorType(ir.IntType(32), TOKENS), [TOKENS * row + i for i in range(TOKENS)])
         line = builder.shuffle_vector(found, undefined, which)
-        to = _vector(builder, c.data, c.row(builder, ir.Constant(number, row)), few)
-        builder.store(line, to, align=4)
+        builder.store(line, _vector(builder, c, by.sum(c_at, by.times(c_step, row)), few), align=4)
 
 
 weighed: Any = _product(_weigh)

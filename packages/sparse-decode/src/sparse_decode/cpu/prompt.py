@@ -75,7 +75,8 @@ def _laid_out(x: Tensor, seen: NDArray[np.int64], turned: bool) -> NDArray[np.ui
     (batch, heads, n, width), (address, reach, at) = x.shape, place(x)
     step = WIDTH if turned else BLOCK
     lines = batch, heads, -(-n // BLOCK)
-    out = torch.empty(*lines, -(-width // step) * step * BLOCK // 2, dtype=torch.int32).numpy().view(np.uint32)
+    make = torch.zeros if width % step else torch.empty
+    out = make(*lines, -(-width // step) * step * BLOCK // 2, dtype=torch.int32).numpy().view(np.uint32)
     like: Any = LIKE[2]
     run(prompt_kernels.lay_out, math.prod(lines), x.numel() * 16, address, reach, (*at, width), like, seen, turned, out)
     return out

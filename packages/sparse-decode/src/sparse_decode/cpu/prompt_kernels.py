@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from sparse_decode.cpu.bfloat_lanes import BLOCK, largest, narrow, pair, products, soften, turn, weighed
 from sparse_decode.cpu.lanes import LANES, MOST_ROWS, WIDTH
-from sparse_decode.cpu.softmax import cap, greatest
+from sparse_decode.cpu.softmax import cap, extent, greatest, hide
 from sparse_decode.cpu.tiles import SIDE, configure, flat_products, flat_sums, release, tile_products, tile_sums
 
 CHUNK = 512
@@ -41,34 +41,29 @@ LINES = 192
 
 
 @numba.njit(inline="always")
-def _rows(x, base, step, first, count, width, wide, rows):  # pragma: no cover - compiled
-    """Copy `count` rows from `first` of a block on to rows [BLOCK, wide], zeros elsewhere."""
-    rows[: BLOCK * wide] = 0
-    for t in range(first, count):
-        at = base + t * step
-        copy(x[at : at + width], rows[t * wide :])
+def _arrange(x, at, step, count, turned, wide, tile):  # pragma: no cover - compiled
+    if turned:
+        for t in range(0, BLOCK, LANES):
+            turn(x, at + t * step, step, count, tile, t)
+    else:
+        for t in range(0, BLOCK, 2):
+            pair(x, at + t * step, step, count, tile, t // 2 * wide)
 
 
 @hot
-def _lay_out(block, x, base, x_at, seen, wide, turned, rows, tile):  # pragma: no cover - compiled
-    """Write a block of one head to tile; what no row sees becomes zeros."""
-    step, width = x_at[2], x_at[5]
-    first, last = max(0, seen[0] - block * BLOCK), min(BLOCK, seen[1] - block * BLOCK)
-    whole = first == 0 and last == BLOCK and width == wide
-    if not whole:
-        _rows(x, base, step, first, last, width, wide, rows)
-    if turned:
-        for t in range(0, BLOCK, LANES):
-            if whole:
-                turn(x, base + t * step, step, wide // WIDTH, tile, t)
-            else:
-                turn(rows, t * wide, wide, wide // WIDTH, tile, t)
-    else:
-        for t in range(0, BLOCK, 2):
-            if whole:
-                pair(x, base + t * step, step, wide // WIDTH, tile, t // 2 * wide)
-            else:
-                pair(rows, t * wide, wide, wide // WIDTH, tile, t // 2 * wide)
+def lay_out_block(x, at, step, width, low, high, wide, turned, rows, tile):  # pragma: no cover - compiled
+    """Write BLOCK rows of x from `at` on to tile; rows outside [low, high), which no row sees, become zeros.
+
+    rows: space for BLOCK rows of `wide` components. Components of tile from `width` on must be zeros.
+    """
+    low, high = max(0, low), min(BLOCK, high)
+    if low == 0 and high == BLOCK and width % WIDTH == 0:
+        _arrange(x, at, step, width // WIDTH, turned, wide, tile)
+        return
+    rows[: BLOCK * wide] = 0
+    for t in range(low, high):
+        copy(x[at + t * step : at + t * step + width], rows[t * wide :])
+    _arrange(rows, 0, wide, wide // WIDTH, turned, wide, tile)
 
 
 def lay_out(
@@ -78,28 +73,21 @@ def lay_out(
     """Lay out blocks [first, last) of x, `reach` elements of like's type at an address.
 
     x_at: strides of batch row, head and token; numbers of heads, tokens and components. seen [B, 2]: first and last
-    (exclusive) of the tokens that any row sees. out [B, H, blocks, words of a block]: turned for keys, else paired.
+    (exclusive) of the tokens that any row sees. out [B, H, blocks, words of a block]: turned for keys, else paired;
+    zeros where a row is longer than its components.
     """
     x, (heads, blocks, size) = numba.carray(pointer(address), reach, like.dtype), out.shape[1:]
     wide = size * 2 // BLOCK
     rows = np.empty(BLOCK * wide, np.uint16)
     for task in range(first, last):
         b, h, block = task // (heads * blocks), task // blocks % heads, task % blocks
-        base = b * x_at[0] + h * x_at[1] + block * BLOCK * x_at[2]
-        _lay_out(block, x, base, x_at, seen[b], wide, turned, rows, out[b, h, block])
+        at, before = b * x_at[0] + h * x_at[1] + block * BLOCK * x_at[2], block * BLOCK
+        low, high = seen[b, 0] - before, seen[b, 1] - before
+        lay_out_block(x, at, x_at[2], x_at[5], low, high, wide, turned, rows, out[b, h, block])
 
 
 @numba.njit(inline="always")
-def _hide(logits, at, size, start, end):  # pragma: no cover - compiled
-    """Set the logits of `size` tokens outside [start, end) to -inf."""
-    for j in range(max(0, min(size, start))):
-        logits[at + j] = np.float32(-np.inf)
-    for j in range(max(0, min(size, end)), size):
-        logits[at + j] = np.float32(-np.inf)
-
-
-@numba.njit(inline="always")
-def _soften(logits, at, size, scaling, stats, x, out, wide):  # pragma: no cover - compiled
+def soften_line(logits, at, size, scaling, stats, x, out, wide):  # pragma: no cover - compiled
     """Replace `size` products of line x by weights, and bring its stats [m, s] and out [Dv] to the new m."""
     top = largest(logits, at, size)
     if top == np.float32(-np.inf):  # or all are NaN
@@ -168,9 +156,8 @@ def attend_span(
     bounds [R, 2] of the rows; count: lines a row. k_at, v_at: of block 0. Chunks start at multiples of `grid`.
     """
     each, lines, weights = SIDE if tiled else MOST_ROWS, len(bounds) * count, logits.view(np.uint32)
-    shown_from, shown_to = low, high
-    for r in range(len(bounds)):
-        shown_from, shown_to = max(shown_from, bounds[r, 0]), min(shown_to, bounds[r, 1])
+    _, _, shown_from, shown_to = extent(bounds)
+    shown_from, shown_to = max(low, shown_from), min(high, shown_to)
     for first in range(low // grid * grid, high, CHUNK):
         blocks, block = min(CHUNK, high - first + BLOCK - 1) // BLOCK, first // BLOCK
         size = blocks * BLOCK
@@ -185,19 +172,10 @@ def attend_span(
                     cap(logits, at, size, softcap, spare)
                     scale = np.float32(1)
                 if not every:
-                    _hide(logits, at, size, max(low, bounds[r, 0]) - first, min(high, bounds[r, 1]) - first)
-                _soften(logits, at, size, scale, stats, x + y, out, wide)
+                    hide(logits, at, size, max(low, bounds[r, 0]) - first, min(high, bounds[r, 1]) - first)
+                soften_line(logits, at, size, scale, stats, x + y, out, wide)
             at = v_at + block * wide * BLOCK // 2
             _weigh(tiled, weights, lines - x, v, at, blocks, out, x * wide, wide)
-
-
-@numba.njit(inline="always")
-def seen_by_any(bounds):  # pragma: no cover - compiled
-    """Return the first and last (exclusive) of the tokens that any of these rows sees."""
-    low, high = bounds[0, 0], bounds[0, 1]
-    for r in range(1, len(bounds)):
-        low, high = min(low, bounds[r, 0]), max(high, bounds[r, 1])
-    return low, high
 
 
 @numba.njit(inline="always")
@@ -228,6 +206,20 @@ def write(out, stats, sinks, wide, words, target, at, steps, rows, group, width)
             copy(line, target[to : to + width])
 
 
+# Arrays by address: numba would count references to arrays of its own, atomically, several times a line.
+@numba.njit(inline="always")
+def aligned(space):  # pragma: no cover - compiled
+    """Return an address in the first 64 bytes of space: tiles and vectors are whole cache lines."""
+    return (space.ctypes.data + 63) & -64
+
+
+@numba.njit(inline="always")
+def part(at, shape, kind):  # pragma: no cover - compiled
+    """Return an array of numbers of 4 bytes at an address, and the address behind it."""
+    found = numba.carray(pointer(at), shape, kind)
+    return found, at + 4 * found.size
+
+
 def attend(
     first: int, last: int, tiled: bool, configuration: NDArray[np.uint8], q_address: int, q_reach: int,
     q_at: tuple[int, ...], like: NDArray[Any], k: NDArray[np.uint32], v: NDArray[np.uint32],
@@ -245,18 +237,12 @@ def attend(
     (hq, rows, _), width, words, wide = q_at[3:], out.shape[3], key_words // BLOCK, value_words * 2 // BLOCK
     group, pieces, target = hq // heads, (rows + each - 1) // each, out.reshape(-1)
     room = (each * group + SIDE - 1) // SIDE * SIDE
-    # By address: numba would count references to an array of its own, atomically, several times a line.
     space = np.empty(room * (words + wide + 2) + (SIDE + 2) * LINE + LANES, np.float32)
-    at = (space.ctypes.data + 63) & -64  # tiles and vectors are whole cache lines
-    queries = numba.carray(pointer(at), room * words, np.uint32)
-    at += room * words * 4
-    sums = numba.carray(pointer(at), room * wide, np.float32)
-    at += room * wide * 4
-    logits = numba.carray(pointer(at), SIDE * LINE, np.float32)
-    at += SIDE * LINE * 4
-    spare = numba.carray(pointer(at), LINE, np.float32)
-    at += LINE * 4
-    stats = numba.carray(pointer(at), (room, 2), np.float32)
+    queries, at = part(aligned(space), room * words, np.uint32)
+    sums, at = part(at, room * wide, np.float32)
+    logits, at = part(at, SIDE * LINE, np.float32)
+    spare, at = part(at, LINE, np.float32)
+    stats, at = part(at, (room, 2), np.float32)
     queries[:] = 0
     begin(tiled, configuration)
     for task in range(first, last):
@@ -264,7 +250,7 @@ def attend(
         start, end, head = piece * each, min(rows, (piece + 1) * each), (b * heads + h) * blocks
         load(q, q_at, b, h, start, end, group, words, queries)
         own = bounds[b, start:end]
-        low, high = seen_by_any(own)
+        low, high, _, _ = extent(own)
         sums[:], stats[:, 0], stats[:, 1] = 0, np.float32(-np.inf), np.float32(0)
         attend_span(
             tiled, k_line, head * key_words, v_line, head * value_words, own, low, high, CHUNK, group, words, wide,

@@ -1,4 +1,4 @@
-"""Exponentials and maxima of lines of logits for numba, LANES numbers at once.
+"""Lines of logits for numba: what rows see, and exponentials and maxima, LANES numbers at once.
 
 LLVM vectorises such loops with narrower registers, and a maximum that keeps NaN not at all. Lines are parts of
 contiguous float32 arrays: `count` numbers from `at` on, a multiple of LANES. Sums have one order, whatever calls them.
@@ -10,6 +10,7 @@ contiguous float32 arrays: `count` numbers from `at` on, a multiple of LANES. Su
 import math
 from typing import Any
 
+import numba
 import numpy as np
 from hashcore.cpu.parts import inner
 from llvmlite import ir
@@ -17,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sparse_decode.cpu.lanes import _FLOATS, _WORDS, LANES, _call, _data, _fused, _lines, _spread, _vector
+from sparse_decode.cpu.lanes import _FLOATS, _WORDS, LANES, _call, _data, _fused, _lines, _Numbers, _spread, _vector
 
 LEAST = -127 * math.log(2)
 """Smallest argument of an exponential: the result has exponent bits 0."""
@@ -67,9 +68,9 @@ def _exponentials(typing_context: Any, x: Any, at: Any, count: Any, top: Any):
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, (at, count, top) = _data(context, builder, signature.args[0], values[0]), values[1:]
         most, total = _spread(builder, top), cgutils.alloca_once_value(builder, _all(0))
-        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, LANES)), intp=at.type) as loop:
-            here = builder.add(at, builder.mul(loop.index, ir.Constant(at.type, LANES)))
-            place = _vector(builder, x, here, _FLOATS)
+        by = _Numbers(builder, at.type)
+        with by.loop(count, LANES) as loop:
+            place = _vector(builder, x, by.sum(at, by.times(loop.index, LANES)), _FLOATS)
             found = _exp(builder, builder.fsub(builder.load(place, align=4), most))
             builder.store(found, place, align=4)
             builder.store(builder.fadd(builder.load(total), found), total)
@@ -90,10 +91,10 @@ def _greatest(typing_context: Any, x: Any, at: Any, count: Any):
             not_less = builder.or_(greater, builder.fcmp_unordered("uno", second, second))
             return builder.select(not_less, second, first)
 
-        most = cgutils.alloca_once_value(builder, _all(-math.inf))
-        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, LANES)), intp=at.type) as loop:
-            here = builder.add(at, builder.mul(loop.index, ir.Constant(at.type, LANES)))
-            builder.store(join(builder.load(most), builder.load(_vector(builder, x, here, _FLOATS), align=4)), most)
+        most, by = cgutils.alloca_once_value(builder, _all(-math.inf)), _Numbers(builder, at.type)
+        with by.loop(count, LANES) as loop:
+            place = _vector(builder, x, by.sum(at, by.times(loop.index, LANES)), _FLOATS)
+            builder.store(join(builder.load(most), builder.load(place, align=4)), most)
         return _reduced(builder, builder.load(most), join)
 
     return types.float32(x, types.intp, types.intp), emit
@@ -124,3 +125,22 @@ def cap(x: Any, at: Any, count: Any, softcap: Any, spare: Any) -> None:  # pragm
     exponentials(small, 0, count, np.float32(0))
     for j in range(count):
         line[j] = np.sign(line[j]) * softcap * (np.float32(1) - small[j]) / (np.float32(1) + small[j])
+
+
+@numba.njit(inline="always")
+def extent(bounds):  # pragma: no cover - compiled
+    """Return [low, high) of the tokens that any of the rows sees, and [first, last) of those that all see."""
+    low, high, first, last = bounds[0, 0], bounds[0, 1], bounds[0, 0], bounds[0, 1]
+    for r in range(1, len(bounds)):
+        low, high = min(low, bounds[r, 0]), max(high, bounds[r, 1])
+        first, last = max(first, bounds[r, 0]), min(last, bounds[r, 1])
+    return low, high, first, last
+
+
+@numba.njit(inline="always")
+def hide(logits, at, size, start, end):  # pragma: no cover - compiled
+    """Set the logits of `size` tokens outside [start, end) to -inf."""
+    for j in range(max(0, min(size, start))):
+        logits[at + j] = np.float32(-np.inf)
+    for j in range(max(0, min(size, end)), size):
+        logits[at + j] = np.float32(-np.inf)

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from hashcore.arguments import address
 from hashcore.cpu import threads
-from hashtrain import Hasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from sparse_decode.cpu import encode, step_kernels
 from sparse_decode.cpu.step_kernels import FORM
+from sparse_decode.hashers import PerHead
 from sparse_decode.inputs import KINDS, Inputs, reach
 from sparse_decode.select import HashSelector
 
@@ -91,8 +91,8 @@ class CpuStep:
     def __init__(self, layer: int, selector: object, sink: int = 0, recent: int = 0):
         self._name, self._layer = str(layer), layer
         self._ends, self._always = (sink, recent), sink + recent
-        own = selector if isinstance(selector, HashSelector) and not selector.per_query_head else None
-        self._selector = own if own is not None and own.placed is not None else None
+        own = selector.own if type(selector) is HashSelector else None
+        self._own = None if own is None or own.per_query_head else own
         self._cpu_encoder = encode.CpuEncoder()
         self._forms: dict[bool, _Form] = {}
 
@@ -108,7 +108,7 @@ class CpuStep:
         """
         q, k, v, scaling, softcap, sinks = x
         (batch, hq, rows, dim), dim_v = q.shape, v.shape[3]
-        codes, pending = (None, None) if given is not None or self._selector is None else held.room_for_code()
+        codes, pending = (None, None) if given is not None or self._own is None else held.room_for_code()
         if given is None and (codes is None or rows > 1):
             return None
         sets = k.shape[1] if given is None else given.indices.shape[1]
@@ -202,8 +202,8 @@ class CpuStep:
 
     def _hashes(self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> _Hash | None:
         """Return the hasher's part of a form; None if the kernel does not support it."""
-        selector = cast(HashSelector, self._selector)
-        layer = cast(Any, selector.placed).layer(self._layer, q.device)
+        hasher = cast(PerHead, self._own)
+        layer = hasher.placed.layer(self._layer, q.device)
         if not encode.supports(layer, q):
             return None
         own = cast(Planes | Transform, layer)
@@ -211,7 +211,7 @@ class CpuStep:
             return None
         owners = [own.query._parameters] * 5 + [own.key._parameters] * 5
         weights = cast(list[Tensor], list(map(getitem, owners, _NAMES)))
-        found = cast(Hasher, selector.hasher).layers._modules
+        found = hasher.hasher.layers._modules
         modules = found if found.get(self._name) is own else None
         addresses, digits = [x.data_ptr() for x in weights], self._cpu_encoder.digits_of(own)
         return _Hash(own, weights, owners, addresses, digits, own._buffers.get("coordinate"), modules)

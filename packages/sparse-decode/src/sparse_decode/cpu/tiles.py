@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sparse_decode.cpu.bfloat_lanes import _Numbers, features
-from sparse_decode.cpu.lanes import LANES, _call, _data, _lines
+from sparse_decode.cpu.bfloat_lanes import features
+from sparse_decode.cpu.lanes import LANES, _call, _data, _lines, _Numbers
 
 SIDE = 2 * LANES
 """Most rows of a product per call: two tiles of A."""
@@ -106,8 +105,7 @@ def _summing(fresh: bool, tall: bool) -> Any:
                     _instruct(builder, "tilezero", _tile(number))
                 else:
                     _instruct(builder, "tileloadd64", _tile(number), place, bytes_of(c_step))
-            turns = builder.udiv(depth, ir.Constant(depth.type, LANES))
-            with cgutils.for_range(builder, turns, intp=depth.type) as loop:
+            with by.loop(depth, LANES) as loop:
                 word = by.times(loop.index, LANES)
                 for i in range(shape[0]):
                     place = at(a, by.sum(a_at, by.times(a_step, LANES * i), word))
