@@ -144,8 +144,8 @@ def test_the_order_of_threads_changes_nothing():
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_queries_may_lie_anywhere_and_unaligned_rows_are_refused(which):
-    """At addresses that are no multiples of 16."""
+def test_numbers_may_lie_anywhere(which):
+    """At addresses that are no multiples of 16, too."""
     x = {"q": torch.randn(2, 4, 64), "k": torch.randn(2, 2, 20, 64), "v": torch.randn(2, 2, 20, 48)}
     x = {name: y.bfloat16() for name, y in x.items()}
     sums = Sums()
@@ -157,8 +157,4 @@ def test_queries_may_lie_anywhere_and_unaligned_rows_are_refused(which):
 
     expected = run()
     x[which] = torch.empty(x[which].numel() + 1, dtype=torch.bfloat16)[1:].view(x[which].shape).copy_(x[which])
-    if which == "q":
-        assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
-        return
-    with pytest.raises(ValueError, match=r"must be aligned to 16 bytes.*call \.clone\(\)"):
-        run()
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))

@@ -1,6 +1,7 @@
 """Attention over selected tokens on CUDA: prepares the two launches of kernels/gather.cu."""
 
 import ctypes
+import itertools
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -68,22 +69,27 @@ def macros(
 
 def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
     """Raise ValueError if the kernel does not support these tensors."""
-    require(torch.device("cuda"), q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
-    require_aligned(k, v)
+    _check_form(q, k, v, indices)
     for name, x in (("keys", k), ("values", v)):
         if q.is_cuda and not (x.is_cuda or x.is_pinned()):
             raise ValueError(f"{name} in host memory must be pinned for CUDA to read them; call .pin_memory()")
+        if x.data_ptr() % 16:
+            raise _misplaced(name, x)
 
 
-def require_aligned(k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless all rows of keys [B, Hkv, N, D] and values start at multiples of 16 bytes."""
+def _check_form(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
+    """Run the part of `check` that depends on shapes, strides and dtypes only."""
+    require(torch.device("cuda"), q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
     for name, x in (("keys", k), ("values", v)):
-        odd = any(step % 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
-        if odd or x.data_ptr() % 16:
-            raise ValueError(
-                f"rows of {name} on CUDA must be aligned to 16 bytes, got strides {x.stride()} and an address that is "
-                f"{x.data_ptr() % 16} modulo 16; call .clone()"
-            )
+        if any(step % 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1):
+            raise _misplaced(name, x)
+
+
+def _misplaced(name: str, x: Tensor) -> ValueError:
+    return ValueError(
+        f"rows of {name} on CUDA must be aligned to 16 bytes, got strides {x.stride()} and an address that is "
+        f"{x.data_ptr() % 16} modulo 16; call .clone()"
+    )
 
 
 def gather(
@@ -127,7 +133,7 @@ def gather(
     return out
 
 
-_ADDRESSES = "q", "k", "v", "indices", "sums", "stats", "counts", "always", "sinks", "out"
+_ADDRESSES = "q", "k", "v", "indices", "sums", "stats", "counts", "always", "sinks", "out", "lse"
 _Arguments = namedtuple("_Arguments", (*_ADDRESSES, "left_out"))
 """The arguments that change from call to call: addresses."""
 
@@ -137,8 +143,9 @@ class _Call(NamedTuple):
 
     at: _Arguments
     like: Tensor  # the result; `empty_like` takes less time than `new_empty`
-    stats: int  # bytes from the sums in scratch memory to the statistics, and to the counts
+    stats: int  # bytes from the sums in scratch memory to the statistics, to the counts, and to an unwanted lse
     counts: int
+    unused: int
     words: int  # of scratch memory, including that of searches
     alone: bool  # no sinks, no remainder, and no list of tokens that are always read
     launches: Kept | None  # None: there is nothing to read
@@ -148,7 +155,7 @@ class _Call(NamedTuple):
 
     def resize(self, given: Given, ends: Sequence[int], always: Tensor | None) -> bool:
         """Adapt the launches to a new number of tokens; False if their grids would have to change."""
-        check(*given)
+        _check_form(*given)
         q, k, v, indices = given
         n, width, shape = v.shape[2], indices.shape[3], self.shape
         sink, recent = _ends(ends, always, n)
@@ -168,6 +175,7 @@ class _Call(NamedTuple):
         at = self.at
         if at.sums.value != address:
             at.sums.value, at.stats.value, at.counts.value = address, address + self.stats, address + self.counts
+            at.lse.value = address + self.unused
 
 
 _calls: Table[_Call] = Table()
@@ -186,32 +194,40 @@ def _prepare(
     tables: Tables | None = None,
 ) -> _Call:  # fmt: skip
     """Create the launches for a form; plain: without sinks and remainder."""
-    check(*given)
+    _check_form(*given)
     q, k, v, indices = given
     (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
     pages = Pages()
     if tables is not None:
         pages, n = _pages(k, tables), n * tables.blocks.shape[1]
     sets, width = indices.shape[1], indices.shape[3]
-    at = _Arguments(*(ctypes.c_void_p() for _ in _ADDRESSES), left_out=LeftOut())
+    at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
     like = q.new_empty(batch, queries, hq, value_dim)
     (sink, recent), rows, shape = _ends(ends, always, n), (Rows(*k.stride()[:3]), Rows(*v.stride()[:3])), Shape()
     if not sink + width + recent or not q.shape.numel() or not n:
-        return _Call(at, like, 0, 0, 0, True, None, shape, rows, pages)
+        return _Call(at, like, 0, 0, 0, 0, True, None, shape, rows, pages)
     group, tasks = hq // sets, batch * sets * queries
     slots, splits = split(tasks, sink + width + recent, _sm_count(q.device), _per_sm(*given))
     shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
     first = (*at[:7], *rows, shape, at.always, *(() if tables is None else (pages,)))
-    second = (*at[4:7], at.sinks, at.out, ctypes.c_int32(splits), shape, at.q, at.left_out)
+    counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
+    second = (*at[4:7], at.sinks, at.out, at.lse, *counts, shape, at.q, at.left_out)
     defined = macros(dim, value_dim, q.dtype, tables is not None, group)
     launches = [
         make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined, programmatic=True),
         make_launch("gather.cu", "combine", (tasks, group), COMBINE_THREADS, second, defined, programmatic=True),
     ]
-    parts = tasks * splits  # in scratch memory: sums, statistics, counts
-    stats, counts = parts * group * value_dim, parts * group * (value_dim + 3)
-    scratch = 4 * stats, 4 * counts, counts + parts
+    scratch = _scratch_at(tasks, splits, group, value_dim)
     return _Call(at, like, *scratch, plain and always is None, Kept(launches), shape, rows, pages)
+
+
+def _scratch_at(tasks: int, splits: int, group: int, value_dim: int) -> tuple[int, int, int, int]:
+    """Return where statistics, counts and an unused lse lie behind the sums, in bytes, and the words of all memory."""
+    parts = tasks * splits
+    stats, counts, lse, end = itertools.accumulate(
+        (parts * group * value_dim, 3 * parts * group, parts, 2 * tasks * group)
+    )
+    return 4 * stats, 4 * counts, 4 * lse, end
 
 
 def _pages(k: Tensor, tables: Tables) -> Pages:
@@ -239,7 +255,7 @@ def _place(call: _Call, given: Given, out: Tensor, more: tuple[Any, ...]) -> lis
     q, k, v, indices = given
     q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
     if (keys | values) % 16:
-        require_aligned(k, v)
+        check(q, k, v, indices)
     at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
     at.out.value = out.data_ptr()
     call.place(scratch(call.words, q.device).address)

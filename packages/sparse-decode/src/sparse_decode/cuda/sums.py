@@ -10,7 +10,7 @@ from hashcore.cuda.kept import Table
 from hashcore.cuda.kernels import Kept, make_launch
 from torch import Tensor
 
-from sparse_decode.cuda.gather import KERNELS, OPERATORS, Rows, Run, macros, operator, require_aligned
+from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, macros, operator
 from sparse_decode.inputs import require
 from sparse_decode.sums import FOLD, Sums
 
@@ -28,7 +28,7 @@ class Token(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("k", "v")),
-        *((name, Rows) for name in ("keys", "values")),
+        *((f"{name}_{step}", ctypes.c_int64) for name in ("key", "value") for step in ("batch", "head", "token")),
         *((name, ctypes.c_void_p) for name in ("q", "slopes")),
         *((name, ctypes.c_int32) for name in ("kv_heads", "group", "tokens", "summed")),
     )
@@ -84,9 +84,6 @@ def launch_sums(
     if not len(q):
         return results
     q, device = q.contiguous(), q.device
-    q = q.clone() if q.data_ptr() % 16 else q
-    if (k.data_ptr() | v.data_ptr()) % 16:
-        require_aligned(k, v)
     interval = None if interval is None else interval.contiguous()
     form = q.shape, q.dtype, device, k.shape, k.stride(), v.shape, v.stride()
     call = _calls.found.get(form) or _renewed(form, q, k, v)
@@ -113,9 +110,9 @@ class _Call(NamedTuple):
     def resize(self, n: int, keys: Sequence[int], values: Sequence[int]) -> bool:
         """Set the number of tokens and the strides, which do not change the grid; return True."""
         token = self.token
-        token.tokens, to_keys, to_values = n, token.keys, token.values
-        to_keys.batch, to_keys.head, to_keys.token = keys[:3]
-        to_values.batch, to_values.head, to_values.token = values[:3]
+        token.tokens = n
+        token.key_batch, token.key_head, token.key_token = keys[:3]
+        token.value_batch, token.value_head, token.value_token = values[:3]
         return True
 
 
@@ -127,7 +124,6 @@ def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> _Call:
     (batch, heads, n, dim), value_dim, strides = k.shape, v.shape[3], (form[4], form[6])
     kind, group = (*form[:3], batch, heads, dim, value_dim), q.shape[1] // heads
     require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
-    require_aligned(k, v)
 
     def make() -> _Call:
         arguments = Token(kv_heads=heads, group=group), Bounds(), State(), Results()

@@ -48,6 +48,12 @@ struct Functions {
   i32 residual;     // add x to h if M is D, and h to f if C is M
 };
 
+struct Rows {
+  i64 batch;  // strides in elements
+  i64 head;
+  i64 token;
+};
+
 struct Digits {
   const i64* coordinate;  // null: every number is a bit
   const float* power;

@@ -16,18 +16,6 @@ using Half = BFloat16;
 using Half = Float16;
 #endif
 
-struct Rows {
-  i64 batch;  // strides in elements
-  i64 head;
-  i64 token;
-};
-
-// Floats that are read or written in one access.
-template <int COUNT>
-struct __align__(4 * COUNT) Several {
-  float at[COUNT];
-};
-
 #ifdef HOSTSIM
 
 inline u16 narrow(float x) {  // to the nearest, ties to even

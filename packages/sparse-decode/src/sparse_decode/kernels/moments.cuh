@@ -37,7 +37,12 @@ struct Results {
 struct Token {
   const Half* k;
   const Half* v;
-  Rows keys, values;
+  i64 key_batch;  // strides in elements
+  i64 key_head;
+  i64 key_token;
+  i64 value_batch;
+  i64 value_head;
+  i64 value_token;
   const Half* q;
   const float* slopes;  // per query head, times the factor on the logits
   i32 kv_heads;
@@ -53,7 +58,10 @@ struct Bounds {
   i64* summed;          // [B][Hkv]: replaces Token's, which the host does not know; each block has its own
 };
 
-using Four = Several<4>;
+// One 16-byte access.
+struct __align__(16) Four {
+  float at[4];
+};
 
 __device__ __forceinline__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
 
@@ -78,14 +86,37 @@ struct Fresh {
   }
 };
 
-// The pieces of a thread that it has, 8 numbers each; the others are zeros.
+__device__ __forceinline__ bool is_aligned(const void* at) { return reinterpret_cast<i64>(at) % 16 == 0; }
+
+// Eight numbers.
+template <bool ALIGNED>
+__device__ __forceinline__ uint4 eight(const Half* from) {
+  if constexpr (ALIGNED) {
+    return *reinterpret_cast<const uint4*>(from);
+  } else {
+    u32 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = u32(from[2 * i].bits) | u32(from[2 * i + 1].bits) << 16;
+    return {x[0], x[1], x[2], x[3]};
+  }
+}
+
+// The pieces of a thread that it has; the others are zeros.
 template <int COUNT>
-__device__ __forceinline__ void load(const Half* const (&from)[COUNT], const bool (&has)[COUNT], uint4 (&to)[COUNT]) {
+__device__ __forceinline__ void load(const Half* const (&from)[COUNT], const bool (&has)[COUNT], bool aligned,
+                                     uint4 (&to)[COUNT]) {
 #pragma unroll
   for (int j = 0; j < COUNT; j++) to[j] = {0, 0, 0, 0};
+  if (aligned) {
 #pragma unroll
-  for (int j = 0; j < COUNT; j++) {
-    if (has[j]) to[j] = *reinterpret_cast<const uint4*>(from[j]);
+    for (int j = 0; j < COUNT; j++) {
+      if (has[j]) to[j] = eight<true>(from[j]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+      if (has[j]) to[j] = eight<false>(from[j]);
+    }
   }
 }
 
@@ -99,13 +130,15 @@ __device__ __forceinline__ void load_fresh(const Token& token, int batch, int he
   for (int j = 0; j < PIECES; j++) {
     const u32 i = threadIdx.x + j * THREADS, t = i / (SIZE / 8), c = i % (SIZE / 8) * 8;
     const bool is_key = c < DIM;
-    const i64 row = batch * (is_key ? token.keys.batch : token.values.batch) +
-                    head * (is_key ? token.keys.head : token.values.head) +
-                    (i64(first) + t) * (is_key ? token.keys.token : token.values.token);
+    const i64 row = batch * (is_key ? token.key_batch : token.value_batch) +
+                    head * (is_key ? token.key_head : token.value_head) +
+                    (i64(first) + t) * (is_key ? token.key_token : token.value_token);
     from[j] = (is_key ? token.k : token.v) + (row + c - (is_key ? 0 : DIM));
     has[j] = int(t) < count;
   }
-  load(from, has, to);
+  const i64 keys = token.key_batch | token.key_head | token.key_token;
+  const i64 values = token.value_batch | token.value_head | token.value_token;
+  load(from, has, is_aligned(token.k) && is_aligned(token.v) && (keys | values) % 8 == 0, to);
 }
 
 // A thread's 4 columns of levels of its rows; zeros after the last row.

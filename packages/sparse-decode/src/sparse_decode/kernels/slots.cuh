@@ -8,6 +8,12 @@
 constexpr int DIM = SPARSE_DIM, VALUE_DIM = SPARSE_VALUE_DIM;
 static_assert(DIM % 16 == 0 && DIM >= 16 && DIM <= 256 && VALUE_DIM % 16 == 0 && VALUE_DIM >= 16 && VALUE_DIM <= 256);
 
+struct Rows {
+  i64 batch;  // strides in elements
+  i64 head;
+  i64 token;
+};
+
 struct Shape {
   i32 sets;
   i32 queries;
@@ -55,15 +61,24 @@ __device__ __forceinline__ const Half* row_at(const Half* from, const Rows& at, 
 // Partial sums are written and read in one access of COUNT floats, 2 or 4.
 template <int COUNT>
 __device__ __forceinline__ void put(float* to, const float (&x)[COUNT]) {
-  Several<COUNT> y;
-#pragma unroll
-  for (int c = 0; c < COUNT; c++) y.at[c] = x[c];
-  *reinterpret_cast<Several<COUNT>*>(to) = y;
+  static_assert(COUNT == 2 || COUNT == 4);
+  if constexpr (COUNT == 4) {
+    const uint4 y = {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
+    *reinterpret_cast<uint4*>(to) = y;
+  } else {
+    const uint2 y = {__float_as_uint(x[0]), __float_as_uint(x[1])};
+    *reinterpret_cast<uint2*>(to) = y;
+  }
 }
 
 template <int COUNT>
 __device__ __forceinline__ void get(const float* from, float (&x)[COUNT]) {
-  const Several<COUNT> y = *reinterpret_cast<const Several<COUNT>*>(from);
-#pragma unroll
-  for (int c = 0; c < COUNT; c++) x[c] = y.at[c];
+  static_assert(COUNT == 2 || COUNT == 4);
+  if constexpr (COUNT == 4) {
+    const uint4 y = *reinterpret_cast<const uint4*>(from);
+    x[0] = __uint_as_float(y.x), x[1] = __uint_as_float(y.y), x[2] = __uint_as_float(y.z), x[3] = __uint_as_float(y.w);
+  } else {
+    const uint2 y = *reinterpret_cast<const uint2*>(from);
+    x[0] = __uint_as_float(y.x), x[1] = __uint_as_float(y.y);
+  }
 }
