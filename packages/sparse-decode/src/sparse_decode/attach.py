@@ -111,7 +111,7 @@ def attach_rows(
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
     if prompt not in ("exact", "sparse"):
         raise ValueError(f'prompt must be "exact" or "sparse", got {prompt!r}')
-    if not isinstance(budget, Budget | None):
+    if not isinstance(cast(object, budget), Budget | None):  # user input of any type
         raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
     dense = getattr(selector, "dense_layers", ()) if dense_layers is None else dense_layers
     dense = range(dense) if isinstance(dense, int) else dense

@@ -76,7 +76,7 @@ class LayerBudget(Budget):
         super().__post_init__()
         if not _is_int(self.dense_below) or self.dense_below < 0:
             raise ValueError(f"dense_below must be an integer of 0 or more, got {self.dense_below!r}")
-        shares: object = self.by_head
+        shares = cast(object, self.by_head)  # user input of any type
         if shares and not (isinstance(shares, tuple) and are_shares(cast(object, shares))):
             raise ValueError(f"by_head must be a tuple of numbers above 0, got {self.by_head!r}")
         if self.of not in ("visible", "length"):

@@ -93,7 +93,9 @@ class SparseLayer:
         self._cpu = CpuStep(layer, selector, self._sink, self._recent)
         self.hashes: PerHead | None = selector.own if isinstance(selector, HashSelector) else None
         own = self.hashes
-        more = () if own is None else (partial(own.write_codes, layer), partial(own.traceable, layer))
+        more: tuple[Any, ...] = ()
+        if own is not None:
+            more = partial(own.write_codes, layer), partial(own.traceable, layer)
         self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *more)
 
     def counts(self) -> tuple[int, int]:

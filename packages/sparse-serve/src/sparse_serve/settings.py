@@ -32,7 +32,7 @@ class Settings:
     dense_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        hasher, layers = cast("tuple[object, Any]", (self.hasher, self.dense_layers))  # user input of any type
+        hasher, layers = cast("tuple[object, tuple[object, ...] | None]", (self.hasher, self.dense_layers))  # any type
         if not isinstance(hasher, str) or not hasher:
             raise ValueError(f"{KEY}.hasher must be the folder of a stored hasher, got {hasher!r}")
         if layers is not None and (type(layers) is not tuple or any(type(x) is not int or x < 0 for x in layers)):
