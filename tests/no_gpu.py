@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 LEFT_OUT = (
     *("graph", "not_loaded_during_a_capture", "work_waits", "errors_are_raised"),  # graphs, streams, a second device
-    # Operators of CUDA alone, which test_paged.py, test_encode_cuda.py and test_step.py call with their kernels.
+    # Operators of CUDA alone, which test_paged.py, test_encode.py and test_step.py call with their kernels.
     *("codes_go_to_their_slots", "over_pages", "hashed_tokens"),
     *("every_time", "compiles_whole"),  # slow, and would show nothing
 )

@@ -26,43 +26,18 @@ NUMBERS = {  # flags that take whole numbers, and those that take shares
 }
 OTHERS = {
     "hashtrain": [
-        "--device gpu",
-        "--device cuda:x",
-        "--only magic",
-        "--spread thin",
-        "--out {file}",
-        "--model ./none",
-        "--text none.txt",
-        "--text {pipe}",
-        "--text /dev/zero",
-        "--modle demo",
-        "convert none.pth --model demo --out {new}",
-        "push none owner/name",
+        *("--device gpu", "--device cuda:x", "--only magic", "--spread thin", "--out {file}", "--model ./none"),
+        *("--text none.txt", "--text {pipe}", "--text /dev/zero", "--modle demo"),
+        *("convert none.pth --model demo --out {new}", "push none owner/name"),
     ],
     "sparse-decode": [
-        "",
-        "--prompt-file none.txt",
-        "--prompt-file {pipe}",
-        "--prompt-file /dev/zero",
-        "--prompt-file {file} --model ./none",
-        "--prompt-file {file} --what 1",
-        "--prompt-file {binary}",
+        *("", "--prompt-file none.txt", "--prompt-file {pipe}", "--prompt-file /dev/zero", "--prompt-file {binary}"),
+        *("--prompt-file {file} --model ./none", "--prompt-file {file} --what 1", "--prompt-file {file} --device gpu"),
     ],
     "evals": [
-        "",
-        "none",
-        "ppl --methods magic",
-        "ppl --rules none",
-        "ppl --match quest",
-        "ppl --device gpu",
-        "ppl --out {file}",
-        "ppl --model ./none",
-        "iou --methods lsh+remainder",
-        "tune --bits 99",
-        "report",
-        "report none",
-        "paper --table 1 --figure 1",
-        "ruler-synthetic --kinds none",
+        *("", "none", "ppl --methods magic", "ppl --rules none", "ppl --match quest", "ppl --device gpu"),
+        *("ppl --out {file}", "ppl --model ./none", "iou --methods lsh+remainder", "tune --bits 99", "report"),
+        *("report none", "paper --table 1 --figure 1", "ruler-synthetic --kinds none"),
         "fidelity --new-tokens 4096 --context 64",
     ],
 }
@@ -123,10 +98,7 @@ def used(*words):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["hashtrain", "hashtrain train", "hashtrain convert", "evals", "evals ppl", "evals throughput", "sparse_decode"],
-)
+@pytest.mark.parametrize("line", ["hashtrain", "hashtrain convert", "evals", "evals throughput", "sparse_decode"])
 def test_help_does_not_wait_for_torch(line):
     words = ["-m", *line.split(), "--help"]
     assert used(*words) < HELP_SECONDS or used(*words) < HELP_SECONDS  # the first may compile what was never imported

@@ -12,20 +12,8 @@ gguf = pytest.importorskip("gguf", reason="gguf is in a dependency group of its 
 # The vocabulary of transformers' own test of Qwen2's tokenizer (tests/models/qwen2), whose ids are known, and more.
 MERGES = ["Ġ l", "Ġl o", "Ġlo w", "e r", "0 1", "; }", ";} Ċ", "Ï ĵ", "Ġ #", "# #"]
 MERGES += ["2 0", "2 4", "20 24", "' L", "L L", "'L L", "Ċ Ċ", "ĊĊ Ġ", "( y", "Ã ©"]
-TOKENS = [
-    *bytes_to_unicode().values(),
-    "Ġl",
-    "Ġn",
-    "Ġlo",
-    "Ġlow",
-    "er",
-    "Ġlowest",
-    "Ġnewer",
-    "Ġwider",
-    "01",
-    ";}",
-    ";}Ċ",
-]
+TOKENS = [*bytes_to_unicode().values()]
+TOKENS += ["Ġl", "Ġn", "Ġlo", "Ġlow", "er", "Ġlowest", "Ġnewer", "Ġwider", "01", ";}", ";}Ċ"]
 TOKENS += ["Ïĵ", "Ġ#", "##", *(merge.replace(" ", "") for merge in MERGES[10:]), "Ġxyz", "<s>", "</s>"]
 CONFIG = LlamaConfig(
     hidden_size=64,

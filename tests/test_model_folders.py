@@ -149,14 +149,8 @@ SPECIAL = {
 }
 """What may lie where a file is expected. A reader would wait for the first, and never finish the second."""
 READ = [
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "additional_chat_templates/one.jinja",
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "model.safetensors.index.json"),
+    *("generation_config.json", "chat_template.jinja", "additional_chat_templates/one.jinja"),
 ]
 
 

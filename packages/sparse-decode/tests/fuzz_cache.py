@@ -19,17 +19,26 @@ import time
 from collections.abc import Callable
 from weakref import WeakSet
 
+import hashcore
 import numpy as np
 import torch
+from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.caches.growing import grow
+from sparse_decode.caches.offload import HostLayer
 from sparse_decode.sums import Sums
-from sparse_decode_layers import KINDS, ROOM, encode
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, StaticLayer
 
 ROUND = 40  # acts on one layer
+ROOM = 64
+WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
+KINDS = {
+    "dynamic": (DynamicLayer, CodedDynamicLayer),
+    "host": (DynamicLayer, HostLayer),
+    "static": (lambda: StaticLayer(ROOM), CodedStaticLayer),
+}
 ALL_KINDS = {**KINDS, "hybrid": (LinearAttentionAndFullAttentionLayer, None), "growing": (DynamicLayer, None)}
 ANY = (
     *("append", "append", "append", "append", "append_poison", "reorder", "reset", "scale_in_place"),
@@ -40,6 +49,10 @@ ACTS = (
     *("crop_by_hand", "prune_by_hand", "replace_by_equal"),
 )
 FEW = {"static": ANY}
+
+
+def encode(k: Tensor) -> Tensor:
+    return hashcore.pack(k @ WEIGHTS)  # whole numbers times signs: exact
 
 
 class Pair:

@@ -15,7 +15,7 @@ from transformers.cache_utils import QuantizedLayer
 VOCABULARY = 97
 TOLERANCE = 1e-5
 
-_BASE = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -68,11 +68,16 @@ ATTENTION = {"gemma2": "eager", "gpt_oss": "eager"}
 """Families whose models know no SDPA: their soft-capped or sunk logits need the model's own attention."""
 
 
+def config_of(family, **changes):
+    """Make the config of a tiny model."""
+    make, extra = _CONFIGS[family]
+    return make(**{**SIZES, **extra, **changes})
+
+
 def tiny_model(family="llama", seed=0, implementation=None, **changes):
     """Make a random model of 4 layers, 4 query heads, 2 KV heads of 16, sharpened so that tokens are well separated."""
-    make, extra = _CONFIGS[family]
     torch.manual_seed(seed)
-    config = make(**{**_BASE, **extra, **changes})
+    config = config_of(family, **changes)
     implementation = implementation or ATTENTION.get(family, "sdpa")
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     with torch.no_grad():
@@ -128,18 +133,6 @@ class SignHasher:
     def require_match(self, model_config):
         if model_config.num_key_value_heads != len(self.matrix):
             raise ValueError(f"expected KV heads {len(self.matrix)}, got {model_config.num_key_value_heads}")
-
-
-class OwnAttention(SignHasher):
-    """Passes for a selector with its own attention; never called."""
-
-    needs_codes = False
-
-    def select(self, rows):
-        raise NotImplementedError
-
-    def attend(self, rows, v, indices):
-        raise NotImplementedError
 
 
 class Calibrated(SignHasher):
@@ -221,15 +214,3 @@ def as_sets(indices, n):
     counts = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.int64)
     counts.scatter_add_(-1, indices.masked_fill(dead, n), torch.ones_like(indices))
     return counts[..., :n] > 0
-
-
-def masked_attention(q, k, v, selected, scaling, softcap=None, sinks=None):
-    """Dense attention over all tokens, restricted to `selected` [B, H, Q, N] by a mask: [B, Q, Hq, Dv]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    selected = selected.repeat_interleave(q.shape[1] // selected.shape[1], 1)
-    logits = q.float() @ k.transpose(2, 3) * scaling
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    weights = logits.masked_fill(~selected, -torch.inf).double().exp()
-    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None, None])
-    return ((weights / total).nan_to_num(0).to(v.dtype) @ v).transpose(1, 2).to(q.dtype)

@@ -1,16 +1,18 @@
-"""Attaching: density by hand, restoring, and every refusal."""
+"""Attaching: density by hand, restoring, every refusal, and the warning beyond a hasher's reach."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from sparse_decode import Budget, OracleSelector, RecentSelector, attach
+from hashtrain import Hasher, HasherConfig, ModelShape
+from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
 from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
 from sparse_decode.removed import OF_ATTACH
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 
@@ -22,6 +24,8 @@ def test_density_by_hand():
     model, lengths = tiny_model(), (40, 27)
     ids, mask = prompts(lengths)
     with attach(model, RecentSelector(), Budget(0.1, sink=2, recent=3), dense_layers=1) as attachment:
+        assert torch.equal(model(ids, attention_mask=mask).logits, tiny_model()(ids, attention_mask=mask).logits)
+        assert attachment.density() == {}, "the prefill is dense, to the bit"
         generate(model, ids, mask, new_tokens=8)
         visible = [length + step for length in lengths for step in range(1, 8)]
         selected = [max(n // 10, 2 + 3) for n in visible]  # the first and the last tokens count within the budget
@@ -35,41 +39,25 @@ def test_density_by_hand():
 @pytest.mark.parametrize(("of", "expected"), [("visible", sum(max(n // 10, 1) for n in range(1, 41))), ("length", 154)])
 def test_density_of_the_evaluation_rule_by_hand(of, expected):
     model, (ids, _) = tiny_model(), prompts((40,))
-    with attach_rows(
-        model, OracleSelector(per_query_head=True), LayerBudget(0.1, sink=0, recent=0, of=of), sparse_rows=0
-    ) as attachment:
+    budget = LayerBudget(0.1, sink=0, recent=0, of=of)
+    with attach_rows(model, OracleSelector(per_query_head=True), budget, sparse_rows=0) as attachment:
         model(ids)
         assert attachment.counts()[3] == (4 * expected, 4 * 820)  # four query heads; 1 + 2 + 3 + 37 * 4 = 154
 
 
-def test_detaching_restores_the_model():
-    model, (ids, mask) = tiny_model(), prompts()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_detaching_restores_the_model_after_an_exception_too(implementation):
+    model, (ids, mask) = tiny_model(implementation=implementation), prompts()
     before, modules = model(ids, attention_mask=mask).logits, hooks(model)
     attachment = attach_rows(model, SignHasher(), Budget(0.1), sparse_rows=0)
     assert not torch.equal(model(ids, attention_mask=mask).logits, before)
     attachment.detach()
     attachment.detach()
-    assert torch.equal(model(ids, attention_mask=mask).logits, before)
-    assert model.config._attn_implementation == model.model.config._attn_implementation == "sdpa"
-    assert hooks(model) == modules
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_an_exception_inside_detaches_too(implementation):
-    model = tiny_model(implementation=implementation)
     with pytest.raises(KeyError), attach(model, SignHasher()):
         raise KeyError
-    assert model.config._attn_implementation == implementation
-    assert hooks(model) == 0
-
-
-def test_the_prefill_is_bitwise_dense():
-    model, (ids, mask) = tiny_model(), prompts()
-    before = model(ids, attention_mask=mask).logits
-    with attach(model, SignHasher(), Budget(0.1)) as attachment:
-        assert torch.equal(model(ids, attention_mask=mask).logits, before)
-        assert attachment.layers == (0, 1, 2, 3)
-        assert attachment.density() == {}
+    assert torch.equal(model(ids, attention_mask=mask).logits, before)
+    assert model.config._attn_implementation == model.model.config._attn_implementation == implementation
+    assert hooks(model) == modules
 
 
 def test_a_forward_pass_with_gradients_on_works():
@@ -78,6 +66,9 @@ def test_a_forward_pass_with_gradients_on_works():
         loss = model(ids, labels=ids).loss
         with pytest.raises(RuntimeError, match="no backward"):
             loss.backward()
+
+
+# ---- Refusals --------------------------------------------------------------------------------------------------------
 
 
 def deepseek():
@@ -94,123 +85,69 @@ def t5():
     return transformers.AutoModelForSeq2SeqLM.from_config(config)
 
 
-def refused(message, model, *arguments, **options):
-    """Attaching raises one sentence and leaves the model as it was."""
+def attending_by(name):
+    model = tiny_model()
+    model.config._attn_implementation_internal = name
+    return model
+
+
+S = SignHasher()
+REFUSED = [  # words, model, what attach is given, options
+    ("expected KV heads 8, got 2", tiny_model, (SignHasher(kv_heads=8),), {}),
+    (r"must be a Budget, got 0.+; write Budget\(fraction=0.02\)", tiny_model, (S, 0.02), {}),
+    ("or a Selector, got int", tiny_model, (3,), {}),
+    ("got the path runs/mine; read it first with hashtrain.Hasher", tiny_model, ("runs/mine",), {}),
+    ("none of which sees the whole context", lambda: tiny_model("mistral", sliding_window=16), (S,), {}),
+    ("expected causal attention", lambda: tiny_model("gemma3", use_bidirectional_attention=True), (S,), {}),
+    ("multi-head latent attention", deepseek, (S,), {}),
+    ("decoder-only", t5, (S,), {}),
+    ('"eager" or "flash_attention_2", got "flash_attention_3"', lambda: attending_by("flash_attention_3"), (S,), {}),
+    ('must be "sdpa", "eager" or .*, got "flex_attention"', lambda: attending_by("flex_attention"), (S,), {}),
+    (r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model, (S,), {"dense_layers": 4}),
+    ("names layer 4, expected layers of the model, 0 to 3", tiny_model, (S,), {"dense_layers": {1, 4}}),
+    *((f"attach no longer takes {name}: .+", tiny_model, (S,), {name: 1}) for name in OF_ATTACH),
+    ("^dense_layers must be", tiny_model, (S,), {"dense_layers": -1}),
+    ("^dense_layers must be", tiny_model, (S,), {"dense_layers": 1.5}),
+    ('got OracleSelector; use kv="device"', tiny_model, (OracleSelector(),), {"kv": "host"}),
+    ('kv must be "device" or "host"', tiny_model, (S,), {"kv": "disk"}),
+]
+
+
+@pytest.mark.parametrize(("words", "make", "given", "options"), REFUSED)
+def test_refused_when_attaching_and_the_model_is_as_it_was(words, make, given, options):
+    model = make()
     name, before = model.get_decoder().config._attn_implementation, hooks(model)
-    with pytest.raises(ValueError, match=message):
-        attach(model, *arguments, **options)
+    with pytest.raises(ValueError, match=words):
+        attach(model, *given, **options)
     assert (model.get_decoder().config._attn_implementation, hooks(model)) == (name, before)
 
 
-def test_what_is_no_hasher_or_no_budget_is_refused():
-    refused("expected KV heads 8, got 2", tiny_model(), SignHasher(kv_heads=8))
-    refused(r"must be a Budget, got 0.+; write Budget\(fraction=0.02\)", tiny_model(), SignHasher(), 0.02)
-    refused("or a Selector, got int", tiny_model(), 3)
-    refused("got the path runs/mine; read it first with hashtrain.Hasher", tiny_model(), "runs/mine")
+@pytest.mark.parametrize(
+    ("change", "fact"), [({"num_key_value_heads": 4}, "KV heads"), ({"num_hidden_layers": 3}, "layers")]
+)
+def test_a_hasher_of_another_model_is_refused(change, fact):
+    other, model = Hasher(HasherConfig("planes", ModelShape.of(tiny_model(**change).config))), tiny_model()
+    for wrapped in (other, HashSelector(other), QueryHeadHasher(other)):
+        with pytest.raises(ValueError, match=f"belongs to another model .*expected {fact}"):
+            attach(model, wrapped)
+    assert hooks(model) == 0
 
 
-def test_models_without_full_causal_attention_are_refused():
-    refused("none of which sees the whole context", tiny_model("mistral", sliding_window=16), SignHasher())
-    refused("expected causal attention", tiny_model("gemma3", use_bidirectional_attention=True), SignHasher())
-    refused("multi-head latent attention", deepseek(), SignHasher())
-    refused("decoder-only", t5(), SignHasher())
-
-
-@pytest.mark.parametrize("name", ["flash_attention_3", "flex_attention"])
-def test_other_attention_implementations_are_refused(name):
+def test_wrong_rows_and_unknown_arguments_are_named():
     model = tiny_model()
-    model.config._attn_implementation_internal = name
-    refused(f'must be "sdpa", "eager" or "flash_attention_2", got "{name}"', model, SignHasher())
-
-
-def test_dense_layers_that_leave_none_or_that_the_model_does_not_have_are_refused():
-    refused(r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model(), SignHasher(), dense_layers=4)
-    refused("names layer 4, expected layers of the model, 0 to 3", tiny_model(), SignHasher(), dense_layers={1, 4})
-
-
-@pytest.mark.parametrize("name", [*OF_ATTACH])
-def test_arguments_of_earlier_versions_are_refused_by_name(name):
-    refused(f"attach no longer takes {name}: .+", tiny_model(), SignHasher(), **{name: 1})
+    for value in (-1, "prefill"):
+        with pytest.raises(ValueError, match=r"^sparse_rows must be"):
+            attach_rows(model, S, sparse_rows=value)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fast'"):
+        attach(model, S, fast=True)
+    assert hooks(model) == 0
 
 
 def test_attaching_twice_is_refused():
     model = tiny_model()
-    with attach(model, SignHasher()):
-        refused("already attached", model, SignHasher())
-    attach(model, SignHasher()).detach()
-
-
-def test_sliding_layers_stay_dense():
-    types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    model = tiny_model("qwen2", layer_types=types, use_sliding_window=True, sliding_window=8)
-    ids, mask = prompts()
-    dense = generate(model, ids, mask)
-    with attach(model, SignHasher(), Budget(1.0), dense_layers=0) as attachment:
-        assert attachment.layers == (0, 3)
-        assert torch.equal(generate(model, ids, mask), dense)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("dense_layers", -1), ("sparse_rows", -1), ("sparse_rows", "prefill"), ("dense_layers", 1.5)]
-)
-def test_wrong_options_are_named(option, value):
-    model = tiny_model()
-    with pytest.raises(ValueError, match=f"^{option} must be"):
-        attach_rows(model, SignHasher(), **{"sparse_rows": None, option: value})
-    assert hooks(model) == 0
-
-
-class Compressed(DynamicLayer):
-    """A cache layer that nobody told us about."""
-
-
-def odd_cache(kind, model):
-    cache = DynamicCache(config=model.config)
-    if kind == "Compressed":
-        cache.layers[3] = Compressed()
-    else:
-        cache.offloading = True
-    return cache
-
-
-@pytest.mark.parametrize("kind", ["Compressed", "offloads"])
-def test_unknown_caches_are_refused_at_first_use(kind):
-    model, (ids, _) = tiny_model(), prompts((40,))
-    with (
-        attach(model, SignHasher(), dense_layers=0),
-        pytest.raises(ValueError, match=rf"{kind}.* use DynamicCache\("),
-    ):
-        model(ids, past_key_values=odd_cache(kind, model))
-
-
-def test_something_else_than_a_cache_is_refused():
-    model = tiny_model()
-    with (
-        attach(model, SignHasher()),
-        pytest.raises(ValueError, match="must be a transformers Cache, got SimpleNamespace"),
-    ):
-        model.model.layers[2].self_attn(None, past_key_values=SimpleNamespace())
-
-
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [({"position_bias": torch.zeros(1)}, "does not support position_bias"), ({"is_causal": False}, "is causal, got")],
-)
-def test_attention_of_another_kind_is_refused(asked, sentence):
-    model, (ids, _) = tiny_model(), prompts((40,))
-    with attach_rows(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=sentence):
-        model(ids, **asked)
-
-
-def test_a_step_of_continuous_batching_is_refused():
-    model, (ids, _) = tiny_model(), prompts((40,))
-    with attach(model, SignHasher()), pytest.raises(ValueError, match=r"continuous batching; .*vLLM \(sparse-serve\)"):
-        model(ids, read_index=[])
-
-
-def test_an_argument_that_never_was_is_a_type_error():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'fast'"):
-        attach(tiny_model(), SignHasher(), fast=True)
+    with attach(model, S), pytest.raises(ValueError, match="already attached"):
+        attach(model, S)
+    attach(model, S).detach()
 
 
 def test_heads_divided_among_processes_are_refused(monkeypatch):
@@ -221,10 +158,96 @@ def test_heads_divided_among_processes_are_refused(monkeypatch):
     model = tiny_model()
     module = model.model.layers[2].self_attn.k_proj
     module.weight = Part(module.weight.detach())
-    refused("tensor parallelism; load the model in one process, or serve it with vLLM", model, SignHasher())
+    with pytest.raises(ValueError, match="tensor parallelism; load the model in one process, or serve it with vLLM"):
+        attach(model, S)
 
 
-def test_dropout_is_refused():
-    model, (ids, _) = tiny_model(attention_dropout=0.5).train(), prompts((40,))
-    with attach_rows(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=r"call model.eval\(\)"):
-        model(ids)
+class Compressed(DynamicLayer):
+    """A cache layer that nobody told us about."""
+
+
+def compressed(model):
+    cache = DynamicCache(config=model.config)
+    cache.layers[3] = Compressed()
+    return cache
+
+
+def offloading(model):
+    cache = DynamicCache(config=model.config)
+    cache.offloading = True
+    return cache
+
+
+BIASED = torch.linspace(-3, 0, 40).expand(1, 1, 40, 40)
+CALLS = [
+    (r"Compressed.* use DynamicCache\(", {}, lambda model: {"past_key_values": compressed(model)}),
+    (r"offloads.* use DynamicCache\(", {}, lambda model: {"past_key_values": offloading(model)}),
+    ("does not support position_bias", {}, lambda model: {"position_bias": torch.zeros(1)}),
+    ("is causal, got", {}, lambda model: {"is_causal": False}),
+    (r"continuous batching; .*vLLM \(sparse-serve\)", {}, lambda model: {"read_index": []}),
+    (r"call model.eval\(\)", {"attention_dropout": 0.5}, lambda model: {}),
+    ("got one with biases", {"implementation": "eager"}, lambda model: {"attention_mask": BIASED}),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "changes", "asked"),
+    [(rows, *call) for rows in (None, 0) for call in CALLS if rows == 0 or call[0] != "is causal, got"],
+)
+def test_calls_that_cannot_be_served_are_refused(rows, words, changes, asked):
+    """Prompts are the model's own, which may not be causal."""
+    model, (ids, _) = tiny_model(**changes).train("attention_dropout" in changes), prompts((40,))
+    with attach_rows(model, S, dense_layers=0, sparse_rows=rows), pytest.raises(ValueError, match=words):
+        model(ids, **asked(model))
+
+
+def test_something_else_than_a_cache_is_refused():
+    model = tiny_model()
+    with attach(model, S), pytest.raises(ValueError, match="must be a transformers Cache, got SimpleNamespace"):
+        model.model.layers[2].self_attn(None, past_key_values=SimpleNamespace())
+
+
+# ---- A context beyond the reach of its hasher ------------------------------------------------------------------------
+
+REACH, TOLD = 43, "longer than the 43 that its hasher was made for"
+
+
+class Reaching(SignHasher):
+    reach = REACH
+
+
+def test_a_step_beyond_the_reach_warns_once():
+    """The prompt has 40 tokens: the fourth generated one is the first beyond."""
+    model, (ids, mask) = tiny_model(), prompts((40,))
+    assert not hasattr(SignHasher(), "reach")
+    with warnings.catch_warnings(action="error"), attach(model, HashSelector(SignHasher()), Budget(0.1)):
+        generate(model, ids, mask, new_tokens=6)
+    with attach(model, Reaching(), Budget(0.1)):
+        with warnings.catch_warnings(action="error"):
+            generate(model, ids, mask, new_tokens=4)  # the last one is never put in
+        with pytest.warns(UserWarning, match=f"a context of 44 tokens is {TOLD}") as found:
+            generate(model, ids, mask, new_tokens=9)
+    assert len(found) == 1
+    assert "`hashtrain --reach 44`" in str(found[0].message)
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_prompt_without_a_cache_warns_too(wrapped):
+    model, hasher = tiny_model(), HashSelector(Reaching()) if wrapped else Reaching()
+    with attach_rows(model, hasher, LayerBudget(0.1), sparse_rows=0, dense_layers=1):
+        with pytest.warns(UserWarning, match=TOLD):
+            model(torch.arange(1, 51)[None])
+        with warnings.catch_warnings(action="error"):
+            model(torch.arange(1, 51)[None])
+
+
+def test_a_static_cache_counts_as_long_as_it_has_room():
+    model = tiny_model()
+    for room, told in ((REACH, 0), (64, 1)):
+        cache = StaticCache(config=model.config, max_cache_len=room)
+        with warnings.catch_warnings(record=True) as found, attach(model, Reaching(), Budget(0.1)):
+            warnings.simplefilter("always")
+            for ids in (torch.arange(1, 41), torch.tensor([5]), torch.tensor([6])):
+                model(ids[None], past_key_values=cache)
+        assert len(found) == told

@@ -1,154 +1,171 @@
-"""The gathered attention against its reference, and what it must not read."""
+"""Attention over a selection on every backend against the reference in float64, and what it must not read.
 
-import numba
+The backends: the CPU's kernel, and those of CUDA under the host simulator, between guard pages. In every comparison
+all keys and values that are not selected are NaN.
+"""
+
+import re
+
 import numpy as np
 import pytest
 import torch
+from gather_cases import CLOSE, KINDS, expected, in_pages, make, poisoned, rest_of
 from hashcore.cpu import threads
+from hashcore.cuda.kept import Memory, Table
+from hashcore.cuda.source import read_source
+from hostsim import check_slack, guarded
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sparse_decode import attend, attend_reference
-from sparse_decode.cpu import softmax
 from sparse_decode.cpu.attend_kernels import TILE
-from sparse_decode.cpu.lanes import LANES
-from sparse_decode_doubles import as_sets, masked_attention
+from sparse_decode.cuda import gather
+from sparse_decode_simulated import device, inside
 
-# Parts of kernels cannot be called from Python.
-exponentials = numba.njit(lambda *x: softmax.exponentials(*x))
-greatest = numba.njit(lambda *x: softmax.greatest(*x))
-
-# batch, query heads, KV heads, rows, N, D, Dv, most selected
-SHAPES = [
-    (1, 1, 1, 1, 1, 1, 1, 1),
-    (2, 6, 2, 3, 37, 16, 16, 9),
-    (1, 7, 1, 2, 64, 33, 20, 64),
-    (3, 8, 8, 1, 5, 64, 64, 5),
-    (2, 5, 1, 3, 70, 96, 40, 33),
-    (1, 16, 1, 1, 50, 80, 104, 17),
-    (1, 3, 1, 1, 40, 136, 512, 33),
-]
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+F32, UNUSED = torch.float32, torch.tensor([-1])
+OF_CPU = [*KINDS, (1, 1, F32), (16, 16, F32), (33, 20, torch.bfloat16), (96, 40, torch.float16), (136, 512, F32)]
+TOLERANCES = CLOSE | {F32: {"rtol": 1e-5, "atol": 1e-5}}
+ORDERS = [0, 1, 7]
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "cuda"])
 
 
-def case(shape, dtype=torch.float32, per_query_head=False, seed=0):
-    batch, hq, hkv, rows, n, dim, dim_v, most = shape
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(batch, hq, rows, dim, generator=generator).to(dtype)
-    k = torch.randn(batch, hkv, n, dim, generator=generator).to(dtype)
-    v = torch.randn(batch, hkv, n, dim_v, generator=generator).to(dtype)
-    sets = hq if per_query_head else hkv
-    best = torch.rand(batch, sets, rows, n, generator=generator).topk(most, -1).indices
-    counts = torch.randint(0, most + 1, (batch, sets, rows, 1), generator=generator)
-    kept = best.masked_fill(torch.arange(most) >= counts, n).sort(-1).values
-    return q, k, v, kept.masked_fill(kept == n, -1)
+def on_cuda(q, k, v, indices, scaling=0.1, softcap=None, sinks=None, rest=None, ends=(0, 0), run=None, **how):
+    return gather.gather(q, k, v, indices, scaling, softcap, sinks, *(rest or [None] * 4), *ends, run=run, **how)
 
 
-def logits_options(capped, sunk, hq):
-    """Soft-capping tight enough to bend the logits, and sinks from negligible to greater than any of them."""
-    return {"softcap": 0.5 if capped else None, "sinks": torch.linspace(-4, 4, hq) if sunk else None}
+def both(backend, inputs, order=0, pages=0, always=None, ends=(0, 0), rest=None, **how):
+    """Run the kernels and the reference, and compare them; pages: tokens of a page, 0 for none."""
+    q, k, v, indices = inputs
+    theirs, how = expected(*inputs, rest=rest, ends=ends, always=always, **{"scaling": 0.1, **how}), dict(how)
+    k, v = poisoned(k, v, indices, ends, always)
+    if backend == "cpu":
+        scaling = how.pop("scaling", 0.1)
+        ours = attend(q, k, v, indices, scaling, **how)
+        torch.testing.assert_close(attend_reference(q, *inputs[1:], scaling, **how), theirs, **TOLERANCES[q.dtype])
+    else:
+        gather.check(*inputs)
+        if pages:
+            k, v, blocks = in_pages(k, v, pages)
+            how["blocks"] = inside(blocks)
+        rest, always = None if rest is None else [*map(inside, rest)], None if always is None else inside(always)
+        given = (inside(x) if x.numel() else x for x in (q, k, v, indices))
+        ours = on_cuda(*given, rest=rest, ends=ends, always=always, run=device(order), **how)
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    torch.testing.assert_close(ours, theirs, **TOLERANCES[ours.dtype])
+    return ours
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("capped", "sunk"), [(False, False), (True, False), (False, True), (True, True)])
-def test_equals_the_reference_and_dense_attention_restricted_to_the_selection(
-    capped, sunk, shape, per_query_head, dtype
-):
-    q, k, v, indices = case(shape, dtype, per_query_head)
-    options = logits_options(capped, sunk, shape[1])
-    out = attend(q, k, v, indices, 0.3, **options)
-    assert out.dtype == dtype
-    close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
-    torch.testing.assert_close(out, attend_reference(q, k, v, indices, 0.3, **options), **close)
-    torch.testing.assert_close(out, masked_attention(q, k, v, as_sets(indices, k.shape[2]), 0.3, **options), **close)
+@settings(deadline=None, max_examples=60)
+@given(
+    kind=st.sampled_from(OF_CPU),
+    group=st.integers(1, 16),
+    sizes=st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 2, 3)]),
+    tokens=st.integers(1, 200),
+    width=st.sampled_from([0, 1, 3, TILE - 1, TILE, TILE + 1, 64, 3 * TILE, 300]),
+    softcap=st.sampled_from([None, 0.5, 30.0]),
+    sink=st.booleans(),
+    per_query_head=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_equals_the_reference_on_the_cpu(kind, group, sizes, tokens, width, softcap, sink, per_query_head, seed):
+    batch, queries, sets = sizes
+    how = {"group": group, "sets": sets, "tokens": tokens, "width": width, "batch": batch, "queries": queries}
+    q, k, v, indices = make(kind, **how, seed=seed, unused=UNUSED)
+    if per_query_head:
+        indices = make(kind, **{**how, "sets": sets * group, "group": 1}, seed=seed + 1, unused=UNUSED)[3]
+    sinks = torch.linspace(-4, 4, sets * group) if sink else None
+    both("cpu", (q, k, v, indices), scaling=0.3, softcap=softcap, sinks=sinks)
+
+
+@settings(deadline=None, max_examples=24)
+@given(
+    kind=st.sampled_from(KINDS),
+    group=st.integers(1, 16),
+    sizes=st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 2, 3)]),
+    tokens=st.integers(1, 200),
+    width=st.sampled_from([0, 1, 15, 16, 17, 64, 65, 300]),
+    softcap=st.sampled_from([None, 2.0, 30.0]),
+    sink=st.booleans(),
+    more=st.sampled_from(["", "ends", "listed"]),
+    rest=st.booleans(),
+    order=st.sampled_from(ORDERS),
+    seed=st.integers(0, 99),
+)
+def test_equals_the_reference_on_cuda(kind, group, sizes, tokens, width, softcap, sink, more, rest, order, seed):
+    (batch, queries, sets), ends = sizes, (3, 2) if more == "ends" else (0, 0)
+    inputs = make(kind, group, sets, tokens, width, batch, queries, seed, ends)
+    how = {"softcap": softcap, "sinks": torch.linspace(-3, 3, sets * group) if sink else None}
+    always = torch.tensor([[0, tokens - 1, -1]]).repeat(batch, 1) if more == "listed" else None
+    left, pages = rest_of(*inputs[:3], seed) if rest else None, 0 if ends[0] else [0, 16, 32][seed % 3]
+    both("cuda", inputs, order, pages, always, ends, left, scaling=kind[0] ** -0.5, **how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rest", [False, True])
+def test_pages_and_the_order_of_threads_change_no_bit(kind, rest):
+    inputs = make(kind, group=7, width=150, batch=2)
+    how = {"rest": rest_of(*inputs[:3]) if rest else None, "sinks": torch.ones(14)}
+    alone = both("cuda", inputs, **how)
+    for order, pages in ((7, 16), (1, 0)):
+        assert torch.equal(both("cuda", inputs, order, pages, **how), alone)
+    if rest:
+        assert not torch.equal(both("cuda", inputs, sinks=torch.ones(14))[0], alone[0])
+
+
+def test_calls_of_one_form_do_not_take_what_another_kept():
+    """Launches are kept from call to call: of caches that grow, in other memory, with other options."""
+    options = [{}, {"scaling": 0.3}, {"softcap": 2.0}, {"sinks": torch.ones(4)}, {"ends": (3, 2)}, {"pages": 16}]
+    options += [{"always": torch.tensor([[0, 5]])}, {"rest": True}]
+    for seed, tokens in ((0, 90), (1, 90), (2, 91)):
+        for how in options:
+            inputs = make(tokens=tokens, seed=seed, ends=how.get("ends", (0, 0)))
+            both("cuda", inputs, **(how | {"rest": rest_of(*inputs[:3])} if "rest" in how else how))
+
+
+@BACKENDS
+def test_rows_that_select_nothing_are_zero_and_large_logits_do_not_overflow(backend):
+    q, k, v, indices = make(queries=3, width=20, unused=UNUSED)
+    indices[:, :, 1] = -1
+    for sinks in (None, torch.ones(4)):
+        assert not both(backend, (q, k, v, indices), sinks=sinks)[:, 1].any()
+    assert both(backend, make(width=130, unused=UNUSED), scaling=30.0).isfinite().all()
+    run = attend if backend == "cpu" else on_cuda
+    assert not run(q, k, v, indices[..., :0], 0.1).any()
+    assert run(q[:0], k[:0], v[:0], indices[:0], 0.1).shape == (0, 3, 4, 128)
+
+
+@BACKENDS
+def test_keys_and_values_are_read_where_they_lie(backend):
+    for kind in OF_CPU[:6] if backend == "cpu" else KINDS[:1]:
+        q, k, v, indices = make(kind, tokens=60, unused=UNUSED)
+        room = torch.full((1, 100, 2, kind[0] + kind[1]), torch.nan).to(k.dtype)  # with room, tokens before heads
+        room[:, :60] = torch.cat([k, v], 3).transpose(1, 2)
+        views = room[:, :60].transpose(1, 2).split([kind[0], kind[1]], 3)
+        out = attend(q, *views, indices, 0.1) if backend == "cpu" else on_cuda(q, *views, indices, run=device())
+        torch.testing.assert_close(out, expected(q, k, v, indices, 0.1), **TOLERANCES[q.dtype])
+
+
+# ---- The CPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_head_that_is_not_finite_leaves_those_beside_it_alone(bad):
-    q, k, v, indices = case((1, 6, 1, 2, 40, 16, 16, 20))
+def test_what_is_not_finite_shows_where_it_belongs_and_nowhere_else(bad):
     indices = torch.arange(20).expand(1, 1, 2, 20)
-    expected = attend_reference(q[:, 1:], k, v, indices, 0.3)
+    q, k, v, _ = make((16, 16, F32), group=6, sets=1, tokens=40, queries=2)
+    clean = attend(q, k, v, indices, 0.3)
     q[:, 0, :, 3] = bad
     found = attend(q, k, v, indices, 0.3)
     assert found[:, :, 0].isnan().all()
-    torch.testing.assert_close(found[:, :, 1:], expected, atol=1e-5, rtol=1e-4)
-
-
-def test_an_infinite_value_is_infinite_in_the_sum_whatever_its_place():
-    q, k, v, _ = case((1, 2, 1, 1, 40, 16, 16, 1))
-    for count in (5, 16, 20, 33):
+    torch.testing.assert_close(found[:, :, 1:], clean[:, :, 1:], atol=1e-5, rtol=1e-4)
+    q, k, v, _ = make((16, 16, F32), sets=1, tokens=40)
+    for count in (5, 16, 20, 33):  # whatever its place
         for place in range(count):
-            indices = torch.arange(count).expand(1, 1, 1, count)
-            bad = v.clone()
-            bad[0, 0, place, 3] = torch.inf
-            found = attend(q, k, bad, indices, 0.3)
+            wrong = v.clone()
+            wrong[0, 0, place, 3] = torch.inf
+            found = attend(q, k, wrong, torch.arange(count).expand(1, 1, 1, count), 0.3)
             assert (found[..., 3] == torch.inf).all()
             assert found[..., :3].isfinite().all()
-
-
-@pytest.mark.parametrize("count", [1, 3, TILE - 1, TILE, TILE + 1, 3 * TILE])
-@pytest.mark.parametrize("heads", range(1, 10))
-def test_heads_and_tokens_that_fill_no_tile_are_as_in_the_reference(heads, count):
-    q, k, v, _ = case((1, heads, 1, 2, 64, 40, 24, 1), seed=count)
-    indices = torch.rand(1, 1, 2, 64).topk(count, -1).indices
-    torch.testing.assert_close(
-        attend(q, k, v, indices, 0.3), attend_reference(q, k, v, indices, 0.3), atol=1e-5, rtol=1e-5
-    )
-
-
-@pytest.mark.parametrize(("capped", "sunk"), [(True, False), (False, True)])
-def test_soft_capping_and_sinks_change_the_result(capped, sunk):
-    q, k, v, indices = case(SHAPES[1])
-    changed = attend(q, k, v, indices, 0.3, **logits_options(capped, sunk, 6)) - attend(q, k, v, indices, 0.3)
-    assert changed.abs().max() > 0.1
-
-
-def test_sinks_far_above_and_below_the_logits_are_limits():
-    q, k, v, indices = case(SHAPES[1])
-    below, above = (attend(q, k, v, indices, 0.3, sinks=torch.full((6,), size)) for size in (-1e30, 1e30))
-    assert torch.equal(below, attend(q, k, v, indices, 0.3))
-    assert (above == 0).all()
-
-
-def test_unselected_keys_and_values_are_never_read():
-    q, k, v, indices = case(SHAPES[1])
-    unused = ~as_sets(indices, k.shape[2]).any(2)[..., None]
-    assert unused.any()
-    poisoned = attend(q, k.masked_fill(unused, torch.nan), v.masked_fill(unused, torch.nan), indices, 0.3)
-    assert torch.equal(poisoned, attend(q, k, v, indices, 0.3))
-
-
-def test_a_selected_nan_is_not_hidden():
-    q, k, v, _ = case(SHAPES[1])
     k[0, 0, 3] = torch.nan
-    out = attend(q, k, v, torch.full((2, 2, 3, 1), 3), 0.3)
-    assert out[0, :, :3].isnan().all()
-    assert not out[1].isnan().any()
-
-
-def test_unused_slots_may_be_anywhere_and_rows_without_tokens_are_zero():
-    q, k, v, _ = case(SHAPES[1])
-    tight = torch.tensor([4, 9]).expand(2, 2, 3, 2)
-    loose = torch.tensor([-1, 4, -1, 9, -1]).expand(2, 2, 3, 5)
-    assert torch.equal(attend(q, k, v, tight, 0.3), attend(q, k, v, loose, 0.3))
-    assert (attend(q, k, v, torch.full((2, 2, 3, 4), -1), 0.3) == 0).all()
-    assert attend(q, k, v, loose[..., :0], 0.3).shape == (2, 3, 6, 16)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_strided_keys_and_values_are_read_in_place(dtype):
-    q, k, v, indices = case(SHAPES[1], dtype)
-    expected = attend(q, k, v, indices, 0.3)
-    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
-    assert torch.equal(attend(q, *by_token, indices, 0.3), expected)
-    cropped = [torch.cat([x, x], dim=2)[:, :, : x.shape[2]] for x in (k, v)]
-    assert torch.equal(attend(q, *cropped, indices, 0.3), expected)
-    one_head = [x[:, :1].expand(-1, 2, -1, -1) for x in (k, v)]
-    torch.testing.assert_close(
-        attend(q, *one_head, indices, 0.3),
-        attend_reference(q, *one_head, indices, 0.3),
-        atol=TOLERANCES[dtype],
-        rtol=TOLERANCES[dtype],
-    )
+    assert attend(q, k, v, torch.full((1, 1, 1, 1), 3), 0.3).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -162,70 +179,32 @@ def test_every_sixteen_bit_number_is_read_exactly(dtype):
     assert torch.equal(out[~finite].isnan(), values.view(-1)[~finite].isnan())
 
 
-def test_the_exponential_is_that_of_the_library():
-    x = np.concatenate([np.linspace(-87, 0, 20_001), [-88, -1e30, -np.inf]]).astype(np.float32) + np.float32(3)
-    x.resize(-(-x.size // LANES) * LANES)  # with zeros
-    expected, found = np.exp((x - np.float32(3)).astype(np.float64)), x.copy()
-    total = exponentials(found, 0, x.size, np.float32(3))
-    assert np.abs(found[:20_001] / expected[:20_001] - 1).max() < 2e-7
-    assert (found[20_001:20_004] == 0).all()
-    assert abs(total / expected.sum() - 1) < 1e-6
-    found[:LANES] = np.nan
-    assert np.isnan(exponentials(found, 0, LANES, np.float32(0)))
-    assert np.isnan(found[:LANES]).all()
-
-
-@pytest.mark.parametrize("odd", [np.nan, np.inf, 3e38, 1e10, 100, 88.8, -np.inf, -3e38, -1e10])
-def test_the_exponential_of_any_number_is_defined(odd):
-    for at in range(LANES):
-        found = np.linspace(-5, 0, LANES, dtype=np.float32)
-        found[at] = odd
-        with np.errstate(over="ignore"):
-            expected = np.exp(found)
-        total = exponentials(found, 0, LANES, np.float32(0))
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-        np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
-
-
-@pytest.mark.parametrize("at", range(LANES))
-def test_the_greatest_number_is_found_in_each_lane_and_nan_is_kept(at):
-    x = np.full(3 * LANES, -np.inf, np.float32)
-    assert greatest(x, 0, len(x)) == -np.inf
-    x[LANES + at] = -5
-    assert greatest(x, 0, len(x)) == -5
-    assert greatest(x, 2 * LANES, LANES) == -np.inf
-    x[at] = np.nan
-    assert np.isnan(greatest(x, 0, len(x)))
-
-
 @pytest.mark.usefixtures("real_threads")
 def test_threads_change_nothing(monkeypatch):
     """Many times: where memory lies differs from thread to thread and from call to call, and must not matter."""
-    q, k, v, indices = case((2, 6, 2, 9, 200, 16, 48, 64))
-    options = logits_options(True, True, 6)
-    serial = attend(q, k, v, indices, 0.3, **options)
+    inputs = make((16, 48, F32), 3, 2, 200, 64, batch=2, queries=9, unused=UNUSED)
+    options = {"softcap": 0.5, "sinks": torch.linspace(-4, 4, 6)}
+    serial = attend(*inputs, 0.3, **options)
     monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
-    for _ in range(100):
-        assert torch.equal(attend(q, k, v, indices, 0.3, **options), serial)
+    assert all(torch.equal(attend(*inputs, 0.3, **options), serial) for _ in range(100))
 
 
 def test_a_backward_pass_is_refused():
-    q, k, v, indices = case(SHAPES[1])
+    q, *others = make((16, 16, F32), unused=UNUSED)
     with torch.enable_grad():
-        out = attend(q.requires_grad_(), k, v, indices, 0.3)
+        out = attend(q.requires_grad_(), *others, 0.3)
         with pytest.raises(RuntimeError, match="no backward"):
             out.sum().backward()
 
 
 def test_wrong_arguments_are_named():
-    q, k, v, indices = case(SHAPES[1])
+    q, k, v, indices = make((16, 16, F32), 3, tokens=37, width=9, unused=UNUSED)
     for arguments, message in [
         ((q.double(), k, v, indices), "float32, bfloat16 or float16, got torch.float64"),
         ((q, k.half(), v, indices), "got torch.float32, torch.float16"),
         ((q[:, :5], k, v, indices), "must agree"),
         ((q, k, v[:, :, :5], indices), "must agree"),
         ((q, k, v, indices.int()), "indices must be int64"),
-        ((q, k, v, indices[:, :, :2]), "indices must be int64"),
         ((q, k, v, indices[:, :1]), "indices must be int64"),
         ((q, k, v, indices.clamp(min=37)), "indices must be below N = 37, got 37"),
         ((q, k, v.transpose(2, 3).contiguous().transpose(2, 3), indices), "must be contiguous"),
@@ -237,3 +216,82 @@ def test_wrong_arguments_are_named():
         attend(q, k, v, indices, 0.3, softcap=0.0)
     with pytest.raises(ValueError, match=r"sinks must be one logit per query head, shape \(6,\), got \(2,\)"):
         attend(q, k, v, indices, 0.3, sinks=torch.zeros(2))
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sms", "group", "width"), [(1, 2, 333), (3, 2, 333), (40, 2, 333), (200, 2, 16 * 270)])
+def test_the_split_changes_nothing_but_rounding(monkeypatch, sms, group, width):
+    """The last: more splits than a thread reads at once (8 of 8 threads), and more than there are threads."""
+    monkeypatch.setattr(gather, "LEAST_SLOTS", 16)
+    monkeypatch.setattr(gather, "SIMULATED_SMS", sms)
+    monkeypatch.setattr(gather, "_calls", Table())
+    assert gather.split(1, 16 * 270, 200) == (16, 270)
+    for kind in KINDS[:3:2]:
+        sets = 1 if sms > 40 else 2
+        both("cuda", make(kind, group, sets=sets, width=width), sinks=torch.ones(4)[: 2 * sets], order=7)
+
+
+@given(st.integers(1, 500), st.integers(1, 100_000), st.integers(1, 200))
+def test_splits_cover_the_slots_once(tasks, width, sms):
+    slots, splits = gather.split(tasks, width, sms)
+    assert slots % gather.SLOTS == 0
+    assert (splits - 1) * slots < width <= splits * slots
+    assert splits == 1 or tasks * splits <= gather.BLOCKS_PER_SM * sms
+
+
+def test_results_lie_within_their_memory(monkeypatch):
+    """Everything the kernels write lies between guard pages, and nothing beside it changes."""
+    kept, inputs = [], make(width=150, group=3)
+
+    def guarded_like(like):
+        kept.append(torch.from_numpy(guarded(np.zeros(like.shape, np.int16), 2)))
+        return kept[-1].view(like.dtype)
+
+    def guarded_scratch(words, device):
+        kept.append(torch.from_numpy(guarded(np.zeros(words, np.int32))))  # aligned to 16 bytes, as torch's memory is
+        return Memory(kept[-1].data_ptr(), words, kept[-1])
+
+    on_cuda(*inputs, run=lambda *_: None)  # prepares the form
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty_like", guarded_like)
+        patched.setattr(gather, "scratch", guarded_scratch)
+        ours = on_cuda(*inputs, run=device())
+    assert len(kept) == 2
+    for held in kept:
+        check_slack(held.numpy())
+    torch.testing.assert_close(ours, expected(*inputs, 0.1), **CLOSE[ours.dtype])
+
+
+def test_both_kernels_start_early_and_wait_before_they_read():
+    """Else they would read what is not there yet: the host simulator runs one after the other."""
+    launches = []
+    on_cuda(*make(), run=lambda given, *_: launches.extend(given))
+    assert [(one.kernel, one.programmatic) for one in launches] == [("gather", True), ("combine", True)]
+    text = read_source(gather.KERNELS, "gather.cu")
+    for one in launches:
+        before, after = re.search(rf" {one.kernel}\(const.*?\n}}", text, re.S)[0].split("wait_for_predecessor();")
+        assert not re.search(r"__ldg|\b(read|get|put|token_of|place_of)\(", before)
+        assert "let_dependents_start();" in after  # only then is the memory that both use free
+
+
+def test_what_the_kernel_is_not_made_for_is_refused():
+    sizes = "keys and values on CUDA must have a multiple of 16 components, at most 256, got"
+    for options, message in (
+        ({"kind": (128, 128, F32)}, "needs bfloat16 or float16, got torch.float32; convert the model"),
+        ({"group": 17}, "supports up to 16 query heads per index set, got 17"),
+        ({"kind": (72, 64, torch.float16)}, f"{sizes} 72"),
+        ({"kind": (64, 272, torch.float16)}, f"{sizes} 272"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gather.check(*make(**options))
+    q, k, v, indices = make()
+    wide = torch.zeros(1, 2, 90, 132, dtype=k.dtype)
+    with pytest.raises(ValueError, match=r"rows of keys on CUDA must be aligned to 16 bytes.*call \.clone\(\)"):
+        gather.check(q, wide[..., :128], v, indices)
+    with pytest.raises(ValueError, match="rows of values on CUDA must be aligned to 16 bytes"):
+        gather.check(q, k, torch.zeros(1, 2, 90, 136, dtype=k.dtype)[..., 4:132], indices)
+    k, v, blocks = in_pages(k, v, 24)
+    with pytest.raises(ValueError, match=r"power of two of tokens, below 2\^31 in all, got 6 pages of 24"):
+        on_cuda(q, k, v, indices, blocks=blocks)

@@ -40,19 +40,6 @@ def quantised(model):
     return model
 
 
-def of_torchao(bits):
-    """Quantise weights by torchao: `uv run --with torchao pytest -W default FILE`. Without it, the tests are skipped:
-    transformers imports an installed torchao in every process, which takes seconds."""
-
-    def change(model):
-        torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-        four = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32))
-        torchao.quantize_(model, torchao.Int8WeightOnlyConfig() if bits == 8 else four)
-        return model
-
-    return change
-
-
 def adapted(model):
     """Add LoRA to the attention, with weights that matter."""
     torch.manual_seed(0)
@@ -65,7 +52,7 @@ def adapted(model):
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}])
-@pytest.mark.parametrize("change", [quantised, adapted, of_torchao(8), of_torchao(4)])
+@pytest.mark.parametrize("change", [quantised, adapted])
 def test_changed_backbones_are_dense_at_a_full_budget_and_keep_the_laws(change, way, monkeypatch):
     model, (ids, mask) = change(tiny_model()), prompts()
     dense = generate(model, ids, mask, **way)

@@ -1,17 +1,22 @@
-"""Budget arithmetic (eq. 7)."""
+"""Budget arithmetic (eq. 7), and what `attach` settles: shares by layer and head, and where steps stay dense."""
 
 import copy
+import math
 import re
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget
+from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, attach, costs
+from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode.removed import OF_BUDGET
+from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
+from transformers import DynamicCache, StaticCache
 
 FRACTIONS = st.sampled_from(["0.005", "0.01", "0.02", "0.07", "0.1", "0.29", "0.57", "1"])
 
@@ -93,11 +98,6 @@ def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible,
     assert counts.tolist() == [[min(n, by_hand(max(visible), fraction, least, None)) for n in visible]]
 
 
-def test_the_papers_rule_needs_the_length():
-    with pytest.raises(ValueError, match="needs the length"):
-        LayerBudget(of="length").count(torch.tensor([3]))
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -123,10 +123,14 @@ def test_a_wrong_field_is_named(field, value):
         LayerBudget(**{field: value})
 
 
-@pytest.mark.parametrize("name", [*OF_BUDGET])
-def test_fields_of_earlier_versions_are_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"^Budget no longer takes {name}: .+; "):
-        Budget(**{name: 1})
+def test_what_cannot_count_or_fits_no_budget_is_refused():
+    with pytest.raises(ValueError, match="needs the length"):
+        LayerBudget(of="length").count(torch.tensor([3]))
+    with pytest.raises(ValueError, match="max_tokens must be"):
+        LayerBudget(min_tokens=20, max_tokens=10)
+    for name in OF_BUDGET:
+        with pytest.raises(ValueError, match=f"^Budget no longer takes {name}: .+; "):
+            Budget(**{name: 1})
     with pytest.raises(TypeError, match="unexpected keyword argument 'share'"):
         Budget(share=1)
 
@@ -134,11 +138,6 @@ def test_fields_of_earlier_versions_are_refused_by_name(name):
 def test_a_budget_can_be_copied():
     budget = Budget(0.1, sink=2)
     assert copy.deepcopy(budget) == copy.copy(budget) == replace(budget) == budget
-
-
-def test_max_tokens_below_min_tokens_is_refused():
-    with pytest.raises(ValueError, match="max_tokens must be"):
-        LayerBudget(min_tokens=20, max_tokens=10)
 
 
 def test_counts_of_many_steps_are_added_up_in_between():
@@ -152,3 +151,112 @@ def test_counts_of_many_steps_are_added_up_in_between():
     tally.add_step(seen, 4)
     tally.reset()
     assert tally.totals() == (0, 0)
+
+
+# ---- Once attached ---------------------------------------------------------------------------------------------------
+
+SHARES = (0.5, 1.5)
+
+
+def with_shares(model, layers=(), heads=(SHARES,)):
+    hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), bits=64), 0)
+    heads = tuple(heads) * (model.config.num_hidden_layers if len(heads) == 1 else 1)
+    hasher.config = replace(hasher.config, layer_shares=layers, head_shares=heads)
+    return hasher
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_call_of_short_rows_is_dense_and_counted(family):
+    model, (ids, mask) = tiny_model(family), prompts((20, 9))
+
+    def run():
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :-3], attention_mask=mask[:, :-3], past_key_values=cache)
+        return model(ids[:, -3:-2], attention_mask=mask[:, :-2], past_key_values=cache).logits
+
+    dense = run()
+    with attach(model, SignHasher(), LayerBudget(0.1, sink=1, recent=2, dense_below=38)) as attachment:
+        torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
+        assert attachment.counts() == dict.fromkeys(attachment.layers, (4 * (18 + 7), 4 * (18 + 7)))
+        assert attachment.density() == dict.fromkeys(attachment.layers, 1.0)
+
+
+def test_by_default_a_step_is_dense_until_the_bytes_that_it_saves_are_worth_it(monkeypatch):
+    """Keys and values of 256 bytes a token, codes of 16 a head; 2 % is read at half the speed."""
+    model, (ids, mask) = tiny_model(), prompts((40,))
+    monkeypatch.setattr(costs, "EARNS", 38 * (256 - 32 - 2 * 0.02 * 256) + 1)
+    with attach(model, SignHasher()) as attachment:
+        assert attachment.break_even == 39
+        generate(model, ids[:, :30], mask[:, :30], new_tokens=9)
+        assert attachment.density() == dict.fromkeys(attachment.layers, 1.0), "the last step sees 38"
+        generate(model, ids[:, :38], mask[:, :38], new_tokens=2)
+        counts = 4 * (sum(range(31, 39)) + 5), 4 * sum(range(31, 40))
+        assert attachment.counts() == dict.fromkeys(attachment.layers, counts)
+
+
+def test_no_break_even_with_a_budget_or_rows_or_where_nothing_is_known_of_bytes():
+    for options in ({"sparse_rows": 5}, {"kv": "host"}, {"budget": Budget()}):
+        with attach_rows(tiny_model(), SignHasher(), **{"sparse_rows": None, **options}) as attachment:
+            assert attachment.break_even is None
+            assert attachment._plans[3].budget.dense_below == 0
+    with attach(tiny_model(), OracleSelector()) as attachment:
+        assert attachment.break_even is None
+    never = costs.predicted(ModelShape(1, 4, 2, 64), LayerBudget(0.6), torch.float32)
+    assert never == costs.NEVER, "it saves no bytes"
+
+
+def test_a_budget_by_layer_follows_the_hashers_shares_at_the_same_total():
+    model, (ids, mask) = tiny_model(), prompts((100,))
+    hasher = SignHasher()
+    hasher.layer_shares = (9.0, 0.5, 1.0, 1.5)  # layer 0 is dense: the mean of the others counts
+    with attach(model, hasher, Budget(0.1, sink=0, recent=0), dense_layers=1) as attachment:
+        generate(model, ids, mask, new_tokens=3)
+        read = {layer: read for layer, (read, _) in attachment.counts().items()}
+    shares = ((1, 0.5), (2, 1), (3, 1.5))
+    assert read == {layer: 4 * sum(math.floor(n * 0.1 * share) for n in (101, 102)) for layer, share in shares}
+
+
+def test_a_budget_by_head_is_counted_in_every_kind_of_step():
+    model, (ids, mask) = tiny_model(), prompts((100, 60))
+    seen, counts = [101, 102, 61, 62], [LayerBudget(0.1 * share).count_heads for share in SHARES]
+    read = 2 * sum(count(n)[0] for count in counts for n in seen)  # two query heads a KV head
+    expected = {layer: (read, 4 * sum(seen)) for layer in range(4)}
+    with attach(model, with_shares(model), Budget(0.1)) as attachment:
+        plain = generate(model, ids, mask, new_tokens=3)
+        assert attachment.counts() == expected
+        attachment.reset_density()
+        cache = StaticCache(config=model.config, max_cache_len=110)
+        assert torch.equal(generate(model, ids, mask, new_tokens=3, past_key_values=cache), plain)
+        assert attachment.counts() == expected
+
+
+DIVIDED = [((), ()), ((0.5, 1.5), ()), ((), (SHARES,) * 2), ((0.5, 1.5), (SHARES,) * 2)]
+
+
+@pytest.mark.parametrize(("layers", "heads"), DIVIDED)
+@pytest.mark.parametrize("own", [None, Budget(0.04)])
+def test_attach_divides_a_budget_as_far_as_the_hasher_has_shares(layers, heads, own):
+    model = tiny_model(num_hidden_layers=2)
+    hasher = with_shares(model, layers, heads)
+    with attach(model, hasher, own) as attachment:
+        found = [plan.budget for plan in attachment._plans.values()]
+    fraction = 0.02 if own is None else 0.04
+    assert [budget.fraction for budget in found] == [fraction * share for share in layers or (1, 1)]
+    assert {budget.by_head for budget in found} == ({heads[0]} if heads else {()})
+    if heads:
+        with attach(model, HashSelector(QueryHeadHasher(hasher)), own) as attachment:
+            assert attachment._plans[1].budget.by_head == (0.5, 0.5, 1.5, 1.5)
+    with attach(model, hasher, LayerBudget()) as attachment:
+        assert {plan.budget for plan in attachment._plans.values()} == {LayerBudget()}
+
+
+REFUSED = [
+    (OracleSelector, {"by_head": SHARES}, "needs a hasher, got OracleSelector; leave by_head out"),
+    (SignHasher, {"by_head": (1.0, 1.0, 1.0)}, "by_head must have 2 shares in layer 0, got 3"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "words"), REFUSED)
+def test_shares_that_are_missing_or_not_its_own_are_refused(make, options, words):
+    with pytest.raises(ValueError, match=words):
+        attach(tiny_model(), make(), LayerBudget(**options))

@@ -1,9 +1,13 @@
-"""Where a growing buffer keeps its rows: on which device, in whose memory, and with how much room for the next."""
+"""Where a growing buffer keeps its rows: on which device, with room for the next, in huge pages if there are some."""
 
 import pytest
 import torch
+from sparse_decode.caches import huge_pages
 from sparse_decode.caches.buffer import GrowingBuffer
+from sparse_decode.caches.huge_pages import in_huge_pages
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+MIB = 1 << 20
 
 
 def rows(count, device="cpu"):
@@ -13,44 +17,25 @@ def rows(count, device="cpu"):
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("act", ["append", "adopt"])
-def test_rows_are_on_their_device_or_the_host(host, device, act):
+def test_rows_are_on_their_device_or_the_host_and_pinned_only_there(host, device, act, monkeypatch):
+    asked, empty = [], torch.empty
     with FakeTensorMode():  # tensors of a GPU that is not there
         buffer = GrowingBuffer(host)
         buffer.append(rows(9))  # an adopted row replaces them, an appended one follows
         buffer = buffer if act == "adopt" else GrowingBuffer(host)
+        monkeypatch.setattr(torch, "empty", lambda *sizes, **how: (asked.append(how), empty(*sizes, **how))[1])
         getattr(buffer, act)(rows(3, device))
         assert buffer.view().device.type == ("cpu" if host else device)
         assert buffer.length == buffer.view().shape[2] == 3
-
-
-def test_a_buffer_is_on_the_device_unless_asked_for_the_host():
-    with FakeTensorMode():
-        buffer = GrowingBuffer()
-        buffer.append(rows(3, "cuda"))
-        assert buffer.view().device.type == "cuda"
-
-
-@pytest.mark.parametrize(
-    ("host", "device", "pinned"), [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)]
-)
-def test_only_host_rows_of_a_gpu_are_pinned(host, device, pinned, monkeypatch):
-    asked, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: (asked.append(options), empty(*sizes, **options))[1])
-    with FakeTensorMode():
-        GrowingBuffer(host).append(rows(3, device))
-    assert [options["pin_memory"] for options in asked] == [pinned]
-
-
-@pytest.mark.parametrize("host", [False, True])
-def test_adopted_rows_are_not_copied(host):
-    theirs, buffer = rows(3), GrowingBuffer(host)
-    buffer.adopt(theirs)
-    assert buffer.view().data_ptr() == theirs.data_ptr()
+    if act == "append":
+        assert [how["pin_memory"] for how in asked] == [host and device == "cuda"]
 
 
 @pytest.mark.parametrize(("held", "spare"), [(1, 64), (511, 64), (520, 65), (1000, 125)])
 def test_there_is_room_for_64_rows_or_an_eighth_more(held, spare):
     buffer = GrowingBuffer()
+    with pytest.raises(ValueError, match="empty"):
+        buffer.view()
     buffer.append(rows(held))
     place = buffer.view().data_ptr()
     buffer.append(rows(spare))
@@ -61,16 +46,12 @@ def test_there_is_room_for_64_rows_or_an_eighth_more(held, spare):
     assert torch.equal(buffer.view()[:, :, :-1], before)
 
 
-def test_a_buffer_without_rows_says_so():
-    with pytest.raises(ValueError, match="empty"):
-        GrowingBuffer().view()
-    assert GrowingBuffer().nbytes == 0
-
-
-def test_rows_of_others_are_never_written_to():
+@pytest.mark.parametrize("host", [False, True])
+def test_rows_of_others_are_adopted_without_a_copy_and_never_written_to(host):
     theirs = torch.arange(12.0).view(1, 1, 6, 2)
-    buffer, before = GrowingBuffer(), theirs.clone()
+    buffer, before = GrowingBuffer(host), theirs.clone()
     buffer.adopt(theirs)
+    assert buffer.view().data_ptr() == theirs.data_ptr()
     buffer.truncate(4)
     buffer.append(torch.full((1, 1, 2, 2), -1.0))
     assert torch.equal(theirs, before)
@@ -78,3 +59,28 @@ def test_rows_of_others_are_never_written_to():
     held = buffer.view()
     buffer.append(torch.zeros(1, 1, 1, 2))  # its own room is used
     assert buffer.view().data_ptr() == held.data_ptr()
+
+
+def test_only_whole_huge_pages_of_long_rows_are_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *given: asked.append(given))
+    for size in (2 * MIB, 3 * MIB, 9 * MIB + 123):
+        x = torch.empty(size, dtype=torch.uint8)
+        assert in_huge_pages(x) is x
+        start, length, _ = asked.pop()
+        assert start % (2 * MIB) == length % (2 * MIB) == 0
+        assert x.data_ptr() <= start
+        assert start + length <= x.data_ptr() + size
+        assert size - length < 4 * MIB
+    in_huge_pages(torch.zeros(9 * MIB, dtype=torch.uint8), written=True)  # memory that was written is moved
+    assert [given[2] for given in asked] == [14, 25]
+    asked.clear()
+    in_huge_pages(torch.empty(2 * MIB - 1, dtype=torch.uint8))
+    in_huge_pages(torch.empty(9 * MIB, dtype=torch.uint8, device="meta"))
+    with FakeTensorMode():
+        in_huge_pages(torch.empty(9 * MIB, dtype=torch.uint8))
+    buffer = GrowingBuffer()
+    buffer.append(torch.zeros(1, 2, 40, 64))
+    assert not asked
+    buffer.append(torch.zeros(1, 2, 40_000, 64))
+    assert len(asked) == 1

@@ -26,7 +26,6 @@ def folder(tmp_path_factory):
     Hasher(HasherConfig("planes", ModelShape(1, 4, 2, 16))).save_pretrained(root / "other")
     (root / "prompt.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(20)))
     (root / "empty.txt").write_text(" \n")
-    (root / "binary.txt").write_bytes(b"\xff\xfe\x00")
     return root
 
 
@@ -59,7 +58,9 @@ def test_it_streams_and_ends_with_json(folder, capsys):
 
 def test_a_whole_budget_gives_the_dense_tokens(folder, capsys):
     assert main(arguments(folder, "--fraction", "1", "--compare")) == 0
-    found = last_line(capsys)
+    said = capsys.readouterr()
+    assert "the model ended its text" not in said.err
+    found = json.loads(said.out.strip().splitlines()[-1])
     assert found["same_tokens"] == 6
     assert found["sparse"]["density"] == 1
     assert found["dense"]["density"] is None
@@ -92,21 +93,20 @@ def test_a_session_is_written_once_and_continued_by_every_question(folder, tmp_p
     assert 0 < found[3]["sparse"]["stored_tokens"] < found[3]["prompt_tokens"] <= document < found[0]["prompt_tokens"]
 
 
-@pytest.mark.parametrize(("ends", "made"), [(0, "1 token of"), (2, "3 tokens of"), (None, "")])
+@pytest.mark.parametrize(("ends", "made"), [(0, "1 token of"), (2, "3 tokens of")])
 def test_a_text_that_the_model_ends_early_is_explained(folder, tmp_path, ends, made, capsys):
     shutil.copytree(folder / "model", tmp_path / "model")
     settings = tmp_path / "model" / "generation_config.json"
     words = arguments(folder, "--model", str(tmp_path / "model"), "--fraction", "1")
-    if ends is not None:
-        ids = AutoTokenizer.from_pretrained(demo_model_path())((folder / "prompt.txt").read_text(), return_tensors="pt")
-        model = AutoModelForCausalLM.from_pretrained(folder / "model")
-        written = model.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, -6:].tolist()
-        assert written[ends] not in written[:ends]
-        settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": written[ends]}))
+    ids = AutoTokenizer.from_pretrained(demo_model_path())((folder / "prompt.txt").read_text(), return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    written = model.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, -6:].tolist()
+    assert written[ends] not in written[:ends]
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": written[ends]}))
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert ("the model ended its text after " + made in said) == (ends is not None)
-    assert ("Use a prompt that stops in the middle of a text." in said) == (ends is not None)
+    assert "the model ended its text after " + made in said
+    assert "Use a prompt that stops in the middle of a text." in said
     assert ("speed and density are of the tokens after the first" in said) == (ends == 0)
 
 
@@ -130,12 +130,7 @@ def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, c
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--fraction", "0"], "--fraction must be above 0 and at most 1, got 0"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--recent", "-1"], "--recent must be at least 0, got -1"),
         (["--dense-layers", "4"], "dense_layers must leave at least one of the full-attention layers"),
-        (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got gpu"),
-        (["--model", "no/such/folder"], "model folder not found"),
         (["--prompt", "sparse"], "sparse prompts need a model in bfloat16 on a CPU with AVX512_BF16"),
         (["--hasher", "no/such/folder"], "no hasher at no/such/folder"),
         (["--hasher", "{folder}/other"], "this hasher belongs to another model"),
@@ -143,10 +138,8 @@ def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, c
         (["--max-new-tokens", "600"], "use fewer --max-new-tokens"),
         (["--session", "{folder}/none.kv", "--max-prompt-tokens", "5"], "--session stores the whole prompt"),
         (["--session", "{folder}/prompt.txt"], "prompt.txt is not a usable session file: expected a header"),
-        (["--prompt-file", "{folder}/none.txt"], "cannot read --prompt-file"),
         (["--prompt-file", "{folder}"], "cannot read --prompt-file"),
         (["--prompt-file", "{folder}/empty.txt"], "--prompt-file must not be empty"),
-        (["--prompt-file", "{folder}/binary.txt"], "--prompt-file must be UTF-8 text"),
     ],
 )
 def test_wrong_input_is_one_sentence(folder, more, sentence, capsys):

@@ -1,4 +1,7 @@
-"""Whatever hashtrain and sparse_decode export is copied, pickled and forked, or refuses in one sentence."""
+"""Whatever hashtrain and sparse_decode export is copied, pickled, saved and forked, or refuses in one sentence.
+
+So are attached models, their caches and their configs.
+"""
 
 import copy
 import io
@@ -12,11 +15,24 @@ import pytest
 import sparse_decode
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig
-from sparse_decode import Budget, HashSelector, LshSelector, OracleSelector, QueryHeadHasher, RecentSelector, Rows
+from sparse_decode import (
+    Budget,
+    HashSelector,
+    LshSelector,
+    OracleSelector,
+    QueryHeadHasher,
+    RecentSelector,
+    Rows,
+    attach,
+    interface,
+)
 from sparse_decode.attach import attach_rows
-from sparse_decode.budget import Tally
-from sparse_decode_doubles import Calibrated, SignHasher, prompts, tiny_model
+from sparse_decode.budget import LayerBudget, Tally
+from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
+WHOLE = Budget(1.0)
 MODEL = tiny_model()
 SHAPE = ModelShape.of(MODEL.config)
 
@@ -67,16 +83,13 @@ def test_every_public_name_is_here():
     assert {*hashtrain.__all__, *sparse_decode.__all__} == VALUES.keys() | others | BY_NAME
 
 
-@pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_value_equals_its_copies(name, way):
-    assert way(VALUES[name]) == VALUES[name]
-
-
-@pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_functions_and_protocols_are_pickled_by_name(name):
-    found = getattr(hashtrain if name in hashtrain.__all__ else sparse_decode, name)
-    assert pickle.loads(pickle.dumps(found)) is found
+def test_values_equal_their_copies_and_functions_and_protocols_are_copied_by_name(way):
+    for value in VALUES.values():
+        assert way(value) == value
+    for name in BY_NAME:
+        found = getattr(hashtrain if name in hashtrain.__all__ else sparse_decode, name)
+        assert way(found) is found
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -106,6 +119,110 @@ def test_an_attachment_is_refused(way):
     refused = pytest.raises(TypeError, match=r"cannot be copied or pickled; call detach\(\) first")
     with attach_rows(MODEL, SignHasher(), sparse_rows=0) as attachment, refused:
         way(attachment)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
+def test_copying_an_attached_model_is_refused_in_one_sentence(copied):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    dense = generate(model, ids)
+    attachment = attach(model, SignHasher(), WHOLE)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled; call detach\(\) first"):
+        copied(model)
+    attachment.detach()
+    assert torch.equal(generate(copy.deepcopy(model), ids), dense)
+
+
+def saved_cache(cache):
+    """Write a cache, and read it as a plain one is read, which needs the names of transformers alone."""
+    torch.save(cache, file := io.BytesIO())
+    with torch.serialization.safe_globals([DynamicCache, DynamicLayer, StaticCache, StaticLayer]):
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "growing", "host", "static"])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_cache])
+def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    dense = generate(model, ids)
+    monkeypatch.setattr(interface, "FROM", 4)
+    budget, kv = LayerBudget(1.0, dense_below=100 * (kind == "growing")), "host" if kind == "host" else "device"
+    with attach(model, SignHasher(), budget, kv=kv):
+        cache = StaticCache(model.config, 64) if kind == "static" else DynamicCache(config=model.config)
+        model(ids[:, :30], past_key_values=cache)
+        model(ids[:, 30:31], past_key_values=cache)
+        assert kind.title() in type(cache.layers[0]).__name__
+        twin = way(cache)
+        assert torch.equal(generate(model, ids, past_key_values=twin), dense)
+        assert torch.equal(generate(model, ids, past_key_values=cache), dense)
+
+
+AFTERWARDS = {
+    "crop": lambda cache: cache.crop(-12),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+}
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+@pytest.mark.parametrize("act", AFTERWARDS)
+def test_tensors_that_a_cache_has_shown_are_not_written_again(act, kv, monkeypatch):
+    """In sparse and in dense layers, of which those of index 1 have been plain until they grew."""
+    monkeypatch.setattr(interface, "FROM", 4)
+    model, (ids, _) = tiny_model(), prompts((40, 40))
+    dense = model(ids).logits[:, 36:]
+    with attach(model, SignHasher(), WHOLE, dense_layers={1, 2}, kv=kv):
+        cache = DynamicCache(config=model.config)
+        for first, last in ((0, 30), *((n, n + 1) for n in range(30, 36))):
+            model(ids[:, first:last], past_key_values=cache)
+        kept = [(layer.keys, layer.values) for layer in cache.layers]
+        AFTERWARDS[act](cache)
+        for n in range(8):  # another text
+            model(ids[:, n : n + 1].repeat(2, 1)[: len(cache.layers[0].keys)], past_key_values=cache)
+    again = DynamicCache(config=model.config)
+    for layer, (keys, values) in enumerate(kept):
+        again.update(keys, values, layer)
+    torch.testing.assert_close(model(ids[:, 36:], past_key_values=again).logits, dense, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)), copy.copy])
+def test_a_config_copied_while_attached_belongs_to_nobody(way):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    dense = generate(model, ids)
+    with attach(model, SignHasher(), WHOLE):
+        config = way(model.config)
+        assert "sparse_decode" not in config.to_json_string()
+    assert way is copy.copy or config._attn_implementation == "sdpa"
+    other = AutoModelForCausalLM.from_config(config).eval()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(generate(other, ids), dense)
+    with attach(other, SignHasher(), WHOLE):
+        assert torch.equal(generate(other, ids), dense)
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_a_config_of_a_model_that_was_dropped_while_attached_is_free():
+    model, (ids, _) = tiny_model(), prompts((40,))
+    config, weights, dense = model.config, model.state_dict(), generate(model, ids)
+    attach(model, SignHasher(), WHOLE)
+    other = AutoModelForCausalLM.from_config(config).eval()
+    other.load_state_dict(weights)
+    assert other.config is config
+    with pytest.raises(ValueError, match="shares its config object; call detach"):
+        attach(other, SignHasher())
+    del model
+    with attach(other, SignHasher(), WHOLE):
+        assert torch.equal(generate(other, ids), dense)
+    assert type(config._attn_implementation) is str
+
+
+def test_a_model_saved_while_attached_is_a_plain_one(tmp_path):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    with attach(model, SignHasher()):
+        model.save_pretrained(tmp_path)
+    assert "sparse_decode" not in (tmp_path / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of a fork beside threads, which is meant

@@ -1,149 +1,237 @@
-"""A few tokens hashed in one pass over the weights: the codes and planes of `hashtrain`, whatever is beside them."""
+"""A few tokens hashed in one pass over the weights, on every backend: the codes and planes of `hashtrain`.
+
+The backends: the CPU's kernel, and CUDA's under the host simulator, between guard pages and in several orders of
+threads. Whole numbers have exact sums in any order, so there the results are equal to the bit; with others a bit may
+differ where a number lies beside a threshold.
+"""
+
+from typing import NamedTuple
 
 import hashcore
 import pytest
 import torch
 from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.hasher import make_layer
+from hostsim import check_slack
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_decode.cpu.encode import MAX_TOKENS, CpuEncoder, supports
+from sparse_decode.cpu.encode import MAX_TOKENS, CpuEncoder
+from sparse_decode.cuda import encode as encode_cuda
+from sparse_decode.cuda import encode_weights
 from sparse_decode.hashers import PerHead, QueryHeadHasher
+from sparse_decode_simulated import device, inside
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-SHAPES = [(4, 2, 16, 32), (7, 1, 64, 128), (6, 2, 13, 64), (3, 3, 20, 96)]
-"""Query heads, KV heads, head size, bits."""
+
+class Form(NamedTuple):
+    """A layer: its query and KV heads, head size, bits, planes and width of the hidden layer."""
+
+    variant: str
+    hq: int = 4
+    hkv: int = 2
+    dim: int = 64
+    bits: int = 128
+    planes: int = 5
+    hidden: int = 64
+    residual: bool = False
 
 
-def make(shape, planes=3, whole=True, variant="planes"):
-    """Make a layer's hash functions; of small whole numbers, whose products and sums with such numbers are exact."""
-    hq, hkv, dim, bits = shape
-    config = HasherConfig(variant, ModelShape(1, hq, hkv, dim), bits=bits, planes=planes)
-    hasher = Hasher(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weights in hasher.named_parameters():
-            if whole:
-                drawn = torch.randint(-3, 4, weights.shape, generator=generator).float()
-                # SiLU of a large multiple is 0 or the number itself, so that the hidden layer is whole, too.
-                weights.copy_(256 * drawn + 128 if name.endswith(("w1", "b1")) else drawn)
-            else:
-                weights.copy_(torch.randn(weights.shape, generator=generator))
+BOTH = [  # each number of planes, each of words, heads in groups of 1 to 7
+    *(Form("planes", 4, 2, 16, 32, 1, 32), Form("planes", 7, 1, planes=3), Form("planes", 3, 3, 20, 96, 8, 300)),
+    *(Form("transform"), Form("transform", 7, 1, 80, 64, 3, 96), Form("transform", 4, 2, 64, 512, 1, 24)),
+    *(Form("planes", 2, 1, 128, 256, 2, 96), Form("transform", 2, 1, 64, 32, 4, 24), Form("planes", 2, 1, planes=6)),
+]
+CPU_ONLY = [Form("planes", 6, 2, 13, 64, 3, 32)]  # rows that are not aligned
+CUDA_ONLY = [
+    *(Form("linear", dim=80, bits=96), Form("paper", dim=48, hidden=96), Form("paper", bits=64, residual=True)),
+    *(Form("paper", 4, 2, 32, 96, 1, 32, residual=True), Form("lsh", 1, 1, bits=512), Form("lsh", 4, 2, bits=32)),
+    *(Form("lsh", 3, 1), Form("lsh", 7, 1, bits=512), Form("lsh", 8, 1, bits=32)),
+]
+CASES = [("cpu", form) for form in BOTH + CPU_ONLY] + [("cuda", form) for form in BOTH + CUDA_ONLY]
+
+
+def make(form, whole=True):
+    """Make hash functions of one layer; whole: of small whole numbers, whose products and sums are exact."""
+    shape = ModelShape(1, form.hq, form.hkv, form.dim)
+    more = {"residual": True, "init": "gaussian"} if form.residual else {}
+    hasher = Hasher(HasherConfig(form.variant, shape, bits=form.bits, hidden=form.hidden, planes=form.planes, **more))
+    draw = torch.Generator().manual_seed(1)
+    for name, weights in (*hasher.named_parameters(), *hasher.named_buffers()):
+        if not name.endswith((".r", ".w1", ".b1", ".w2", ".b2", ".rotation")):
+            continue
+        drawn = torch.randint(-3, 4, weights.shape, generator=draw).float()
+        # SiLU of a large multiple is 0 or the number itself, so that the hidden layer is whole, too.
+        drawn = 256 * drawn + 128 if name.endswith(("w1", "b1")) else drawn
+        weights.data.copy_(drawn if whole else torch.randn(weights.shape, generator=draw) * weights.shape[-2] ** -0.5)
     return hasher.requires_grad_(False)
 
 
-def tokens(shape, batch, count, heads, whole=True, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(batch * 100 + count)
-    size = batch, heads, count, shape[2]
-    drawn = torch.randint(-3, 4, size, generator=generator).float() if whole else torch.randn(size, generator=generator)
-    return drawn.to(dtype)
+def tokens(form, batch=1, count=1, whole=True, dtype=torch.float32):
+    """Keys and queries."""
+    draw = torch.Generator().manual_seed(batch * 100 + count)
+    sizes = [(batch, heads, count, form.dim) for heads in (form.hkv, form.hq)]
+    drawn = (torch.randint(-3, 4, x, generator=draw) if whole else torch.randn(x, generator=draw) for x in sizes)
+    return [x.to(dtype) for x in drawn]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("batch", "count"), [(1, 1), (3, 1), (2, 5)])
-@pytest.mark.parametrize(("variant", "planes"), [("planes", 1), ("planes", 3), ("planes", 8), ("transform", 5)])
-def test_equals_hashtrain_exactly_where_sums_are_exact(shape, batch, count, variant, planes):
-    hasher = make(shape, planes, variant=variant)
-    layer, q, k = hasher.layer(0), *(tokens(shape, batch, count, heads) for heads in shape[:2])
-    assert supports(layer, q)
-    assert torch.equal(CpuEncoder().keys(layer, k), layer.encode_keys(k))
+def on_cpu(hasher, k, q, per_query_head):
+    """Hash a step: codes, planes and the planes' weights."""
+    own = (QueryHeadHasher if per_query_head else PerHead)(hasher)
+    return own.encode_keys(0, k), *own.encode_queries(0, q)
+
+
+def on_cuda(hasher, k, q, per_query_head, order=0, narrow=False):
+    """Hash a step in one launch; keys and queries alone are the same, also where a tensor says in a longer cache."""
+    layer = hasher.layer(0)
+    known = encode_weights.found_in(layer)
+    how, (heads, words) = known.hows[per_query_head], encode_weights.code_shape(layer, per_query_head)
+    sides = (encode_weights._narrowed(weights) if narrow else weights for weights in known[:2])
+    of_keys, of_queries = ([inside(x) for x in weights] for weights in sides)
+    digits, k, q = [inside(x) for x in known.digits], inside(k), inside(q)
+    codes = inside(torch.full((len(k), heads, k.shape[2], words), -2, dtype=torch.int32))
+    planes = encode_cuda.hash_step(k, of_keys, q, of_queries, digits, codes, how, run=device(order))
+    for x in (codes, k, q, *of_keys, *of_queries, *digits):
+        check_slack((x.view(torch.int16) if x.element_size() == 2 else x).numpy())
+    assert torch.equal(encode_cuda.hash_queries(q, of_queries, digits, how, run=device(7)), planes)
+    for at in (None, torch.tensor(2)):
+        room = torch.zeros(len(k), heads, k.shape[2] + 5, words, dtype=torch.int32)
+        to = room[:, :, 2 : 2 + k.shape[2]]
+        encode_cuda.hash_keys(k, of_keys, digits, to if at is None else room, at, run=device(7))
+        assert torch.equal(to, codes)
+        assert not torch.cat([room[:, :, :2], room[:, :, 2 + k.shape[2] :]], 2).any()
+    tickets = encode_cuda.zeroed(1, torch.device("cpu")).tensor[: encode_cuda.TICKETS]
+    assert not tickets.any(), "the heads of a group leave what they count in at 0, whichever is the last"
+    return codes, planes, known.planes[per_query_head]
+
+
+def of_layer(hasher, k, q, per_query_head):
+    layer = hasher.layer(0)
+    codes = layer.encode_keys(k, per_query_head=per_query_head)
+    return codes, *layer.encode_queries(q, per_query_head=per_query_head)
+
+
+def assert_equal(found, expected):
+    assert all(map(torch.equal, found[:2], expected[:2]))
+    assert found[2] == expected[2]
+
+
+@pytest.mark.sample(14)
+@pytest.mark.parametrize(("backend", "form"), CASES)
+def test_equals_hashtrain_exactly_where_sums_are_exact(backend, form):
+    hasher = make(form)
     for per_query_head in (False, True):
-        found, weights = CpuEncoder().queries(layer, q, per_query_head)
-        expected = layer.encode_queries(q, per_query_head)
-        assert weights == expected[1]
-        assert torch.equal(found, expected[0])
+        if backend == "cpu":
+            for batch, count in ((1, 1), (3, 1), (2, 5)):
+                given = hasher, *tokens(form, batch, count), per_query_head
+                assert_equal(on_cpu(*given), of_layer(*given))
+            continue
+        ways = (1, 1, torch.bfloat16, 1, False), (2, 2, torch.float16, 5, False), (1, 3, torch.float16, 0, True)
+        for batch, count, dtype, order, narrow in ways:  # narrow: matrices of 16 bits, which hold the same numbers
+            given = hasher, *tokens(form, batch, count, dtype=dtype), per_query_head
+            if narrow:
+                for x in encode_weights.matrices(encode_weights.weights_of(hasher.layer(0), "key")):
+                    assert torch.equal(x.half().float(), x)
+            assert_equal(on_cuda(*given, order, narrow), of_layer(*given))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", ["planes", "transform"])
-def test_real_weights_give_the_same_but_for_rounding(dtype, variant):
-    shape = (14, 2, 64, 128)
-    layer, encoder = make(shape, whole=False, variant=variant).layer(0), CpuEncoder()
-    k, q = (tokens(shape, 2, 8, heads, whole=False, dtype=dtype) for heads in (2, 14))
-    flipped = hashcore.unpack(encoder.keys(layer, k)) != hashcore.unpack(layer.encode_keys(k))
-    assert flipped.double().mean() < 1e-3
-    planes = encoder.queries(layer, q, False)[0], layer.encode_queries(q)[0]
-    assert (hashcore.unpack(planes[0]) != hashcore.unpack(planes[1])).double().mean() < 1e-3
+@pytest.mark.parametrize(
+    ("backend", "variant"),
+    [*((one, variant) for one in ("cpu", "cuda") for variant in ("planes", "transform")), ("cuda", "paper")],
+)
+def test_real_weights_give_the_same_but_for_rounding_and_whatever_is_beside_a_token(backend, variant):
+    form = Form(variant, 6, 2)
+    hasher, run = make(form, whole=False), on_cpu if backend == "cpu" else on_cuda
+    k, q = tokens(form, 2, 3, whole=False, dtype=torch.bfloat16)
+    together = run(hasher, k, q, False)
+    for ours, theirs in zip(together[:2], of_layer(hasher, k, q, False)[:2], strict=True):
+        assert (hashcore.unpack(ours) != hashcore.unpack(theirs)).double().mean() < 2e-3
+    for b in range(2):
+        one = slice(b, b + 1), slice(None), slice(1, 2)
+        assert_equal(run(hasher, k[one], q[one], False), [together[0][one], together[1][one], together[2]])
 
 
 @given(st.integers(1, 8), st.lists(st.floats(width=32), min_size=32, max_size=32))
 def test_planes_are_those_of_hashcore(planes, numbers):
     """The hidden layer and the rotation are left out, so that the numbers are the bias itself."""
-    layer = make((1, 1, 16, 32), planes).layer(0)
+    layer = make(Form("planes", 1, 1, 16, 32, planes)).layer(0)
     for name, weights in layer.query.named_parameters():
         weights.zero_() if name != "b2" else weights.copy_(torch.tensor(numbers))
-    q = torch.ones(1, 1, 1, 16)
     expected = hashcore.planes(layer.query.b2[None], planes, check=False)[0]
-    assert torch.equal(CpuEncoder().queries(layer, q, False)[0], expected)
+    assert torch.equal(CpuEncoder().queries(layer, torch.ones(1, 1, 1, 16), False)[0], expected)
 
 
-def test_a_code_does_not_depend_on_what_is_hashed_beside_it():
-    shape = SHAPES[1]
-    layer, encoder = make(shape, whole=False).layer(0), CpuEncoder()
-    k, q = (tokens(shape, 2, 4, heads, whole=False) for heads in (1, 7))
-    together, planes = encoder.keys(layer, k), encoder.queries(layer, q, False)[0]
-    for b in range(2):
-        for t in range(4):
-            one = slice(b, b + 1), slice(None), slice(t, t + 1)
-            assert torch.equal(encoder.keys(layer, k[one]), together[one])
-            assert torch.equal(encoder.queries(layer, q[one], False)[0], planes[one])
-
-
-@pytest.mark.usefixtures("real_threads")
-def test_threads_change_nothing(monkeypatch):
-    shape = (8, 4, 64, 64)
-    layer, encoder, q = make(shape, whole=False).layer(0), CpuEncoder(), tokens((8, 4, 64, 64), 3, 4, 8, whole=False)
-    serial = encoder.queries(layer, q, False)[0]
-    monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
-    assert torch.equal(encoder.queries(layer, q, False)[0], serial)
-
-
-def test_weights_may_change_in_place_and_be_replaced():
-    shape, encoder = SHAPES[0], CpuEncoder()
-    hasher = make(shape)
-    layer, k = hasher.layer(0), tokens(SHAPES[0], 1, 1, 2)
-    first = encoder.keys(layer, k)
-    with torch.no_grad():
-        layer.key.b2.neg_()
-        layer.key.r.neg_()
-        layer.key.w2.neg_()
-    changed = encoder.keys(layer, k)
-    assert torch.equal(changed, layer.encode_keys(k))
-    assert not torch.equal(changed, first)
-    state = {name: weights.clone().neg() for name, weights in hasher.state_dict().items()}
-    hasher.load_state_dict(state, assign=True)
-    assert torch.equal(encoder.keys(layer, k), layer.encode_keys(k))
-
-
-def test_digits_may_change_and_clipped_and_missing_numbers_have_the_same_ones():
+@pytest.mark.parametrize("run", [on_cpu, on_cuda])
+def test_clipped_and_missing_numbers_and_other_digits(run):
     """The hidden layer and the maps are left out, so that the coordinates are the bias itself."""
-    shape, encoder = SHAPES[0], CpuEncoder()
-    layer, k = make(shape, variant="transform").layer(0), tokens(SHAPES[0], 1, 1, 2)
+    form = Form("transform", dim=16, bits=32)
+    hasher, given = make(form), (*tokens(form, dtype=torch.bfloat16), False)
+    layer = hasher.layer(0)
     for name, weights in layer.key.named_parameters():
-        if name != "b2":
-            weights.zero_()
-    layer.key.b2.copy_(torch.linspace(-9, 9, 16).repeat(2, 1, 1))
+        weights.zero_() if name != "b2" else weights.copy_(torch.linspace(-9, 9, 16).repeat(2, 1, 1))
     layer.key.b2[0, 0, 5] = torch.nan
-    assert torch.equal(encoder.keys(layer, k), layer.encode_keys(k))
+    assert_equal(run(hasher, *given), of_layer(hasher, *given))
     changed = layer.digits.clone()
     changed[0, :3], changed[0, 3:6] = 4, 0
     layer.load_state_dict({**layer.state_dict(), "digits": changed})
+    assert_equal(run(hasher, *given), of_layer(hasher, *given))
+
+
+def test_weights_may_change_in_place_and_be_replaced():
+    form, encoder = Form("planes"), CpuEncoder()
+    hasher, (k, _) = make(form), tokens(form)
+    layer = hasher.layer(0)
+    first = encoder.keys(layer, k)
+    for weights in (layer.key.b2, layer.key.r, layer.key.w2):
+        weights.neg_()
+    changed = encoder.keys(layer, k)
+    assert torch.equal(changed, layer.encode_keys(k))
+    assert not torch.equal(changed, first)
+    hasher.load_state_dict({name: x.clone().neg() for name, x in hasher.state_dict().items()}, assign=True)
     assert torch.equal(encoder.keys(layer, k), layer.encode_keys(k))
-    assert torch.equal(
-        encoder.queries(layer, tokens(shape, 1, 1, 4), False)[0], layer.encode_queries(tokens(shape, 1, 1, 4))[0]
-    )
 
 
-def test_what_it_does_not_take_is_hashed_by_hashtrain(monkeypatch):
-    shape = SHAPES[0]
-    many = tokens(shape, 1, MAX_TOKENS + 1, 2)
+@pytest.mark.usefixtures("real_threads")
+def test_threads_change_nothing_and_many_tokens_are_hashed_by_hashtrain(monkeypatch):
+    form = Form("planes", 8, 4)
+    hasher, (_, q) = make(form, whole=False), tokens(form, 3, 4, whole=False)
+    serial = CpuEncoder().queries(hasher.layer(0), q, False)[0]
+    monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
+    assert torch.equal(CpuEncoder().queries(hasher.layer(0), q, False)[0], serial)
     monkeypatch.setattr(CpuEncoder, "keys", lambda *_: pytest.fail("taken"))
-    hasher = make(shape)
+    many, _ = tokens(form, 1, MAX_TOKENS + 1)
     assert torch.equal(PerHead(hasher).encode_keys(0, many), hasher.encode_keys(0, many))
 
 
-def test_per_query_head():
-    hasher = make(SHAPES[0])
-    q, k = tokens(SHAPES[0], 1, 1, 4), tokens(SHAPES[0], 1, 1, 2)
-    own = QueryHeadHasher(hasher)
-    assert torch.equal(own.encode_keys(0, k), hasher.layer(0).encode_keys(k, per_query_head=True))
-    assert torch.equal(own.encode_queries(0, q)[0], hasher.layer(0).encode_queries(q, per_query_head=True)[0])
+@pytest.mark.parametrize("variant", ["transform", "lsh", "paper"])
+def test_a_copy_has_16_bits_where_that_loses_nothing_and_is_forgotten_with_its_layer(variant):
+    for narrow in (False, True):
+        layer, copied = (make(Form(variant), whole=narrow).layer(0) for _ in range(2))
+        encode_weights.place(copied, layer)
+        known = encode_weights.placed[id(copied)]
+        kinds = {x.dtype for weights in known[:2] for x in encode_weights.matrices(weights)}
+        assert kinds == {torch.float16 if narrow else torch.float32}
+        own = encode_weights.weights_of(copied, "key")
+        assert all(torch.equal(a.float(), b) for a, b in zip(known.key, own, strict=True))
+        numbers = id(copied), id(known.key[0]), id(known.query[0])
+        assert numbers[0] in encode_weights.placed
+        del copied, known, own  # another layer may get its number
+        assert numbers[0] not in encode_weights.placed
+        assert not set(numbers[1:]) & set(encode_weights.sides)
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        *(({}, True), ({"tokens": 8}, True), ({"hidden": encode_weights.MOST}, True), ({"bits": 512}, True)),
+        *(({"tokens": 9}, False), ({"hidden": encode_weights.MOST + 4}, False), ({"bits": 544}, False)),
+        *(({"dtype": torch.float32}, False), ({"device": "cpu"}, False), ({"heads": (257, 257)}, False)),
+    ],
+)
+def test_what_the_kernel_takes(changed, taken):
+    how = {"tokens": 1, "dtype": torch.bfloat16, "hidden": 64, "bits": 128, "device": "cuda", "heads": (4, 2)} | changed
+    config = HasherConfig("planes", ModelShape(1, *how["heads"], 64), bits=how["bits"], hidden=how["hidden"])
+    layer = make_layer(config, 0, None if "heads" in changed else 0)
+    with FakeTensorMode():
+        x = torch.zeros(2, 2, how["tokens"], 64, dtype=how["dtype"], device=how["device"])
+        assert encode_cuda.supports(layer, x) is taken

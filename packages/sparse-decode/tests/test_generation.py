@@ -5,14 +5,16 @@ import threading
 
 import pytest
 import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach
+from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
 from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
 from sparse_decode_doubles import (
     FAMILIES,
     QUICK,
+    VOCABULARY,
     Auditor,
     Calibrated,
     PaperLikeHasher,
@@ -29,7 +31,10 @@ from transformers.cache_utils import Cache
 WAYS = {"greedy": {}, "beam": {"num_beams": 3}, "sampling": {"do_sample": True}}
 TENTH = Budget(0.1, min_tokens=2, sink=1, recent=2)
 HASHERS = {"planes": SignHasher(), "remainder": Calibrated(), "paper": PaperLikeHasher()}
+SHAPE = ModelShape.of(tiny_model().config)
 SELECTORS = HASHERS | {
+    "lsh": Hasher(HasherConfig("lsh", SHAPE)),
+    "paper per query head": QueryHeadHasher(Hasher(HasherConfig("paper", SHAPE))),
     "oracle": OracleSelector(),
     "oracle per query head": OracleSelector(per_query_head=True),
     "recent": RecentSelector(),
@@ -40,6 +45,13 @@ BOTH = pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()], ids=["pla
 def run(model, ids, mask=None, **options):
     torch.manual_seed(5)
     return generate(model, ids, mask, **options)
+
+
+def padded(lengths):
+    """A batch whose padding holds words: padding tokens have keys of zero, which nothing would select."""
+    ids, mask = prompts(lengths)
+    words = torch.randint(3, VOCABULARY, ids.shape, generator=torch.Generator().manual_seed(8))
+    return torch.where(mask.bool(), ids, words), mask
 
 
 def make_cache(kind, model):
@@ -68,10 +80,13 @@ def test_a_full_budget_is_dense_token_for_token(family, way):
         assert not torch.equal(run(model, ids, mask, **WAYS[way]), dense), "too easy a case to tell"
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("selector", SELECTORS)
+LAWS = [*((name, "greedy") for name in SELECTORS), ("planes", "beam"), ("remainder", "beam"), ("remainder", "sampling")]
+
+
+@pytest.mark.parametrize(("selector", "way"), LAWS)
 def test_every_step_keeps_the_laws(selector, way, monkeypatch):
-    model, (ids, mask) = tiny_model(), prompts()
+    """Keys and values that no row sees or selected, and those of padding, may be NaN."""
+    model, (ids, mask) = tiny_model(), padded((40, 27, 33))
     auditor = Auditor(monkeypatch)
     with attach(model, SELECTORS[selector], Budget(0.1, min_tokens=2, sink=0, recent=0)) as attachment:
         run(model, ids, mask, new_tokens=6, **WAYS[way])
@@ -88,7 +103,7 @@ def test_every_step_keeps_the_laws(selector, way, monkeypatch):
 @pytest.mark.parametrize("below", [0, 38])
 def test_a_padded_row_is_the_row_alone_and_dense_until_it_sees_enough(hasher, below):
     model, lengths = tiny_model(), (40, 27, 33)
-    ids, mask = prompts(lengths)
+    ids, mask = padded(lengths)
     budget = LayerBudget(0.1, min_tokens=2, sink=1, recent=2, dense_below=below)
     with attach(model, hasher, budget) as attachment:
         together = run(model, ids, mask, new_tokens=12)
@@ -171,47 +186,31 @@ ASSISTED = [
     ("lookup", {"prompt_lookup_num_tokens": 4}),
     ("assistant", {}),
     ("early exit", {"assistant_early_exit": 3}),
-    *((f"chunks of {chunk}", {"prefill_chunk_size": chunk}) for chunk in (1, 7, 13, 16, 39, 40, 100)),
+    *((f"chunks of {chunk}", {"prefill_chunk_size": chunk}) for chunk in (1, 13, 39, 40)),
 ]
 
 
-@BOTH
 @pytest.mark.parametrize(("name", "options"), ASSISTED)
-def test_assisted_decoding_and_chunked_prefill_give_the_greedy_tokens(name, options, hasher):
+def test_assisted_decoding_and_chunked_prefill_give_the_greedy_tokens(name, options):
     """The assistant is sparse, too. A last chunk of one token is told from decoding by its position."""
     model, assistant, (ids, _) = tiny_model(), tiny_model(num_hidden_layers=3), prompts((40,))
     assistant.generation_config.update(assistant_confidence_threshold=0.0, num_assistant_tokens=4)
     options = options or {"assistant_model": assistant}
-    with attach_rows(model, hasher, TENTH, sparse_rows=40) as attachment, attach(assistant, SignHasher(seed=3), TENTH):
+    own = attach_rows(model, Calibrated(), TENTH, sparse_rows=40)
+    with own as attachment, attach(assistant, SignHasher(seed=3), TENTH):
         greedy, counts = run(model, ids, new_tokens=20), attachment.counts()
         attachment.reset_density()
         assert torch.equal(run(model, ids, new_tokens=20, **options), greedy)
         assert ("chunks" in name) == (attachment.counts() == counts), "several tokens were checked at once"
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
-def test_cached_steps_equal_one_pass_over_the_text(options):
-    """Beams reorder the cache, prompt lookup crops it; a forward pass over the final text keeps no state at all."""
-    model, (ids, _) = tiny_model(), prompts((33,))
-    with attach_rows(model, Calibrated(), Budget(0.2), sparse_rows=33):
-        text = generate(model, ids, new_tokens=12, **options)
-        logits = model(text, use_cache=False).logits
-    if not options.get("num_beams"):
-        assert torch.equal(logits[:, 32:-1].argmax(-1), text[:, 33:])
-    with attach(model, Calibrated(), Budget(0.2)):
-        first = model(text[:, :33], use_cache=True)
-        steps = [model(text[:, [i]], past_key_values=first.past_key_values).logits for i in range(33, text.shape[1])]
-    torch.testing.assert_close(torch.cat(steps, 1), logits[:, 33:], atol=2e-3, rtol=2e-3)
-
-
-def test_the_remainder_changes_attention_and_can_be_left_out():
-    model, (ids, _), outs = tiny_model(), prompts((40,)), []
-    for hasher, wanted in ((Calibrated(), True), (Calibrated(), False), (SignHasher(), True)):
-        with attach_rows(model, hasher, Budget(0.1), sparse_rows=0, remainder=wanted) as attachment:
-            outs.append(model(ids).logits)
-            assert attachment.remainder == (wanted and isinstance(hasher, Calibrated))
-    assert torch.equal(outs[1], outs[2])
-    assert not torch.allclose(outs[0], outs[1], atol=1e-3)
+def test_a_prefill_in_chunks_is_the_whole_prefill_in_a_padded_batch():
+    model, (ids, mask) = tiny_model(), padded((40, 27))
+    options = {"new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    with attach_rows(model, SignHasher(), TENTH, sparse_rows=24):
+        whole = generate(model, ids, mask, **options).logits
+        split = generate(model, ids, mask, prefill_chunk_size=7, **options).logits
+    torch.testing.assert_close(split[0], whole[0], atol=1e-4, rtol=1e-4)
 
 
 def test_a_mask_of_packed_texts_is_refused_for_the_remainder():
@@ -226,13 +225,18 @@ def test_a_mask_of_packed_texts_is_refused_for_the_remainder():
 
 
 def test_token_by_token_with_a_static_cache_and_no_mask():
-    """Hugging Face passes no mask here, though most of the room is empty."""
-    model, (ids, _), logits = tiny_model(), prompts((20,)), {}
-    with attach(model, SignHasher(), Budget(0.3, min_tokens=2), dense_layers=0):
-        for kind in ("static", "dynamic"):
-            cache = make_cache(kind, model)
-            logits[kind] = torch.cat([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(20)], 1)
-    torch.testing.assert_close(logits["static"], logits["dynamic"], atol=1e-5, rtol=1e-5)
+    """Hugging Face passes no mask here, though most of the room is empty.
+
+    The caches round the remainder's covariance after different tokens: 3e-4 of a logit.
+    """
+    model, (ids, _) = tiny_model(), prompts((20,))
+    for hasher, near in ((SignHasher(), 1e-5), (Calibrated(), 1e-3)):
+        logits = []
+        with attach(model, hasher, Budget(0.3, min_tokens=2), dense_layers=0):
+            for kind in ("static", "dynamic"):
+                cache = make_cache(kind, model)
+                logits.append(torch.cat([model(ids[:, [t]], past_key_values=cache).logits for t in range(20)], 1))
+        torch.testing.assert_close(*logits, atol=near, rtol=near)
 
 
 @BOTH
@@ -272,13 +276,6 @@ def test_caches_that_cannot_serve_are_refused(kind, words):
     kv = "host" if kind == "static" else "device"
     with attach(model, SignHasher(), Budget(1.0), kv=kv), pytest.raises(ValueError, match=words):
         run(model, ids, mask, past_key_values=cache)
-
-
-def test_places_of_keys_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match='got OracleSelector; use kv="device"'):
-        attach(tiny_model(), OracleSelector(), kv="host")
-    with pytest.raises(ValueError, match='kv must be "device" or "host"'):
-        attach(tiny_model(), SignHasher(), kv="disk")
 
 
 def test_a_conversation_in_one_cache():
@@ -338,22 +335,6 @@ def test_each_key_is_hashed_once():
                 model(ids[:, :1], past_key_values=cache)
             assert hasher.tokens == 4 * (40 + 5)
             assert attachment.memory(cache) == (4 * 2 * 2 * 45 * 16 * 4, 4 * 2 * 45 * 16)
-
-
-@pytest.mark.parametrize("left", [11, 19])
-def test_a_cache_cropped_by_hand_is_gone_on_with(left):
-    model, (ids, _) = tiny_model(), prompts((20,))
-
-    def logits():
-        cache = DynamicCache(config=model.config)
-        model(ids, past_key_values=cache)
-        for layer in cache.layers:
-            layer.keys, layer.values = layer.keys[:, :, :left], layer.values[:, :, :left]
-        return model(ids[:, :1], past_key_values=cache).logits
-
-    dense = logits()
-    with attach(model, SignHasher(), Budget(1.0)):
-        torch.testing.assert_close(logits(), dense, atol=1e-5, rtol=1e-5)
 
 
 def test_two_models_in_one_process():

@@ -19,14 +19,26 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 PROMPT, NEW = 40, 8
 LEFT = PROMPT // 2
 HALF = {"compression_ratio": 0.5}
-PRESSES = {
-    "knorm": lambda kvpress: kvpress.KnormPress(**HALF),
-    "streaming": lambda kvpress: kvpress.StreamingLLMPress(**HALF),
-    "snapkv": lambda kvpress: kvpress.SnapKVPress(**HALF, window_size=8),
-    "tova": lambda kvpress: kvpress.TOVAPress(**HALF),
-    "keydiff": lambda kvpress: kvpress.KeyDiffPress(**HALF),
-    "expected-attention": lambda kvpress: kvpress.ExpectedAttentionPress(**HALF),
-    "rerotated": lambda kvpress: kvpress.KeyRerotationPress(kvpress.KnormPress(**HALF)),
+PRESSES = {  # how it is made, the model's attention, the tokens left at the end
+    "knorm": (lambda kvpress: kvpress.KnormPress(**HALF), None, LEFT + NEW),
+    "streaming": (lambda kvpress: kvpress.StreamingLLMPress(**HALF), None, LEFT + NEW),
+    "snapkv": (lambda kvpress: kvpress.SnapKVPress(**HALF, window_size=8), None, LEFT + NEW),
+    "tova": (lambda kvpress: kvpress.TOVAPress(**HALF), None, LEFT + NEW),
+    "keydiff": (lambda kvpress: kvpress.KeyDiffPress(**HALF), None, LEFT + NEW),
+    "expected-attention": (lambda kvpress: kvpress.ExpectedAttentionPress(**HALF), None, LEFT + NEW),
+    "rerotated": (lambda kvpress: kvpress.KeyRerotationPress(kvpress.KnormPress(**HALF)), None, LEFT + NEW),
+    "observed": (lambda kvpress: kvpress.ObservedAttentionPress(**HALF), "eager", LEFT + NEW),
+    "think": (
+        lambda kvpress: kvpress.ThinKPress(key_channel_compression_ratio=0.5, window_size=8),
+        None,
+        PROMPT + NEW,
+    ),
+    # Every third step the cache falls back to 20 tokens; what is new since then is hashed, what was kept anew.
+    "decoding": (
+        lambda kvpress: kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=3, target_size=LEFT),
+        None,
+        LEFT + NEW % 3,
+    ),
 }
 
 
@@ -57,63 +69,32 @@ def run(model, press):
     return torch.stack(logits), [layer.keys for layer in cache.layers]
 
 
+@pytest.mark.parametrize("kv", ["device", "host"])
 @pytest.mark.parametrize("name", PRESSES)
-def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name):
-    """With keys and values in host memory, too: test_presses.py."""
-    model = tiny_model()
-    dense, kept = run(model, PRESSES[name](kvpress))
-    with attach(model, SignHasher(), Budget(1.0), dense_layers=0):
-        logits, keys = run(model, PRESSES[name](kvpress))
-    assert {x.shape[2] for x in kept} == {LEFT + NEW}
+def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, kv):
+    """Those of decode steps, those that read attention weights and those that change keys in their place, too."""
+    make, implementation, left = PRESSES[name]
+    model = tiny_model(implementation=implementation)
+    dense, kept = run(model, make(kvpress))
+    with attach(model, SignHasher(), Budget(1.0), dense_layers=0, kv=kv):
+        logits, keys = run(model, make(kvpress))
+    assert {x.shape[2] for x in kept} == {left}
+    assert name != "think" or any((x[:, :, :PROMPT] == 0).any() for x in kept)
     torch.testing.assert_close(logits, dense, atol=1e-4, rtol=1e-4)
     for found, expected in zip(keys, kept, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRESSES)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", [name for name, (_, _, left) in PRESSES.items() if left < PROMPT])
 def test_selections_behind_a_press_are_made_from_the_codes_of_what_it_left(kvpress, name, monkeypatch):
-    model, auditor = tiny_model(), Auditor(monkeypatch)
+    model, auditor = tiny_model(implementation=PRESSES[name][1]), Auditor(monkeypatch)
     with attach(model, Calibrated(), Budget(0.25, min_tokens=2), dense_layers=0) as attachment:
-        run(model, PRESSES[name](kvpress))
+        run(model, PRESSES[name][0](kvpress))
     assert auditor.steps == 4 * NEW
-    visible = 2 * 4 * sum(range(LEFT + 1, LEFT + NEW + 1))  # two sequences, four query heads
-    assert {seen for _, seen in attachment.counts().values()} == {visible}
-
-
-def test_a_press_of_decode_steps(kvpress, monkeypatch):
-    """Every third step the cache falls back to 20 tokens; what is new since then is hashed, what was kept anew."""
-
-    def press():
-        return kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=3, target_size=LEFT)
-
-    model = tiny_model()
-    dense, kept = run(model, press())
-    with attach(model, SignHasher(), Budget(1.0), dense_layers=0):
-        logits, _ = run(model, press())
-    assert kept[0].shape[2] == LEFT + NEW % 3
-    torch.testing.assert_close(logits, dense, atol=1e-4, rtol=1e-4)
-    auditor = Auditor(monkeypatch)
-    with attach(model, SignHasher(), Budget(0.25, min_tokens=2), dense_layers=0):
-        run(model, press())
-    assert auditor.steps == 4 * NEW
-
-
-def test_a_press_that_reads_attention_weights(kvpress):
-    model = tiny_model(implementation="eager")
-    press = kvpress.ObservedAttentionPress(**HALF)
-    dense, _ = run(model, press)
-    with attach(model, SignHasher(), Budget(1.0), dense_layers=0):
-        torch.testing.assert_close(run(model, press)[0], dense, atol=1e-4, rtol=1e-4)
-
-
-def test_a_press_that_changes_keys_in_their_place(kvpress):
-    model = tiny_model()
-    press = kvpress.ThinKPress(key_channel_compression_ratio=0.5, window_size=8)
-    dense, kept = run(model, press)
-    assert any((x[:, :, :PROMPT] == 0).any() for x in kept)
-    with attach(model, SignHasher(), Budget(1.0), dense_layers=0):
-        torch.testing.assert_close(run(model, press)[0], dense, atol=1e-4, rtol=1e-4)
+    if name != "decoding":
+        visible = 2 * 4 * sum(range(LEFT + 1, LEFT + NEW + 1))  # two sequences, four query heads
+        assert {seen for _, seen in attachment.counts().values()} == {visible}
 
 
 def test_a_press_that_masks_keys_head_by_head_is_refused(kvpress):

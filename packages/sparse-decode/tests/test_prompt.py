@@ -1,138 +1,27 @@
-"""Dense attention of prompts on the CPU: each kernel against the reference, and what a row depends on."""
+"""Prompts of attached models on the CPU: exact and sparse ones, in chunks, without a tensor of rows times tokens."""
 
-from contextlib import contextmanager
+import copy
+import tracemalloc
 
 import pytest
 import torch
 from hashcore.cpu import threads
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sparse_decode import Budget, attach, dense
+from hashtrain import Hasher, HasherConfig, ModelShape
+from sparse_decode import Budget, HashSelector, attach, dense, sums
 from sparse_decode import prompt as prompts_of_models
-from sparse_decode.cpu import bfloat_lanes, granule_kernels, prompt, tiles
+from sparse_decode.caches import cache_encoder
+from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.cpu import bfloat_lanes, granule_kernels
 from sparse_decode.cpu.prompt import attend_rows
-from sparse_decode.intervals import causal, visible
+from sparse_decode.intervals import visible
 from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, generate, prompts, slow_but, tiny_model
-from test_dense import attend_all_reference, case, close
+from test_dense import attend_reference, case, close, drawn_intervals, kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
-KERNELS = ["tiles", "pairs", "blocks", "float32"]
-
-
-@contextmanager
-def kernel(name):
-    """Let this kernel attend, and give the type that it takes; skip where the processor lacks it."""
-    with pytest.MonkeyPatch.context() as patch:
-        if name == "tiles" and not tiles.granted():
-            pytest.skip("needs a processor with AMX for bfloat16")
-        if name == "pairs":
-            patch.setattr(tiles, "granted", lambda: False)
-        if name in ("tiles", "pairs") and not bfloat_lanes.supported():
-            pytest.skip("needs a processor with AVX512_BF16")
-        if name == "blocks":
-            patch.setattr(prompt, "supported", lambda: False)
-        yield torch.float32 if name == "float32" else torch.bfloat16
-
-
-# batch, query heads, KV heads, rows, N, D, Dv: edges of lines, blocks, chunks and tasks
-SHAPES = [
-    (1, 1, 1, 1, 1, 1, 1),
-    (1, 9, 3, 300, 300, 64, 64),
-    (2, 6, 2, 70, 137, 16, 48),
-    (1, 7, 1, 129, 1100, 33, 20),
-    (1, 4, 4, 17, 577, 96, 96),
-    (1, 2, 2, 65, 65, 288, 256),
-]
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_reference(shape, name):
-    with kernel(name) as dtype:
-        q, k, v = case(shape, dtype)
-        out = attend_rows(q, k, v, 0.3)
-    torch.testing.assert_close(out, attend_all_reference(q, k, v, 0.3), **close(dtype))
-
-
-def drawn_intervals(batch, rows, n, window, seed):
-    """Left-padded sequences, some with a window; a row before its sequence starts sees nothing."""
-    starts = torch.randint(0, n, (batch, 1), generator=torch.Generator().manual_seed(seed))
-    ends = torch.arange(n - rows + 1, n + 1).expand(batch, -1)
-    starts = starts.minimum(ends)
-    return torch.stack([starts if window is None else starts.maximum(ends - window), ends], -1)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    sizes=st.tuples(*(st.integers(1, most) for most in (2, 4, 3, 200, 700, 70, 70))),
-    name=st.sampled_from(KERNELS[1:]),
-    window=st.sampled_from([None, 1, 40]),
-    softcap=st.sampled_from([None, 0.5]),
-    sunk=st.booleans(),
-    seed=st.integers(0, 1 << 20),
-)
-def test_equals_the_reference_whatever_the_shape_and_the_rows_see(sizes, name, window, softcap, sunk, seed):
-    batch, group, hkv, rows, n, dim, dim_v = sizes
-    name = "tiles" if name == "pairs" and tiles.granted() and seed % 2 else name
-    rows = min(rows, n)
-    options = {"softcap": softcap, "sinks": torch.linspace(-4, 4, group * hkv) if sunk else None}
-    interval = drawn_intervals(batch, rows, n, window, seed)
-    with kernel(name) as dtype:
-        q, k, v = case((batch, group * hkv, hkv, rows, n, dim, dim_v), dtype, seed)
-        out = attend_rows(q, k, v, 0.3, interval, **options)
-    empty = (interval[..., 0] == interval[..., 1])[..., None, None]
-    expected = attend_all_reference(q, k, v, 0.3, visible(interval, n), **options).masked_fill(empty, 0)
-    torch.testing.assert_close(out, expected, **close(dtype))
-
-
-@pytest.mark.parametrize("name", KERNELS[:2])
-def test_a_row_depends_neither_on_chunks_nor_on_threads(name, monkeypatch):
-    with kernel(name) as dtype:
-        q, k, v = case((1, 9, 3, 700, 700, 64, 64), dtype)
-        whole = attend_rows(q, k, v, 0.2)
-        parts = [
-            attend_rows(q[:, :, a:b], k[:, :, :b], v[:, :, :b], 0.2) for a, b in ((0, 130), (130, 611), (611, 700))
-        ]
-        assert torch.equal(torch.cat(parts, 1), whole)
-        monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
-        torch.set_num_threads(3)
-        assert all(torch.equal(attend_rows(q, k, v, 0.2), whole) for _ in range(10))
-
-
-@pytest.mark.parametrize("name", KERNELS[:2])
-@pytest.mark.parametrize(("scaling", "grows"), [(0.125, 0), (1.0, 0), (0.125, 30)])
-def test_errors_of_bfloat16_are_those_of_rounding(scaling, grows, name):
-    """Rounded outputs are off by 1.7e-3 of their size, root mean square; rounded weights add as much at the most."""
-    q, k, v = case((1, 14, 2, 100, 4000, 64, 64), torch.bfloat16)
-    k *= torch.linspace(1, 1 + grows, 4000)[:, None]  # weights from 1 down to what float32 cannot hold
-    exact = attend_all_reference(*(x.double() for x in (q, k, v)), scaling)
-    with kernel(name):
-        off = attend_rows(q, k, v, scaling).double() - exact
-    assert off.square().mean().sqrt() < 2.6e-3 * exact.square().mean().sqrt()
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_row_of_nan_stays_alone(name):
-    with kernel(name) as dtype:
-        q, k, v = case((1, 6, 2, 200, 200, 64, 64), dtype)
-        expected = attend_rows(q, k, v, 0.2)
-        q[0, 3, 77] = torch.nan
-        out = attend_rows(q, k, v, 0.2)
-    assert out[0, 77, 3].isnan().all()
-    out[0, 77, 3] = expected[0, 77, 3]
-    assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_hidden_tokens_may_be_anything(name):
-    interval = causal(1, 150, 400, torch.device("cpu")).clone()
-    interval[..., 0] = 30
-    with kernel(name) as dtype:
-        q, k, v = case((1, 6, 2, 150, 400, 64, 64), dtype)
-        expected = attend_rows(q, k, v, 0.2, interval)
-        k[:, :, :30], v[:, :, :30] = torch.nan, torch.inf
-        assert torch.equal(attend_rows(q, k, v, 0.2, interval), expected)
+SPARSE = "rows: tiles", "rows: pairs"
 
 
 @pytest.fixture
@@ -175,32 +64,51 @@ def test_nothing_is_lost_without_a_hasher(at_any_length):
     assert {type(layer).__name__ for layer in cache.layers} == {"DynamicLayer"}
 
 
-def test_without_a_hasher_long_caches_grow_in_place(monkeypatch):
-    model, ids = tiny_model(), prompts((40,))[0].repeat(1, 14)[:, :-1]
-    cache = DynamicCache(config=model.config)
-    with attach(model), torch.no_grad():
-        for first, last in ((0, 530), (530, 531), (531, 532)):
-            model(ids[:, first:last], past_key_values=cache)
-            where, cache.where = getattr(cache, "where", None), [x.keys.data_ptr() for x in cache.layers]
-        assert cache.where == where
-
-
 class Sizes(TorchDispatchMode):
-    """Records the most elements of a tensor that an operator makes."""
+    """Records the most elements of a tensor that an operator makes, and the most bytes of one of float32 or float64."""
 
-    most = 0
+    most = floats = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple | list) else [out]:
             if isinstance(x, torch.Tensor) and not x._is_view():
                 self.most = max(self.most, x.untyped_storage().nbytes() // x.element_size())
+                self.floats = max(self.floats, x.nbytes * (x.dtype in (torch.float32, torch.float64)))
         return out
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("hasher", [None, SignHasher()])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("layer", [DynamicLayer(), StaticLayer(4100)])
+def test_hashing_and_sums_of_a_prompt_make_no_copy_of_all_keys_in_float32(layer, monkeypatch):
+    """Of one sequence and of several; Python's own count is of what numpy allocates."""
+    chunk, bits, heads = 1 << 18, 128, 2
+    selector = HashSelector(Hasher(HasherConfig("planes", ModelShape(1, 2 * heads, heads, 64), bits=bits)))
+    monkeypatch.setattr(cache_encoder, "_CHUNK", chunk)  # bytes
+    monkeypatch.setattr(sums, "_CHUNK", chunk)
+    for batch, tokens in ((1, 4096), (4, 1024)):
+        k, v = torch.randn(2, batch, heads, tokens, 64).bfloat16()
+
+        def prefill(k=k, v=v):
+            held = carry_codes(copy.deepcopy(layer), Encoder(lambda keys: selector.encode_keys(0, keys)))
+            held.update(k, v)
+            held.sums.advance(k, v, None, k.shape[2], k.device)
+            held.sums.drop(k, v, 1)
+
+        with Sizes() as sizes:
+            prefill()
+        weights = batch * heads * bits * bits * 4  # torch repeats a batched product's second factor
+        assert 0 < sizes.floats <= max(chunk, weights) < k.numel() * 4
+        tracemalloc.start()
+        prefill()
+        codes = batch * heads * tokens * bits // 8
+        assert tracemalloc.get_traced_memory()[1] < 4 * chunk + 4 * codes
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("family", "hasher", "implementation"),
+    [("llama", None, "sdpa"), ("llama", SignHasher(), "eager"), ("gemma3", SignHasher(), "sdpa")],
+)
 def test_no_tensor_has_a_number_for_each_row_and_token(family, hasher, implementation):
     """Prompts padded, in chunks, with windows; steps."""
     if not bfloat_lanes.supported():
@@ -267,21 +175,21 @@ def planted(n, rows, starts, fraction, seed):
     return q.bfloat16(), k.bfloat16(), v.bfloat16(), interval, read
 
 
-@pytest.mark.parametrize("name", KERNELS[:2])
+@pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("starts", [[0], [0, 333]])
 def test_a_sparse_prompt_reads_the_heavy_granules_and_what_it_always_reads(name, starts):
     with kernel(name):
         q, k, v, interval, read = planted(1500, 40, starts, 0.0, 0)
         out = attend_rows(q, k, v, 0.125, interval, fraction=1e-6)
-    expected = attend_all_reference(q.float(), k.float(), v.float(), 0.125, read[:, None])
+    expected = attend_reference(q.float(), k.float(), v.float(), 0.125, read[:, None])
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
-    dense = attend_all_reference(q.float(), k.float(), v.float(), 0.125, visible(interval, 1500))
+    dense = attend_reference(q.float(), k.float(), v.float(), 0.125, visible(interval, 1500))
     assert (out.float() - expected).abs().mean() < 0.2 * (dense - expected).abs().mean(), "not all tokens"
 
 
-@pytest.mark.parametrize("name", KERNELS[:2])
+@pytest.mark.parametrize("name", SPARSE)
 def test_a_sparse_prompt_that_reads_all_is_exact_and_any_depends_on_no_threads(name, monkeypatch):
-    with kernel(name) as dtype:
+    with kernel(name) as (_, dtype):
         q, k, v = case((2, 6, 2, 300, 1200, 64, 64), dtype)
         interval = drawn_intervals(2, 300, 1200, None, 5)
         options = {"softcap": 2.0, "sinks": torch.linspace(-1, 1, 6)}

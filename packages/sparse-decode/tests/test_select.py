@@ -58,18 +58,6 @@ def test_hash_selector_takes_the_best_plane_scores(hasher, mask):
     check_best(HashSelector(hasher).select(rows), scores, rows)
 
 
-def test_the_paper_like_code_scores_as_the_sum_over_the_group():
-    hasher = PaperLikeHasher()
-    rows = rows_of(HashSelector(hasher), counts_like())
-    per_head = (
-        hashcore.pack(rows.k[:, :, None] @ hasher.matrix),
-        hashcore.pack(rows.q.unflatten(1, (2, 2)) @ hasher.matrix),
-    )
-    expected = hashcore.score(per_head[1], per_head[0]).sum(2)
-    planes, weights = hasher.encode_queries(2, rows.q)
-    assert torch.equal(hashcore.score(planes, rows.codes[:, :, None], weights=weights), expected.int())
-
-
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, None), (None, torch.tensor([0.0, 30, 40, 0]))])
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_oracle_takes_the_highest_exact_attention(per_query_head, softcap, sinks):

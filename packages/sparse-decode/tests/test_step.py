@@ -12,7 +12,7 @@ from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import HashSelector, QueryHeadHasher, step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches.cache import CodedDynamicLayer, Uncached
+from sparse_decode.caches.cache import Uncached
 from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.cuda import gather as cuda_gather
 from sparse_decode.cuda import sums as cuda_sums
@@ -93,26 +93,34 @@ def kinds(backend):
     return (torch.bfloat16, torch.float16) if backend == "cuda" else (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("hasher", HASHERS)
+GROWN = [(hasher, "dynamic", padded) for hasher in HASHERS for padded in (False, True)] + [("planes", "static", True)]
+
+
+@pytest.mark.parametrize(("hasher", "cache", "padded"), GROWN)
 @pytest.mark.parametrize("remainder", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_steps_of_a_growing_cache(backend, hasher, remainder, padded):
-    """A prompt, then one token at a time: hashed late, summed in place, counted."""
-    for budget in (BUDGETS["tenth"], BUDGETS["few"]) if hasher == "planes" else (BUDGETS["tenth"],):
-        for dtype in kinds(backend):
-            layer = layer_of(HASHERS[hasher](), budget, remainder)
-            _, k, v = drawn(3, 1, 70 + FOLD + 4, dtype)
-            held, read = carry_codes(DynamicLayer(), layer.encoder), 0
-            held.update(k[:, :, :70], v[:, :, :70])
-            for n in range(71, k.shape[2] + 1):
-                keys, values = held.update(k[:, :, n - 1 : n], v[:, :, n - 1 : n])
-                x = Inputs(drawn(3, 1, 1, dtype, n)[0], keys, values, 0.25)
-                interval = padding(3, 1, n) if padded else None
-                out = layer.step(x, interval, held)
-                read += 3 * n - 49 * padded
-                if n % 5 == 0 or n > k.shape[2] - 3:
-                    check(layer, x, interval, out)
-            assert layer.counts()[1] == HQ * read
+def test_steps_of_a_cache(backend, hasher, cache, padded, remainder):
+    """A prompt, then one token at a time: hashed late, summed in place, counted.
+
+    The room of a static cache is longer than what is seen; on a device the host does not know how many tokens there
+    are.
+    """
+    for dtype in kinds(backend):
+        layer = layer_of(HASHERS[hasher](), BUDGETS["few" if hasher == "lsh" else "tenth"], remainder)
+        _, k, v = drawn(3, 1, 60 + FOLD + 4, dtype)
+        held, read = carry_codes(DynamicLayer() if cache == "dynamic" else StaticLayer(100), layer.encoder), 0
+        held.update(k[:, :, :60], v[:, :, :60])
+        if cache == "static":
+            held.sums.advance(k, v, padding(3, 1, 60)[:, 0, 0], 60, k.device)
+        for n in range(61, k.shape[2] + 1):
+            keys, values = held.update(k[:, :, n - 1 : n], v[:, :, n - 1 : n])
+            if backend == "cpu":
+                keys, values = keys[:, :, :n], values[:, :, :n]
+            x, interval = Inputs(drawn(3, 1, 1, dtype, n)[0], keys, values, 0.25), padding(3, 1, n) if padded else None
+            out = layer.step(x, interval, held)
+            read += 3 * n - 49 * padded
+            if n % 5 == 0 or n > k.shape[2] - 3:
+                check(layer, x._replace(k=keys[:, :, :n], v=values[:, :, :n]), interval, out)
+        assert layer.counts()[1] == HQ * read
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -139,25 +147,6 @@ def test_rows_of_a_chunk(backend, remainder, start, hasher, monkeypatch):
             q, k, v = drawn(2, 20, 70, dtype)
             interval, x = padding(2, 20, 70) if padded else None, Inputs(q, k, v, 0.25)
             check(layer, x, interval, layer.step(x, interval, Uncached(k, layer.encoder)))
-
-
-@pytest.mark.parametrize("remainder", [False, True])
-def test_steps_of_a_static_cache(backend, remainder):
-    """The room is longer than what is seen; on a device the host does not know how many tokens there are."""
-    for dtype in kinds(backend):
-        layer = layer_of(HASHERS["planes"](), BUDGETS["tenth"], remainder)
-        _, k, v = drawn(3, 1, 60 + FOLD + 4, dtype)
-        held = carry_codes(StaticLayer(100), layer.encoder)
-        held.update(k[:, :, :60], v[:, :, :60])
-        held.sums.advance(k, v, padding(3, 1, 60)[:, 0, 0], 60, k.device)
-        for n in range(61, k.shape[2] + 1):
-            keys, values = held.update(k[:, :, n - 1 : n], v[:, :, n - 1 : n])
-            if backend == "cpu":
-                keys, values = keys[:, :, :n], values[:, :, :n]
-            x, interval = Inputs(drawn(3, 1, 1, dtype, n)[0], keys, values, 0.25), padding(3, 1, n)
-            out = layer.step(x, interval, held)
-            if n % 5 == 0 or n > k.shape[2] - 3:
-                check(layer, x._replace(k=keys[:, :, :n], v=values[:, :, :n]), interval, out)
 
 
 def test_what_is_not_selected_is_not_read(backend):
@@ -226,11 +215,10 @@ def test_new_weights_are_used_at_once():
     hasher = _trained("planes")
     layer = layer_of(HashSelector(hasher), BUDGETS["tenth"])
     q, k, v = drawn(1, 1, 90, torch.float32)
-    x, held = Inputs(q, k, v, 0.25), CodedDynamicLayer
+    x = Inputs(q, k, v, 0.25)
     for change in (None, "written", "replaced"):
         if change == "written":
             hasher.layer(0).query.r.data.neg_()
         if change == "replaced":
             hasher.layer(0).query.r = torch.nn.Parameter(-hasher.layer(0).query.r.detach(), requires_grad=False)
-        held = Uncached(k, layer.encoder)
-        check(layer, x, None, layer.step(x, None, held))
+        check(layer, x, None, layer.step(x, None, Uncached(k, layer.encoder)))

@@ -76,13 +76,6 @@ def test_only_new_tokens_are_read_and_padding_may_hold_anything(cache):
         assert torch.equal(found, wanted)
 
 
-def test_levels_are_within_half_a_level():
-    sums, k = Sums(), torch.randn(2, 2, 50, 16) * torch.logspace(-3, 3, 16)
-    sums.advance(k, k, None, 50, k.device)
-    levels, scales = sums.levels, sums.scales
-    assert ((levels * scales[..., None] - sums.spread).abs() <= 0.5001 * scales[..., None]).all()
-
-
 def test_a_thousand_tokens_do_not_drift():
     draw = torch.Generator().manual_seed(0)
     k, v = (torch.randn(1, 2, 1100, 16, generator=draw).add(3) for _ in range(2))
@@ -109,10 +102,9 @@ def test_a_step_on_cuda_equals_the_cpus(dim, value_dim, group, tokens, new, orde
     starts = None if way == "plain" else torch.tensor([0, min(3, tokens)])
     slopes = torch.rand(2 * group, generator=draw)
     sums = Sums.static(k, v) if way == "static" else Sums()
-    before = sums.advance(k, v, starts, tokens, k.device)
+    sums.advance(k, v, starts, tokens, k.device)
     exact = means_of_rows(Moments.of(k, v, starts, 0, n - 1, k.device), q, slopes, k, v, starts, n - 1, n)
     flat = means_of_rows(Moments.of(k, v, starts, 0, n - 1, k.device), q, 0 * slopes, k, v, starts, n - 1, n)
-    rounded = before._replace(spread=sums.levels * sums.scales[..., None])
     interval = None if starts is None else torch.stack([starts, torch.full((2,), n)], -1)
     state = [inside(x) for x in sums.tensors]
     given = state if way == "static" else [*state, starts, None]
@@ -120,7 +112,7 @@ def test_a_step_on_cuda_equals_the_cpus(dim, value_dim, group, tokens, new, orde
         inside(q[:, :, 0]), slopes, inside(k), inside(v), *given, tokens, interval, run=device(order)
     )
     torch.testing.assert_close(keys, exact[0][:, :, 0], rtol=1e-5, atol=2e-5)
-    scale = (exact[1] - flat[1]).abs().max() * 0.02 + (rounded.spread - before.spread).abs().max() * 0 + 1e-4
+    scale = (exact[1] - flat[1]).abs().max() * 0.02 + 1e-4
     assert (rest - exact[1][:, :, 0]).abs().max() <= scale
     if new == FOLD:
         whole = Moments.of(k, v, starts, 0, n, k.device)
@@ -132,29 +124,19 @@ def test_a_step_on_cuda_equals_the_cpus(dim, value_dim, group, tokens, new, orde
         assert all(torch.equal(mine, held) for mine, held in zip(state, sums.tensors, strict=True))
 
 
-def test_the_order_of_threads_changes_nothing():
-    q, k = torch.randn(1, 4, 64).bfloat16(), torch.randn(1, 2, 20, 64).bfloat16()
-    sums = Sums()
-    sums.advance(k, k, None, 20 - FOLD, k.device)
-    found = []
-    for order in (0, 1, 5, 9):
-        state = [x.clone() for x in sums.tensors]
-        found.append([*launch_sums(q, torch.ones(4), k, k, *state, None, None, 4, None, run=device(order)), *state])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-
-
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_numbers_may_lie_anywhere(which):
+def test_neither_the_order_of_threads_nor_the_places_of_numbers_change_anything():
     """At addresses that are no multiples of 16, too."""
     x = {"q": torch.randn(2, 4, 64), "k": torch.randn(2, 2, 20, 64), "v": torch.randn(2, 2, 20, 48)}
     x = {name: y.bfloat16() for name, y in x.items()}
     sums = Sums()
-    sums.advance(x["k"], x["v"], None, 10, torch.device("cpu"))
+    sums.advance(x["k"], x["v"], None, 20 - FOLD, torch.device("cpu"))
 
-    def run():
+    def run(order):
         state = [y.clone() for y in sums.tensors]
-        return launch_sums(x["q"], torch.ones(4), x["k"], x["v"], *state, None, None, 10, None, run=device(1))
+        given = x["q"], torch.ones(4), x["k"], x["v"], *state, None, None, 20 - FOLD, None
+        return [*launch_sums(*given, run=device(order)), *state]
 
-    expected = run()
-    x[which] = torch.empty(x[which].numel() + 1, dtype=torch.bfloat16)[1:].view(x[which].shape).copy_(x[which])
-    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+    expected = run(0)
+    for order, which in ((1, "q"), (5, "k"), (9, "v")):
+        x[which] = torch.empty(x[which].numel() + 1, dtype=torch.bfloat16)[1:].view(x[which].shape).copy_(x[which])
+        assert all(torch.equal(a, b) for a, b in zip(run(order), expected, strict=True))

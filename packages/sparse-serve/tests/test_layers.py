@@ -1,4 +1,4 @@
-"""Which layers of an engine are sparse."""
+"""Which layers of an engine are sparse, on both backends; the pages and the hasher that they share."""
 
 import gc
 import sys
@@ -7,118 +7,166 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from serve_engine import (
-    DIM,
+from hashtrain import Hasher, HasherConfig, ModelShape
+from serve_doubles import (
     HEADS,
     SIZE,
+    WORDS,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    Impl,
+    Requests,
     SinkFullAttentionSpec,
     built,
     engine,
     impls,
 )
+from sparse_decode.pages import tail_bytes
 from sparse_serve.served import Served
+from sparse_serve.settings import Settings
+
+OF_GPU = {"dtype": torch.bfloat16}
+WINDOW = {"cpu": {"sliding_window": 64}, "gpu": {"sliding_window": (63, 0)}}
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def stand(request, asked):
+    """A backend; `full`, a spec of its ordinary layers; `made` makes an engine of some layers, and its builders."""
+    gpu = request.param == "gpu"
+    backend = request.getfixturevalue("gpu_backend" if gpu else "backend")
+    kind = OF_GPU if gpu else {}
+
+    def made(layers, settings=asked):
+        config, specs = engine(backend, settings, layers)
+        return config, specs, built(backend, config, specs)
+
+    return SimpleNamespace(name=request.param, backend=backend, kind=kind, full=FullAttentionSpec(**kind), made=made)
+
 
 KINDS = {
-    "full": (FullAttentionSpec(), {}, True),
-    "chunks": (ChunkedLocalAttentionSpec(), {}, False),
-    "sinks": (SinkFullAttentionSpec(), {}, False),
-    "a window": (FullAttentionSpec(), {"sliding_window": 64}, False),
-    "a window told by the spec": (FullAttentionSpec(sliding_window=64), {"sliding_window": 64}, False),
-    "promoted chunks": (FullAttentionSpec(attention_chunk_size=64), {}, False),
-    "not causal": (FullAttentionSpec(non_causal=True), {}, False),
-    "other values": (FullAttentionSpec(head_size_v=8), {}, False),
+    "full": (FullAttentionSpec, {}, True),
+    "chunks": (ChunkedLocalAttentionSpec, {}, False),
+    "sinks": (SinkFullAttentionSpec, {}, False),
+    "a window": (FullAttentionSpec, {}, False),
+    "a window told by the spec": (FullAttentionSpec, {"sliding_window": 64}, False),
+    "promoted chunks": (FullAttentionSpec, {"attention_chunk_size": 64}, False),
+    "not causal": (FullAttentionSpec, {"non_causal": True}, False),
+    "other values": (FullAttentionSpec, {"head_size_v": 16}, False),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_ordinary_full_attention_is_sparse(kind, backend, asked):
-    spec, options, sparse = KINDS[kind]
-    config, specs = engine(backend, asked, [(spec, options)])
-    (builder,), (impl,) = built(backend, config, specs), impls(config)
+def test_only_ordinary_full_attention_is_sparse(kind, stand):
+    make, changes, sparse = KINDS[kind]
+    spec = make(**stand.kind, **changes)
+    config, specs, (builder,) = stand.made([(spec, WINDOW[stand.name] if "window" in kind else {})])
     if kind != "a window":  # which only its impl tells
         assert (specs[0].page_size_bytes > spec.page_size_bytes) == sparse
-    common = SimpleNamespace(
-        query_start_loc=torch.tensor([0, 1]),
-        seq_lens=torch.tensor([5]),
-        block_table=torch.tensor([[0]]),
-        slot_mapping=torch.tensor([4]),
-        is_prefilling=None,
-        causal=True,
-    )
-    assert hasattr(builder.build(0, common), "spotlight") == sparse
-    if sparse:
-        assert impl._paged is not None
-        return
-    cache = torch.zeros(1, HEADS, SIZE, 2 * DIM)
-    q, k, v = torch.randn(1, 2 * HEADS, DIM), *torch.randn(2, 1, HEADS, DIM)
-    impl.forward(None, q, k, v, cache, common, output=torch.zeros_like(q))
-    assert impl.calls == ["update", "forward"]
+    assert (impls(config)[0]._paged is not None) == sparse
+    assert hasattr(builder.build(0, Requests().step({"a": 1})[0]), "spotlight") == sparse
 
 
-def test_a_layer_of_the_dense_ones_stays_vllms(backend, asked):
-    config, specs = engine(backend, asked, [(FullAttentionSpec(), {})] * 4)
-    built(backend, config, specs)
+def test_dense_layers_and_engines_that_are_asked_for_nothing_are_vllms(stand):
+    config, _, _ = stand.made([(stand.full, {})] * 4)
     assert [impl._paged is not None for impl in impls(config)] == [True, True, True, False]
     assert [impl._paged.layer for impl in impls(config)[:3]] == [0, 1, 2]
-
-
-def test_an_engine_that_is_asked_for_nothing_is_vllms(backend):
-    config, specs = engine(backend, {}, [(FullAttentionSpec(), {})])
-    built(backend, config, specs)
-    assert specs == [FullAttentionSpec()]
+    config, specs, _ = stand.made([(stand.full, {})], {})  # beside another
+    assert specs == [stand.full]
     assert impls(config)[0]._paged is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"alibi_slopes": [1.0]}, "attention biases"), ({"shares": "0"}, "layers that share keys")]
+)
+def test_what_a_sparse_layer_cannot_do_is_refused(options, words, stand):
+    with pytest.raises(ValueError, match=words):
+        stand.made([(stand.full, options)])
+    stand.made([(ChunkedLocalAttentionSpec(), options), (stand.full, {})])
+
+
+def test_a_step_that_is_not_causal_is_refused(stand):
+    _, _, (builder,) = stand.made([(stand.full, {})])
+    with pytest.raises(ValueError, match="needs causal attention"):
+        builder.build(0, replace(Requests().step({"a": 1})[0], causal=torch.ones(1)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block_size": 48}, "a power of two of tokens on a GPU, got 48"),
+        ({"dtype": torch.float32}, "needs bfloat16 or float16, got torch.float32"),
+    ],
+)
+def test_what_no_kernel_of_a_gpu_takes_is_refused(changes, words, gpu_backend, asked):
+    with pytest.raises(ValueError, match=words):
+        built(gpu_backend, *engine(gpu_backend, asked, [(FullAttentionSpec(**(OF_GPU | changes)), {})]))
 
 
 def test_pages_resized_afterwards_are_refused_before_the_first_request(backend, asked):
     config, specs = engine(backend, asked, [(FullAttentionSpec(), {})])
-    needed = specs[0].unpadded_page_size_bytes + 4 * SIZE * HEADS * 2
+    needed = specs[0].unpadded_page_size_bytes + 4 * SIZE * HEADS * WORDS
     built(backend, config, [replace(specs[0], page_size_padded=needed)])
     config, specs = engine(backend, asked, [(FullAttentionSpec(), {})])
     with pytest.raises(ValueError, match=f"needs pages of at least {needed} bytes, .*, got {needed - 1}, because"):
         built(backend, config, [replace(specs[0], page_size_padded=needed - 1)])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"), [({"alibi_slopes": [1.0]}, "attention biases"), ({"shares": "0"}, "layers that share keys")]
-)
-def test_what_a_sparse_layer_cannot_do_is_refused(options, words, backend, asked):
-    config, specs = engine(backend, asked, [(FullAttentionSpec(), options)])
-    with pytest.raises(ValueError, match=words):
-        built(backend, config, specs)
-    other = [(ChunkedLocalAttentionSpec(), options), (FullAttentionSpec(), {})]
-    built(backend, *engine(backend, asked, other))
-
-
-def test_a_step_that_is_not_causal_is_refused(backend, asked):
-    (builder,) = built(backend, *engine(backend, asked, [(FullAttentionSpec(), {})]))
-    with pytest.raises(ValueError, match="needs causal attention"):
-        builder.build(0, SimpleNamespace(causal=torch.ones(1)))
-
-
-def test_two_engines_with_equal_settings_share_nothing(backend, asked):
-    first, specs = engine(backend, asked, [(FullAttentionSpec(), {})])
-    built(backend, first, specs)
+def test_two_engines_with_equal_settings_share_nothing_and_are_forgotten(stand):
+    first, _, _ = stand.made([(stand.full, {})])
     impls(first)[0]._paged.selected = 7
-    second, specs = engine(backend, asked, [(FullAttentionSpec(), {})])
-    built(backend, second, specs)
-    built(backend, second, specs)  # builders are made again when vLLM profiles
+    second, specs, _ = stand.made([(stand.full, {})])
+    built(stand.backend, second, specs)  # builders are made again when vLLM profiles
     impls(second)[0]._paged.selected = 5
     assert [Served.of(x).counts()[0] for x in (first, second)] == [7, 5]
     assert Served.of(first).selector is not Served.of(second).selector
-
-
-def test_an_engine_beside_another_asks_for_its_own_pages(backend, asked):
-    engine(backend, asked, [(FullAttentionSpec(), {})])
-    assert engine(backend, {}, [(FullAttentionSpec(), {})])[1] == [FullAttentionSpec()]
-
-
-def test_an_engine_that_has_ended_is_forgotten(backend, asked):
-    config, _ = engine(backend, asked, [(FullAttentionSpec(), {})])
-    key = id(config.compilation_config)
-    assert Served.of(config) is Served.latest
+    assert Served.of(second) is Served.latest
+    key = id(second.compilation_config)
     assert key in Served._known
-    del config, sys.modules["vllm.config"].current
+    del second, specs, sys.modules["vllm.config"].current
     gc.collect()
     assert key not in Served._known
+
+
+@pytest.fixture
+def served(tmp_path):
+    Hasher(HasherConfig("lsh", ModelShape(3, 4, 2, 16), bits=64), 0).save_pretrained(tmp_path)
+    return Served(Settings(str(tmp_path), dense_layers=(1,)))
+
+
+def test_pages_are_views_of_the_engines_own(served):
+    others = 4 * 2 * SIZE * 2 * 16
+    page = others + tail_bytes(SIZE, 2, served._words, others)
+    memory = torch.zeros(7, page // 4)
+    cache = memory[:, : others // 4].view(7, 2, SIZE, 32)
+    pages = served.pages(cache)
+    pages.codes.fill_(-1)
+    assert (memory[:, : others // 4] == 0).all()
+    pages.k.fill_(1)
+    pages.v.fill_(2)
+    assert (pages.codes == -1).all()
+    assert [x.shape for x in pages] == [(7, 2, SIZE, 16), (7, 2, SIZE, 16), (7, 2, SIZE, 2)]
+    assert cache.unique().tolist() == [1, 2]
+
+
+def test_a_page_without_room_for_codes_is_refused(served):
+    with pytest.raises(ValueError, match="room for codes after its keys and values"):
+        served.pages(torch.zeros(7, 2, SIZE, 32))
+
+
+def test_hashers_are_float32_whatever_type_the_engine_makes_its_layers_in(served, tmp_path):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = Served(Settings(str(tmp_path)))
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {x.dtype for x in made.hasher.parameters()} | {made.hasher.layer(0).rotation.dtype} == {torch.float32}
+
+
+def test_each_rank_hashes_its_own_heads_as_the_whole_does(served, tmp_path):
+    k = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1))
+    whole = served.layer(0, Impl()).encode(k)
+    for rank in range(2):
+        part = Served(Settings(str(tmp_path)), rank, 2).layer(0, Impl())
+        assert torch.equal(part.encode(k[:, rank : rank + 1]), whole[:, rank : rank + 1])
+    assert not torch.equal(whole[:, 0], whole[:, 1])

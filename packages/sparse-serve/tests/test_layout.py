@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from serve_engine import reshape_and_cache
+from serve_doubles import reshape_and_cache
 from sparse_serve.layout import Layout, RowPages
 
 SIZE, DIM, HEADS = 8, 6, 2

@@ -61,48 +61,56 @@ def config(asked):
     )
 
 
-REFUSED = {
-    "latent attention": ("model_config.use_mla", True, "got multi-head latent attention; serve without it"),
-    "an encoder": ("model_config.is_encoder_decoder", True, "decoders, got a model with an encoder"),
-    "fp8": ("cache_config.cache_dtype", "fp8", "caches in the model's dtype, got fp8; use auto"),
-    "drafts": ("speculative_config", object(), "one token per step, got speculative decoding; disable it"),
-    "three ranks": ("parallel_config.tensor_parallel_size", 3, "a multiple of 3 KV heads for 3 ranks, got 2; use"),
-    "stages": ("parallel_config.pipeline_parallel_size", 2, "got pipeline parallel"),
-    "contexts": ("parallel_config.decode_context_parallel_size", 2, "got decode context parallel"),
-    "prompts": ("parallel_config.prefill_context_parallel_size", 2, "whole prompts, got prefill context parallel"),
-    "a connector": ("kv_transfer_config", object(), "pages that stay in this process, got a KV connector"),
-    "another model": ("model_config.hf_text_config", LlamaConfig(num_hidden_layers=2), "belongs to another model"),
+NAMED = {"backend": SimpleNamespace(name="FLASHINFER"), "backend_per_kind": {}}
+OF_A_KIND = {"backend": None, "backend_per_kind": {"x": SimpleNamespace(name="TRITON_ATTN")}}
+REFUSED = {  # the platform, a place in the engine's config, what is there, words
+    "latent attention": ("cpu", "model_config.use_mla", True, "got multi-head latent attention; serve without it"),
+    "an encoder": ("cpu", "model_config.is_encoder_decoder", True, "decoders, got a model with an encoder"),
+    "fp8": ("cpu", "cache_config.cache_dtype", "fp8", "caches in the model's dtype, got fp8; use auto"),
+    "drafts": ("cpu", "speculative_config", object(), "one token per step, got speculative decoding; disable it"),
+    "three ranks": ("cpu", "parallel_config.tensor_parallel_size", 3, "a multiple of 3 KV heads for 3 ranks, got 2;"),
+    "stages": ("cpu", "parallel_config.pipeline_parallel_size", 2, "got pipeline parallel"),
+    "contexts": ("cpu", "parallel_config.decode_context_parallel_size", 2, "got decode context parallel"),
+    "prompts": ("cpu", "parallel_config.prefill_context_parallel_size", 2, "whole prompts, got prefill context"),
+    "a connector": ("cpu", "kv_transfer_config", object(), "pages that stay in this process, got a KV connector"),
+    "another model": ("cpu", "model_config.hf_text_config", LlamaConfig(num_hidden_layers=2), "belongs to another"),
+    "a platform": ("tpu", "model_config.use_mla", False, "vLLM's CPU or CUDA platform, got tpu; serve without it"),
+    "no compiler": ("broken", "model_config.use_mla", False, "needs cuda-core"),
+    "a backend": ("cuda", "attention_config", SimpleNamespace(**NAMED), "got FLASHINFER; leave"),
+    "a backend of a kind": ("cuda", "attention_config", SimpleNamespace(**OF_A_KIND), "got TRITON_ATTN"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_served_is_refused_only_if_asked_for(name, platform, hasher):
-    place, value, words = REFUSED[name]
+def test_what_cannot_be_served_is_refused_only_if_asked_for(name, platform, hasher, monkeypatch):
+    kind, place, value, words = REFUSED[name]
+    platform.is_cpu, platform.is_cuda, platform.device_name = lambda: kind == "cpu", lambda: kind != "tpu", kind
+
+    def compiler():
+        if kind == "broken":
+            raise ValueError("hashcore needs cuda-core")
+
+    monkeypatch.setattr("hashcore.cuda.program.require_compiler", compiler)
+    plugin.register()
+    check = platform.check_and_update_config if kind == "cuda" else require_serves
     for asked in ({"spotlight": {"hasher": hasher}}, {}):
         given = config(asked)
         *parents, last = place.split(".")
         setattr(getattr(given, parents[0]) if parents else given, last, value)
         if asked:
             with pytest.raises(ValueError, match=words):
-                require_serves(given)
+                check(given)
         else:
-            require_serves(given)
+            check(given)
 
 
-def test_other_platforms_are_refused(platform, hasher):
-    platform.is_cpu, platform.device_name = lambda: False, "tpu"
-    with pytest.raises(ValueError, match="needs vLLM's CPU or CUDA platform, got tpu; serve without it"):
-        require_serves(config({"spotlight": {"hasher": hasher}}))
-
-
-def test_a_gpu_without_a_compiler_of_kernels_is_refused(gpu, hasher, monkeypatch):
-    def missing():
-        raise ValueError("hashcore needs cuda-core")
-
-    monkeypatch.setattr("hashcore.cuda.program.require_compiler", missing)
-    require_serves(config({}))
-    with pytest.raises(ValueError, match="needs cuda-core"):
-        require_serves(config({"spotlight": {"hasher": hasher}}))
+def test_what_can_be_served_passes(platform, hasher):
+    given = config({"spotlight": {"hasher": hasher, "fraction": 0.1}})
+    require_serves(given)
+    given.parallel_config.tensor_parallel_size = 2  # KV heads divide among these
+    require_serves(given)
+    with pytest.raises(ValueError, match=r"below the model's 3 layers, got \[3\]"):
+        require_serves(config({"spotlight": {"hasher": hasher, "dense_layers": [0, 3]}}))
 
 
 def test_on_a_gpu_our_backend_is_registered_once_and_chosen_if_asked_for(gpu, hasher):
@@ -115,29 +123,6 @@ def test_on_a_gpu_our_backend_is_registered_once_and_chosen_if_asked_for(gpu, ha
     assert (asked.attention_config.backend, other.attention_config.backend) == (gpu.custom, None)
 
 
-CHOSEN = {
-    "for all": ({"backend": SimpleNamespace(name="FLASHINFER"), "backend_per_kind": {}}, "got FLASHINFER; leave"),
-    "for a kind": (
-        {"backend": None, "backend_per_kind": {"x": SimpleNamespace(name="TRITON_ATTN")}},
-        "got TRITON_ATTN",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CHOSEN)
-def test_another_backend_on_a_gpu_is_refused_only_if_asked_for(name, gpu, hasher):
-    attention, words = CHOSEN[name]
-    plugin.register()
-    for asked in ({"spotlight": {"hasher": hasher}}, {}):
-        given = config(asked)
-        given.attention_config = SimpleNamespace(**attention)
-        if asked:
-            with pytest.raises(ValueError, match=words):
-                gpu.check_and_update_config(given)
-        else:
-            gpu.check_and_update_config(given)
-
-
 def test_another_plug_ins_backend_is_left_alone(gpu, hasher):
     gpu.registered.append((gpu.custom, "their.Backend"))
     plugin.register()
@@ -145,21 +130,6 @@ def test_another_plug_ins_backend_is_left_alone(gpu, hasher):
     gpu.check_and_update_config(config({}))
     with pytest.raises(ValueError, match=r"another plug-in has: their.Backend; remove one"):
         gpu.check_and_update_config(config({"spotlight": {"hasher": hasher}}))
-
-
-def test_ranks_among_which_kv_heads_divide_pass(platform, hasher):
-    given = config({"spotlight": {"hasher": hasher}})
-    given.parallel_config.tensor_parallel_size = 2
-    require_serves(given)
-
-
-def test_a_layer_that_there_is_not_is_refused(platform, hasher):
-    with pytest.raises(ValueError, match=r"below the model's 3 layers, got \[3\]"):
-        require_serves(config({"spotlight": {"hasher": hasher, "dense_layers": [0, 3]}}))
-
-
-def test_what_can_be_served_passes(platform, hasher):
-    require_serves(config({"spotlight": {"hasher": hasher, "fraction": 0.1}}))
 
 
 def test_registering_checks_every_configuration_once(platform, hasher):
