@@ -34,7 +34,7 @@ def functions(results: pathlib.Path) -> dict[str, Any]:
     """Return what templates may call, by name."""
     found = {"load": partial(load, results), "stored": partial(stored, results), "cost": partial(cost, results)}
     named = [at, both, built_for, by_kl, change, comparisons, lost, machine, mean, other_families, percent, printed]
-    named += [printed_table, protocol, reach, rounds, signed_percent, step_share, value, waits, whole, zip]
+    named += [protocol, reach, rounds, signed_percent, step_share, value, waits, whole, zip]
     return found | {"ours": OURS, "PAPER": PAPER, "NAMES": NAMES} | {one.__name__: one for one in named}
 
 
@@ -178,14 +178,6 @@ def whole(row: dict[str, Any], way: str) -> str:
 def lost(run: dict[str, Any], way: str) -> str:
     """Return the mean KL of sparse prompts, and that of the worst text."""
     return f"{run[way]['kl']:.4f} ({max(text[way]['kl'] for text in run['texts']):.4f})"
-
-
-def printed_table(rows: list[list[str]], columns: list[str]) -> str:
-    """Return some columns of a table that a command printed, as aligned text."""
-    kept = [[row[rows[0].index(name)] for name in columns] for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(*kept, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in kept]
-    return "\n".join(lines)
 
 
 # Checks.
