@@ -122,6 +122,10 @@ def test_every_kind_of_step_occurs(backend, asked):
     out, expected, batch = layer.step({"a": 1, "c": 1, "b": 1})
     assert batch.prompts is not None
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    layer.begin("e", 41)
+    layer.step({"e": 40})
+    assert layer.step({"e": 1})[2].plain, "the last token of a prompt is no decode step"
+    assert not layer.step({"e": 1})[2].plain
     layer.begin("d", 2)
     for counts in ({"a": 1, "c": 3}, {"c": 1, "d": 0}, {"d": 2, "a": 4}):  # recomputed after a preemption; padding
         out, expected, _ = layer.step(counts)
