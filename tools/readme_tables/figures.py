@@ -49,8 +49,8 @@ def overview(results: pathlib.Path) -> Figure:
     run, timed = load(results, "qwen/english"), stored(results, "answers")
     lengths = [row["n"] for row in timed["rows"]]
     for way, (label, colour, style) in WAYS.items():
-        taken = [sum(waits(row)[way]) for row in timed["rows"]]
-        left.plot(lengths, taken, label=label, color=colour, linestyle=style, marker="o", linewidth=2)
+        taken = [(row["n"], sum(waits(row)[way])) for row in timed["rows"] if way in waits(row)]
+        left.plot(*zip(*taken, strict=True), label=label, color=colour, linestyle=style, marker="o", linewidth=2)
     _finish(left, "tokens of the document", "seconds")
     _ticks(left, {n: f"{n // 1024}K" for n in lengths}, (10, 20, 50, 100, 200, 500))
     left.set_title(
@@ -60,8 +60,8 @@ def overview(results: pathlib.Path) -> Figure:
         place, marker = ([100 * step_share(run, method)], [value(run, method, "kl")]), "D" if method == OURS else "o"
         right.plot(*place, label=label, color=colour, marker=marker, linestyle="", markersize=8)
     _finish(right, "bytes requested by a layer's step, % of dense attention's", "KL from dense, nats")
-    right.set(xlim=(1.5, 32), ylim=(0.006, 0.15))
-    _ticks(right, {n: str(n) for n in (2, 5, 10, 20)}, (0.02, 0.05, 0.1))
+    right.set(xlim=(1.5, 80), ylim=(0.004, 0.5))
+    _ticks(right, {n: str(n) for n in (2, 5, 10, 20, 50)}, (0.01, 0.02, 0.05, 0.1, 0.2))
     of = f"{run.config['context']:,} tokens, {100 * run.config['budgets'][0]:g} % selected"
     right.set_title(f"{NAMES[run.config['model']]}, English, {of}", fontsize=9)
     for axes in (left, right):
