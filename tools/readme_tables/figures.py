@@ -76,7 +76,7 @@ def lengths(results: pathlib.Path) -> Figure:
     for axes, name in zip(panels, MODELS, strict=True):
         run = stored(results, name)
         rows: list[dict[str, Any]] = run["rows"]
-        found = {line["method"]: line["by_length"] for line in reach(rows)}
+        found = reach(rows)
         for method, (label, colour, style) in REACHES.items():
             places = sorted((n, kl(own)) for n, own in found.get(method, {}).items())
             if places:

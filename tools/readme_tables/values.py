@@ -1,6 +1,5 @@
 """Functions of the templates in `tables.toml`: what is read from stored results, and how it is written."""
 
-import math
 import pathlib
 import re
 import tomllib
@@ -34,7 +33,7 @@ def functions(results: pathlib.Path) -> dict[str, Any]:
     """Return what templates may call, by name."""
     found = {"load": partial(load, results), "stored": partial(stored, results), "cost": partial(cost, results)}
     named = [at, both, built_for, by_kl, change, comparisons, lost, machine, mean, other_families, percent, printed]
-    named += [protocol, reach, rounds, signed_percent, step_share, value, waits, whole, zip]
+    named += [protocol, rounds, signed_percent, step_share, value, waits, whole, zip]
     return found | {"ours": OURS, "PAPER": PAPER, "NAMES": NAMES} | {one.__name__: one for one in named}
 
 
@@ -204,18 +203,9 @@ def kl(rows: Iterable[dict[str, Any]]) -> float:
     return sum(found) / len(found)
 
 
-def reach(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a line for each method: its name, what its hasher was made from, and by length its rows and their text."""
+def reach(rows: list[dict[str, Any]]) -> dict[str, dict[int, list[dict[str, Any]]]]:
+    """Return the rows of each method by length."""
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for row in rows:
         found.setdefault(row["method"], {}).setdefault(row["length"], []).append(row)
-    lines = []
-    for method, by_length in found.items():
-        folder, _, name = method.rpartition("/")
-        context, _, moved = folder.partition("-")
-        made = f"{int(context):,} tokens, {'at offsets' if moved else 'at 0'}" if context.isdigit() else ""
-        made = made or ("as `examples/ask.py` makes it" if folder else "")  # from runs/ask/MODEL
-        excess = {n: math.exp(sum(r["nll"] - r["dense"] for r in own) / len(own)) - 1 for n, own in by_length.items()}
-        cells = {n: f"{kl(own):.4f} ({100 * excess[n]:+.1f} %)" for n, own in by_length.items()}
-        lines.append({"method": method, "name": name, "made": made, "by_length": by_length, "cells": cells})
-    return lines
+    return found
