@@ -9,7 +9,7 @@ from hashtrain import Hasher
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import capture, capturing, run_context
-from hashtrain.data.offsets import offset, reach_of
+from hashtrain.data.offsets import PIECES, offset, places, reach_of
 from hashtrain.evaluation.cost import Steps
 from hashtrain.models import text_decoder
 from hashtrain_runs import command
@@ -93,7 +93,7 @@ def test_a_moved_context_has_the_same_attention_and_other_keys(kind):
     model = tiny(kind.split()[0], **ROTATED[kind])
     ids = torch.arange(CONTEXT)
     here, _ = run_context(model, ids, torch.float32)
-    there, _ = run_context(model, ids, torch.float32, first=700)
+    there, _ = run_context(model, ids, torch.float32, where=ids + 700)
     for layer in range(2):
         q, k, moved_q, moved_k = (x[f"{name}.{layer}"][0] for x in (here, there) for name in ("q", "k"))
         k, moved_k = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, moved_k))
@@ -105,10 +105,13 @@ def test_a_moved_context_has_the_same_attention_and_other_keys(kind):
 def test_a_longrope_context_has_the_rotation_of_a_text_that_ends_there():
     factors = {"long_factor": [4.0] * 16, "short_factor": [1.0] * 16, "original_max_position_embeddings": 128}
     model = tiny("Llama", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, **factors})
-    ids = torch.arange(CONTEXT) % 97
+    ids = torch.arange(CONTEXT)
     assert reach_of(model.config, CONTEXT) == REACH
     whole = torch.cat([torch.zeros(400, dtype=torch.long), ids])
-    moved, long = run_context(model, ids, torch.float32, first=400)[0], run_context(model, whole, torch.float32)[0]
+    moved, long = (
+        run_context(model, ids, torch.float32, where=ids + 400)[0],
+        run_context(model, whole, torch.float32)[0],
+    )
     torch.testing.assert_close(moved["k.0"], long["k.0"][:, :, 400:], atol=1e-5, rtol=1e-4)
 
 
@@ -129,20 +132,45 @@ def test_a_few_contexts_cover_the_reach(count):
     assert max(b - a for a, b in itertools.pairwise(found)) <= 2 * room / (count - 1) + 1
 
 
-def test_stored_contexts_are_at_their_offsets(model, tmp_path):
-    """Fails if the offset is dropped on the way to the model."""
-    ids = [torch.arange(CONTEXT), torch.arange(CONTEXT)]
+def test_training_contexts_are_whole_and_torn_in_turn():
+    """The whole ones are at the same offsets as without torn ones; pieces lie apart over all of the reach."""
+    whole = [places(number, CONTEXT, REACH, torn=False) for number in range(3)]
+    found = [places(number, CONTEXT, REACH, torn=True) for number in range(6)]
+    assert all(torch.equal(*pair) for pair in zip(whole, found[::2], strict=True))
+    for at in found[1::2]:
+        assert (at[0], at[-1]) == (0, REACH - 1)
+        assert (at.diff() > 1).sum() == PIECES - 1
+        assert at.diff().min() == 1
+    assert not torch.equal(found[1], found[3])
+    assert torch.equal(places(1, CONTEXT, CONTEXT, torn=True), torch.arange(CONTEXT))
+
+
+def test_the_pieces_of_a_torn_context_see_each_other_from_afar(model):
+    """Keys are those of a text with these tokens at these places; the last token still depends on the first."""
+    ids, at = torch.arange(CONTEXT), places(1, CONTEXT, REACH, torn=True)
+    text = torch.zeros(REACH, dtype=torch.long).scatter(0, at, ids)
+    found, long = run_context(model, ids, torch.float32, where=at)[0], run_context(model, text, torch.float32)[0]
+    torch.testing.assert_close(found["k.0"], long["k.0"][:, :, at], atol=1e-5, rtol=1e-4)
+    ids[0] = 90
+    other, _ = run_context(model, ids, torch.float32, where=at)
+    assert (found["v.1"][:, :, -1] - other["v.1"][:, :, -1]).abs().max() > 1e-6
+
+
+def test_stored_contexts_are_at_their_places(model, tmp_path):
+    """Fails if the positions are dropped on the way to the model."""
+    ids = [torch.arange(CONTEXT)] * 3
     stored = capture(model, ids, tmp_path, dtype=torch.float32, reach=REACH)
-    for number, first in enumerate((0, REACH - CONTEXT)):
-        wanted, _ = run_context(model, ids[number], torch.float32, first=first)
-        assert torch.equal(stored.keys(number, 1)[0], wanted["k.1"])
-    assert not torch.equal(stored.keys(0, 1)[0], stored.keys(1, 1)[0])
+    found = [stored.keys(number, 1)[0] for number in range(3)]
+    for number, k in enumerate(found):
+        wanted, _ = run_context(model, ids[number], torch.float32, where=places(number, CONTEXT, REACH, torn=True))
+        assert torch.equal(k, wanted["k.1"])
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(found, 2))
 
 
 def test_steps_at_an_offset_cost_the_same(model):
     """Dense and sparse: a step's rows must be moved with their context."""
     ids, rows = torch.arange(CONTEXT), torch.tensor([40, 63])
-    here, there = Steps(model, ids, rows), Steps(model, ids, rows, 700)
+    here, there = Steps(model, ids, rows), Steps(model, ids, rows, ids + 700)
     torch.testing.assert_close(here.dense, there.dense, atol=1e-4, rtol=1e-4)
 
 

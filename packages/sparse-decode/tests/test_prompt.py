@@ -9,7 +9,7 @@ from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, attach, dense, sums
 from sparse_decode import prompt as prompts_of_models
-from sparse_decode.caches import cache_encoder
+from sparse_decode.caches import cache_encoder, growing
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.cpu import bfloat_lanes, granule_kernels
@@ -141,6 +141,18 @@ def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
     rows.clear()
     generate(model, ids, mask, new_tokens=2)
     assert rows == [40, 1]
+
+
+def test_a_prompt_in_chunks_leaves_no_more_room_than_one_at_once(monkeypatch):
+    """Growing by an eighth, a cache of 32,768 tokens would take up to an eighth more memory, and copies of itself."""
+    model, rooms = tiny_model(max_position_embeddings=4096), []
+    monkeypatch.setattr(prompts_of_models, "CHUNK", 700)
+    buffer = growing.GrowingBuffer
+    made = buffer._room
+    monkeypatch.setattr(buffer, "_room", lambda self, like, n, kind: (rooms.append(n), made(self, like, n, kind))[1])
+    with attach(model):
+        model.generate(torch.randint(5, 90, (1, 2000)), max_new_tokens=8, do_sample=False)
+    assert rooms == [2008] * 2 * model.config.num_hidden_layers
 
 
 def planted(n, rows, starts, fraction, seed):

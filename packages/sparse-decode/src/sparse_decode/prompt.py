@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from sparse_decode.caches.buffer import coming
 from sparse_decode.cpu.bfloat_lanes import supported
 from sparse_decode.dense import PROMPT_FRACTION
 from sparse_decode.model import Attention
@@ -41,7 +42,12 @@ def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
         if text and input_ids.is_cpu and input_ids.shape[1] > CHUNK and generation_config.prefill_chunk_size is None:
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = CHUNK
-        return getattr(kind, _PREFILL)(own(), input_ids, generation_config, model_kwargs, *args, **how)
+        tokens = input_ids.shape[1]  # and those of the answer, unless they may be very many
+        before = coming.set(min(generation_config.max_length or tokens, tokens + tokens // 8) if text else 0)
+        try:
+            return getattr(kind, _PREFILL)(own(), input_ids, generation_config, model_kwargs, *args, **how)
+        finally:
+            coming.reset(before)
 
     def undo() -> None:
         if vars(model).get(_PREFILL) is prefill:

@@ -22,7 +22,7 @@ from transformers.integrations import sdpa_attention
 from hashtrain.config import ModelShape
 from hashtrain.data.captured import KEY, STRIDE, stride
 from hashtrain.data.captured import Capture as Capture
-from hashtrain.data.offsets import offset, positions
+from hashtrain.data.offsets import places, positions
 from hashtrain.device import finish as wait_for
 from hashtrain.device import to_host
 from hashtrain.files.atomic import save_tensors
@@ -72,12 +72,12 @@ def capturing(model: PreTrainedModel, hook: Hook) -> Generator[None]:
         _hook.reset(token)
 
 
-def observe(model: PreTrainedModel, ids: Tensor, hook: Hook, first: int = 0) -> None:
+def observe(model: PreTrainedModel, ids: Tensor, hook: Hook, where: Tensor | None = None) -> None:
     """Run one context, ids int64 [T], without gradients, inside `capturing`.
 
-    Args: first: position of the first token (`hashtrain.data.offsets`).
+    Args: where: each token's position, int64 [T] (`hashtrain.data.offsets`); None: from 0 on.
     """
-    moved = positions(model, len(ids), first)
+    moved = positions(model, where)
     with torch.inference_mode(), capturing(model, hook):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1, **moved)
 
@@ -98,13 +98,15 @@ def capture(
 ) -> Capture:
     """Run the model over token contexts (int64 [T] each) and store q, k and v of every layer below `folder` as `dtype`.
 
-    Args: reach: contexts are spread over positions 0 to reach - 1 (`hashtrain.data.offsets`); None: all begin at 0.
+    Args: reach: contexts are spread over positions 0 to reach - 1, as those of training (`hashtrain.data.offsets`);
+        None: all begin at 0.
     Raises: OSError, before anything is written, if the disk is too small.
     """
     stored, shape = Capture(folder, len(contexts)), ModelShape.of(model.config)
     require_disk(folder, sum(context_bytes(shape, len(ids), dtype) for ids in contexts))
     for number, ids in enumerate(contexts):
-        capture_one(model, ids, stored.file(number), "", dtype, first=offset(number, len(ids), reach))
+        where = places(number, len(ids), reach, torn=True)
+        capture_one(model, ids, stored.file(number), "", dtype, where=where)
     return stored
 
 
@@ -115,13 +117,13 @@ def capture_one(
     key: str = "",
     dtype: torch.dtype = torch.bfloat16,
     whole: bool = True,
-    first: int = 0,
+    where: Tensor | None = None,
 ) -> None:
     """Store q, k and v of one context, int64 [T]; if it is not kept `whole`, only its keys and every `stride`-th query.
 
-    Args: key: `context_key` of all this; first: position of the first token.
+    Args: key: `context_key` of all this; where: each token's position, int64 [T]; None: from 0 on.
     """
-    tensors, scalings = run_context(model, ids, dtype, whole, first=first)
+    tensors, scalings = run_context(model, ids, dtype, whole, where=where)
     save_tensors(tensors, path, metadata={**scalings, KEY: key})
 
 
@@ -130,7 +132,7 @@ def context_key(
     ids: Tensor,
     device: str,
     whole: bool = True,
-    first: int = 0,
+    where: Tensor | None = None,
 ) -> str:
     """Return a digest of everything that decides the bits of one context's file.
 
@@ -138,8 +140,9 @@ def context_key(
     `weights_hash(model)`. Devices and versions of torch round differently.
     """
     versions = [torch.__version__, transformers.__version__]
-    sha = hashlib.sha256(json.dumps([weights, device, first, whole, *versions]).encode())
-    sha.update(ids.contiguous().numpy().tobytes())
+    sha = hashlib.sha256(json.dumps([weights, device, whole, *versions]).encode())
+    for numbers in (ids, torch.arange(len(ids)) if where is None else where):
+        sha.update(numbers.contiguous().numpy().tobytes())
     return sha.hexdigest()[:32]
 
 
@@ -158,13 +161,13 @@ def run_context(
     ids: Tensor,
     dtype: torch.dtype = torch.bfloat16,
     whole: bool = True,
-    first: int = 0,
+    where: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Run one context; return its tensors, and the file's header.
 
     Args:
         whole: whether to keep all queries, and the values. The host waits for the device once, at the end.
-        first: position of the first token.
+        where: each token's position, int64 [T]; None: from 0 on.
     """
     device, tensors, header = model.device, dict[str, Tensor](), {STRIDE: str(1 if whole else stride(len(ids)))}
 
@@ -173,7 +176,7 @@ def run_context(
         tensors.update({f"{name}.{layer}": to_host(x.to(dtype).contiguous()) for name, x in found.items()})
         header[f"scaling.{layer}"] = repr(scaling)
 
-    observe(model, ids, keep, first)
+    observe(model, ids, keep, where)
     wait_for(device)
     return tensors, header
 

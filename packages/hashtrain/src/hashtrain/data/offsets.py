@@ -1,12 +1,17 @@
-"""Offsets: at which positions contexts are captured, so that a hash serves longer contexts than it was made from.
+"""Positions at which contexts are captured, so that a hash serves longer contexts than it was made from.
 
 Keys and queries after RoPE depend on their positions, and a hash knows only what it has seen: made from contexts at
 positions 0 to 4,095, it finds less than random hashing at 8,192. Rotary attention depends on differences of positions
-alone. A context whose first token is at another position therefore has the same attention, and other keys.
+alone. A context whose first token is at another position therefore has the same attention, and other keys. Made from
+distances below 8,192 alone, a trained hash is no better at 32,768 than before training; so tokens must also be as far
+apart as they will be.
 
 1. The reach is the longest context that a hash is made for.
-2. Context n begins at `offset(n, tokens, reach)`: the first at 0, the second as late as fits, each later one in the
-   middle of a widest gap. So the first few contexts, which starts and calibration read, cover the reach as all do.
+2. Held-out contexts are whole. Context n begins at `offset(n, tokens, reach)`: the first at 0, the second as late as
+   fits, each later one in the middle of a widest gap. So the first few contexts, which starts and calibration read,
+   cover the reach as all do.
+3. Of training contexts every second one is whole, at these offsets. The others are torn into `PIECES`, which lie apart
+   over all of the reach (docs/log.md, 2026-11-27).
 """
 
 import inspect
@@ -15,6 +20,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+PIECES = 8
+"""Parts that a torn context has."""
 
 
 def offset(number: int, tokens: int, reach: int | None) -> int:
@@ -27,16 +35,33 @@ def offset(number: int, tokens: int, reach: int | None) -> int:
     return room * mirrored >> digits.bit_length()
 
 
-def positions(model: PreTrainedModel, tokens: int, first: int) -> dict[str, Tensor]:
-    """Return what lets a model run `tokens` tokens from position `first` on: int64 `position_ids` [1, T]; {} for 0.
+def places(number: int, tokens: int, reach: int | None, torn: bool) -> Tensor:
+    """Return the position of each token of context `number`, ascending: int64 [tokens].
+
+    Args: torn: whether every second context, from the second on, is torn; the number of a whole one is then halved.
+    """
+    at, room = torch.arange(tokens, device="cpu"), max(0, (reach or 0) - tokens)
+    if not torn or number % 2 == 0:
+        return at + offset(number // 2 if torn else number, tokens, reach)
+    draw = torch.Generator("cpu").manual_seed(number)
+    uneven, gaps = torch.rand(2, PIECES - 1, generator=draw, dtype=torch.float64, device="cpu")
+    cuts = (torch.arange(1, PIECES, device="cpu") + uneven - 0.5) * tokens / PIECES
+    shifts = torch.cat([torch.zeros(1), gaps.cumsum(0) / gaps.sum() * room]).round().long()
+    return at + shifts[(at[:, None] >= cuts).sum(1)]
+
+
+def positions(model: PreTrainedModel, where: Tensor | None) -> dict[str, Tensor]:
+    """Return the arguments that let a model run tokens at these positions, int64 [T]; {} for None and 0, 1, 2, ...
 
     Raises: ValueError if the model takes no positions.
     """
-    if not first:
+    if where is None or where[-1] == len(where) - 1:
         return {}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no positions, expected a model with RoPE; leave --reach out")
-    return {"position_ids": torch.arange(first, first + tokens, device=model.device)[None]}
+    found = where[None].to(model.device)
+    # Without a mask, transformers takes positions with gaps for several sequences, which do not see each other.
+    return {"position_ids": found, "attention_mask": torch.ones_like(found)}
 
 
 def beyond(tokens: int, reach: int) -> str:

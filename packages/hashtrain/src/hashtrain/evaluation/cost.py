@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hashtrain.data.capture import capturing
-from hashtrain.data.offsets import offset
+from hashtrain.data.offsets import places
 from hashtrain.data.offsets import positions as moved_to
 from hashtrain.evaluation.remainder import FRACTIONS, attend, grouped_product
 from hashtrain.hasher import Hasher
@@ -43,18 +43,18 @@ class Steps:
     Args:
         model: a causal LM whose layers all have full attention.
         ids: the context, int64 [T]; positions: int64 [R], the tokens of it to decode.
-        first: position of its first token (`hashtrain.data.offsets`).
+        where: position of each of its tokens, int64 [T] (`hashtrain.data.offsets`); None: from 0 on.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: PreTrainedModel, ids: Tensor, positions: Tensor, first: int = 0):
+    def __init__(self, model: PreTrainedModel, ids: Tensor, positions: Tensor, where: Tensor | None = None):
         self.model: Any = model
         device = model.device
         self.ids: Tensor = ids.to(device)
         self.positions: Tensor = positions.to(device)
         self._cache = DynamicCache(config=model.config)
-        self.first: int = first
-        moved = moved_to(model, len(ids), first)
+        moved = moved_to(model, where)
+        self.where: Tensor = self.positions if where is None else where.to(device)[self.positions]
         self.model(self.ids[None], past_key_values=self._cache, logits_to_keep=1, **moved)
         self._context = len(ids)
         self._attended: dict[int, Tensor] = {}
@@ -76,7 +76,7 @@ class Steps:
         with capturing(self.model, attend_layer):
             logits = self.model(
                 self.ids[None, self.positions],
-                position_ids=self.first + self.positions[None],
+                position_ids=self.where[None],
                 past_key_values=self._cache,
             ).logits
         self._cache.crop(-len(self.positions))
@@ -107,12 +107,12 @@ class Steps:
 def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int, reach: int | None = None) -> list[Steps]:
     """Draw steps from the last three quarters of the first `STEP_CONTEXTS` contexts, int64 [T] each.
 
-    Args: reach: contexts are spread over positions 0 to reach - 1; None: all begin at 0.
+    Args: reach: contexts are spread over positions 0 to reach - 1, as those of training; None: all begin at 0.
     """
     draw, found = torch.Generator().manual_seed(seed), []
     for number, ids in enumerate(contexts[:STEP_CONTEXTS]):
         rows = torch.randint(len(ids) // 4, len(ids), (ROWS,), generator=draw)
-        found.append(Steps(model, ids, rows, offset(number, len(ids), reach)))
+        found.append(Steps(model, ids, rows, places(number, len(ids), reach, torn=True)))
     return found
 
 

@@ -71,7 +71,8 @@ def prepare(command: TrainCommand) -> Prepared:
     whole = {"train": MAX_CONTEXTS, "held": len(texts["held"])}
     weights, work = weights_hash(model), command.out / ".work"
     train, validation = (
-        Source(name, work / name, ids, whole[name], shape, weights, device, reach) for name, ids in texts.items()
+        Source(name, work / name, ids, whole[name], shape, weights, device, reach, name == "train")
+        for name, ids in texts.items()
     )
     held = validation.bytes(range(len(texts["held"])))
     always = held + train.bytes(range(min(MAX_CONTEXTS, len(texts["train"]))))
@@ -83,7 +84,7 @@ def prepare(command: TrainCommand) -> Prepared:
     identity = hashlib.sha256()
     for source in (train, validation):
         for number, ids in enumerate(source.contexts):
-            identity.update(context_key(weights, ids, device[:4], first=source.first(number)).encode())
+            identity.update(context_key(weights, ids, device[:4], where=source.places(number)).encode())
     checked = command, model.config, shape, reach, train, validation
     return Prepared(*checked, parts, disk, device, adapter_of(model), identity.hexdigest())
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hashtrain.config import ModelShape
 from hashtrain.data.capture import capture_one, context_bytes, context_key
 from hashtrain.data.captured import Capture
-from hashtrain.data.offsets import offset
+from hashtrain.data.offsets import places
 from hashtrain.device import here
 from hashtrain.models import load_config, load_model
 from hashtrain.run.recipes import Recipe
@@ -49,10 +49,12 @@ class Source:
     device: str
     reach: int | None = None
     """Contexts are spread over positions 0 to reach - 1; None: all begin at 0."""
+    torn: bool = False
+    """Whether every second one is torn (`hashtrain.data.offsets`), as those of training are."""
 
-    def first(self, number: int) -> int:
-        """Return the position of the first token of a context."""
-        return offset(number, len(self.contexts[number]), self.reach)
+    def places(self, number: int) -> Tensor:
+        """Return the position of each token of a context."""
+        return places(number, len(self.contexts[number]), self.reach, self.torn)
 
     @property
     def stored(self) -> Capture:
@@ -61,8 +63,8 @@ class Source:
 
     def key(self, number: int) -> str:
         """Return what identifies the capture of a context."""
-        how = {"whole": number < self.whole, "first": self.first(number)}
-        return context_key(self.weights, self.contexts[number], self.device[:4], **how)
+        whole = number < self.whole
+        return context_key(self.weights, self.contexts[number], self.device[:4], whole, self.places(number))
 
     def bytes(self, numbers: Iterable[int]) -> int:
         """Return the bytes that captures of these contexts take."""
@@ -116,7 +118,7 @@ class _Job:
     key: str
     name: str
     whole: bool
-    first: int
+    where: Tensor
 
 
 @functools.lru_cache(maxsize=1)
@@ -141,7 +143,7 @@ def make_all(
     processes, which share one copy of the model. On CUDA each process has its own device and its own copy.
     """
     jobs = [
-        _Job(model, of.device, of.contexts[n], of.stored.file(n), of.key(n), of.name, n < of.whole, of.first(n))
+        _Job(model, of.device, of.contexts[n], of.stored.file(n), of.key(n), of.name, n < of.whole, of.places(n))
         for of, numbers in lots
         for n in numbers
     ]
@@ -163,7 +165,7 @@ def make_all(
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:
     own = model or loaded(job.model, str(here(job.device)))[0]
-    capture_one(own, job.ids, job.path, job.key, whole=job.whole, first=job.first)
+    capture_one(own, job.ids, job.path, job.key, whole=job.whole, where=job.where)
     report(f"capture {job.name} q and k", 1)
 
 

@@ -1,6 +1,7 @@
 """A tensor that grows along its token dimension without copying earlier tokens at each step."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from sparse_decode.caches.huge_pages import in_huge_pages
 from sparse_decode.modes import ordinary_tensors
 
 _SLACK = 64  # rows, or an eighth of the tokens: growing then copies each row eight times on average
+coming: ContextVar[int] = ContextVar("sparse_decode_coming", default=0)
+"""Number of tokens that the sequence being run is known to get: room for all of them is made at once."""
 
 
 class GrowingBuffer:
@@ -92,7 +95,8 @@ class GrowingBuffer:
             )
         kind = rows.dtype if data is None else torch.promote_types(data.dtype, rows.dtype)
         if data is None or not self._own or end > data.shape[2] or kind != data.dtype:
-            grown = self._room(rows, end + max(_SLACK, end // 8), kind)
+            spare = max(_SLACK, end // 8 if end > coming.get() else coming.get() - end)
+            grown = self._room(rows, end + spare, kind)
             if data is not None:
                 self.wait()
                 grown[:, :, : self.length] = self.view()
