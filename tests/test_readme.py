@@ -2,8 +2,10 @@
 installed by a name that others own."""
 
 import ast
+import dataclasses
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -12,6 +14,10 @@ import shlex
 import subprocess
 
 import pytest
+from hashtrain import HasherConfig
+from hashtrain.demo import demo_model_path
+from safetensors import safe_open
+from sparse_decode import Budget
 from sparse_decode.cli import main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -25,6 +31,31 @@ def blocks(text):
     assert "runs/demo/transform" in text
     text = text.replace("runs/demo", os.environ["README_HASHERS"])
     return {language: code for language, code in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)}
+
+
+def test_every_number_in_the_readme_is_stored_or_set_in_the_code():
+    """Tables come from stored runs (`update_readme.py --check`); a number in a sentence has its source here."""
+    text = (ROOT / "README.md").read_text()
+    sentences = re.sub(r"<!-- results:.*?<!-- end -->|^```.*?^```$|`[^`]*`|\]\([^)]*\)", "", text, flags=re.S | re.M)
+    numbers = set(re.findall(r"\d(?:[\d.,]*\d)?", sentences))
+    bits = {field.name: field.default for field in dataclasses.fields(HasherConfig)}["bits"]
+    with safe_open(next(demo_model_path().glob("*.safetensors")), "pt") as file:
+        parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    qwen = json.loads((ROOT / "docs" / "results" / "qwen.json").read_text())
+    head, longest = 64, qwen["english-32k"]["config"]["context"]
+    assert longest == 4 * qwen["training"]["context"]
+    assert numbers == {
+        f"{bits}",
+        f"{100 * Budget().fraction:g}",
+        f"{parameters / 1e6:.1f}",
+        f"{head}",
+        f"{100 * bits / 8 / (2 * head * 2):.0f}",  # of keys and values of two bytes each
+        f"{longest:,}",
+        "3.11",  # of Python, as CI installs it
+        "3.13",
+        "2508.19740",  # of arXiv
+        "2.0",  # of the licence
+    }
 
 
 @needs_hashers
