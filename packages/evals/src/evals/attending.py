@@ -2,11 +2,10 @@
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparse_decode import Budget
 from sparse_decode.attach import attach_rows
-from sparse_decode.budget import LayerBudget
 from transformers import PreTrainedModel
 
 from evals.methods import LoadedMethod, Sampling
@@ -37,7 +36,8 @@ def attending(
     """Use a method's attention inside the block.
 
     Args:
-        budget: tokens per row, including `always.sink` and `always.recent`; dense attention ignores it.
+        budget: tokens per row, including `always.sink` and `always.recent`; dense attention ignores it. A hasher's
+            shares divide a `Budget` among layers and heads, as in deployment, but not a `LayerBudget`.
         always: layers that stay dense, in addition to those that the method's hasher names.
         prompt: None makes every row sparse. Otherwise this many first rows are dense and all later ones sparse; see
             `LoadedMethod.selector_after`.
@@ -49,8 +49,7 @@ def attending(
     if isinstance(selector, Sampling):
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
-    # Not divided among layers and heads, so that all methods are measured alike.
-    budget = LayerBudget.like(budget, sink=always.sink, recent=always.recent)
+    budget = replace(budget, sink=always.sink, recent=always.recent)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
     with attach_rows(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder, prompt=always.prompt

@@ -10,7 +10,9 @@ from typing import Any, Literal, TypeGuard, cast
 Heads = Literal["kv", "query"]
 """One target and selection per KV head, or one per query head."""
 VARIANTS = ("lsh", "linear", "paper", "planes", "transform")
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+WITHOUT_REMAINDER = 3
+"""Hashers of this version load without their remainder, whose weight had other terms."""
 SINK = 1
 """Number of first tokens that every row reads by default. Heads with nothing to look up attend to the first token: a
 row that misses it loses most of its attention. More sinks cost more than they gain (docs/log.md, 2026-11-23)."""
@@ -207,7 +209,7 @@ class HasherConfig:
             yield f"head_shares must list {wanted}, got {heads!r}"
 
     def _size_problems(self) -> Iterator[str]:
-        if self.format_version != FORMAT_VERSION:
+        if self.format_version not in (WITHOUT_REMAINDER, FORMAT_VERSION):
             yield f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or retrain"
         if self.variant in ("group-xnor", "down-proj"):
             yield f"variant {self.variant} left in hashtrain 2.0; train another, such as planes"

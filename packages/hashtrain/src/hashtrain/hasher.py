@@ -7,8 +7,9 @@ the new one.
 
 import hashlib
 import json
+import logging
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -17,7 +18,7 @@ from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVa
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 
-from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.config import FORMAT_VERSION, WITHOUT_REMAINDER, HasherConfig, ModelShape
 from hashtrain.files.atomic import save_tensors, write_text
 from hashtrain.files.untrusted import first_line, inside, open_tensors, read_json_object
 from hashtrain.layers import BY_VARIANT, LayerHasher, shapes
@@ -27,6 +28,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ["config.json", "README.md", "hasher-*.safetensors"]
 _WEIGHTS = re.compile(r"hasher-[0-9a-f]{12}\.safetensors", re.ASCII)
 _REMEDY = "retrain the hasher"
+_log = logging.getLogger(__name__)
 
 
 def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerHasher:
@@ -159,7 +161,9 @@ class Hasher(nn.Module):
             raise ValueError(f"{path} is damaged: its content does not match its name; {_REMEDY}")
         if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise ValueError(f"{path} holds non-finite numbers in {broken[0]}; {_REMEDY}")
-        hasher = cls(config, seed=None)
+        if config.format_version == WITHOUT_REMAINDER:
+            _leave_remainder_out(folder, tensors)
+        hasher = cls(replace(config, format_version=FORMAT_VERSION), seed=None)
         try:
             hasher.load_state_dict(tensors)
         except ValueError as error:
@@ -189,10 +193,20 @@ def _check_header(path: Path, file: Any, config: HasherConfig) -> None:
     if len(names) != len(wanted):
         refuse(f"expected {len(wanted)} tensors, got {len(names)}")
     for name, size in wanted.items():
+        if config.format_version == WITHOUT_REMAINDER and name.endswith("remainder"):
+            size = size[0], size[1] + 1
         part = file.get_slice(name) if name in names else None
         found = None if part is None else (part.get_dtype(), *part.get_shape())
         if found != ("F32", *size):
             refuse(f"tensor {name} expected {('F32', *size)}, got {found}")
+
+
+def _leave_remainder_out(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Unset the remainders of a hasher of an older version, and say so."""
+    remainders = {name: x for name, x in tensors.items() if name.endswith("remainder")}
+    if any(x.any() for x in remainders.values()):
+        _log.warning("%s is of an older version: it is used without its remainder; train it again to have one", folder)
+    tensors.update({name: torch.zeros_like(x[:, 1:]) for name, x in remainders.items()})
 
 
 def _weights_name(tensors: dict[str, Tensor]) -> str:

@@ -6,6 +6,7 @@ It follows the equations of docs/algorithm.md and has no other source: intervals
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
+import math
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -54,20 +55,20 @@ class Rest:
     """The remainder of a query head: all tokens start..end-1 of a sequence as one (eq. 15 and 16)."""
 
     def __init__(self, x: Inputs, b: int, h: int, r: int, interval: tuple[int, int], fitted: Tensor):
-        """Args: fitted: the coefficients of the query head, [6] (`LayerHasher.remainder`)."""
+        """Args: fitted: the coefficients of the query head, [5] (`LayerHasher.remainder`)."""
         kv, (start, end) = h * x.k.shape[1] // x.q.shape[1], interval
         k, v = x.k[b, kv, start:end].double(), x.v[b, kv, start:end].double()
         self.visible: int = end - start
         self.mean_key: Tensor = k.mean(0)
         cov = (k - self.mean_key).T @ (v - v.mean(0)) / self.visible
-        self.value: Tensor = v.mean(0) + fitted[5].double() * x.scaling * x.q[b, h, r].double() @ cov
+        self.value: Tensor = v.mean(0) + fitted[4].double() * x.scaling * x.q[b, h, r].double() @ cov
         self._c = fitted.double()
 
     def log_weight(self, scaled_q: Tensor, mean: Tensor, total: Tensor, used: int) -> Tensor:
         """Return the log of the remainder's weight (eq. 15), given the selected logits' mean and log-sum-exp."""
-        c, sizes = self._c, torch.tensor([self.visible, used, self.visible - used], dtype=torch.float64).log()
-        typical = c[0] + c[1] * mean + c[2] * (scaled_q @ self.mean_key) + c[3] * sizes[0] + c[4] * sizes[1]
-        return torch.minimum(typical, total - sizes[1]) + sizes[2]
+        c, typical_selected = self._c, total - math.log(used)
+        typical = c[0] + c[1] * mean + c[2] * (scaled_q @ self.mean_key) + c[3] * typical_selected
+        return torch.minimum(typical, typical_selected) + math.log(self.visible - used)
 
 
 def step_reference(layer: "SparseLayer", x: Inputs, interval: Tensor) -> Tensor:

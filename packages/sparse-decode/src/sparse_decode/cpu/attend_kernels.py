@@ -136,11 +136,11 @@ def _weigh(v, places, kind, wide, weights, out):  # pragma: no cover - compiled
 @inner(fastmath={"reassoc", "contract", "nsz"})
 def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - compiled
     """Return the remainder's share of the softmax (eq. 15 and 16), given the selected weight exp(total)."""
-    (mean, total), (log_visible, log_used, log_rest) = known, sizes
+    (mean, total), (log_used, log_rest) = known, sizes
     product = np.float32(0)
     for i in range(len(query)):
         product += query[i] * mean_key[i]
-    typical = c[0] + c[1] * mean + c[2] * (product * scaling) + c[3] * log_visible + c[4] * log_used
+    typical = c[0] + c[1] * mean + c[2] * (product * scaling) + c[3] * (total - log_used)
     weight = min(typical, total - log_used) + log_rest
     return np.float32(1) / (np.float32(1) + np.float32(math.exp(total - weight)))
 
@@ -163,7 +163,7 @@ def _attend(
     # 4. the remainder
     left = visible - used
     if len(coefficients) and left > 0:
-        sizes = np.float32(math.log(visible)), np.float32(math.log(used)), np.float32(math.log(left))
+        sizes = np.float32(math.log(used)), np.float32(math.log(left))
         for g in range(heads):
             share = _share(coefficients[g], (stats[0, g], stats[1, g]), q[g], mean_key, scaling, sizes)
             line, value = out[g], rest[g]
@@ -181,7 +181,7 @@ def attend_task(
 
     Keys and values of the head are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and
     v_at are (_, _, stride of a token, _, _). With a table, the page table of the row, they are (stride of a page, _,
-    stride of a token, _, tokens per page). Without coefficients [G, 5] there is no remainder.
+    stride of a token, _, tokens per page). Without coefficients [G, 4] there is no remainder.
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
