@@ -257,19 +257,6 @@ def test_the_mean_excludes_dense_layers():
     assert len(found) == 1 + 2 + 4
 
 
-def test_a_run_stores_rows_and_resumes(iou_command, monkeypatch):
-    command = iou_command(methods=("oracle", "lsh", "planes"))
-    found = iou.run(command, Console(quiet=True))
-    row = found.one(method="lsh", metric="iou", heads="kv_head", layer=1, head=0)
-    samples = [json.loads((command.out / "samples" / f"{i:04d}.json").read_text()) for i in range(3)]
-    cells = [next(c for c in s["cells"] if (c["method"], c["heads"]) == ("lsh", "kv_head")) for s in samples]
-    assert row.value == pytest.approx(np.mean([cell["iou"][1][0] for cell in cells]))
-    assert 0 < row.low <= row.value <= row.high < 1
-    assert 0.08 < row.density <= 0.1
-    monkeypatch.setattr(iou, "measure", None)
-    assert iou.run(command, Console(quiet=True)) == found
-
-
 # Timings
 
 TINY = {"contexts": (96,), "repeats": 2, "steps": 2, "warmup": 1, "hidden": 16, "bits": 32, "bandwidth": 10.0}

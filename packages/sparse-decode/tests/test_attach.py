@@ -116,13 +116,6 @@ def test_wrong_rows_and_unknown_arguments_are_named():
     assert hooks(model) == 0
 
 
-def test_attaching_twice_is_refused():
-    model = tiny_model()
-    with attach(model, S), pytest.raises(ValueError, match="already attached"):
-        attach(model, S)
-    attach(model, S).detach()
-
-
 def test_heads_divided_among_processes_are_refused(monkeypatch):
     class Part(torch.nn.Parameter):
         """A tensor of which each process has a part."""

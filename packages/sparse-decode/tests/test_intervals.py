@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_decode.intervals import causal, intervals_of, is_interval, mask_of_eager, mask_of_sdpa, visible
+from sparse_decode.intervals import Memo, causal, intervals_of, is_interval, mask_of_eager, mask_of_sdpa, visible
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -92,3 +92,17 @@ def test_masks_that_attention_cannot_use_are_refused():
         with pytest.raises(ValueError, match="must be for 3 rows and 8 keys"):
             intervals_of(narrow, 3, 8)
     assert torch.equal(intervals_of(shown[:, :, :1], 3, 8), torch.tensor([0, 8]).expand(1, 3, 2))
+
+
+def test_what_layers_share_is_found_once_a_step_even_if_its_numbers_change():
+    """A step begins anew at the same layer or an earlier one; another key or mask is another result."""
+    memo, mask, found = Memo(), torch.tensor([[[0, 9]]]), []
+
+    def of(layer, key="a", given=mask):
+        return memo.of(given, layer, key, lambda: found.append(given.sum().item()) or len(found))
+
+    assert [of(0), of(1), of(2, "b"), of(3)] == [1, 1, 2, 1]
+    mask += 1
+    assert [of(0), of(3)] == [3, 3]
+    assert [of(4, given=mask.clone()), of(5)] == [4, 5]
+    assert found == [9, 9, 11, 11, 11]
