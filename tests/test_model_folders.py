@@ -62,6 +62,7 @@ def configured(folder, **changes):
 COMMANDS = list(commands(pathlib.Path("m"), pathlib.Path("t")))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("known", [False, True])
 def test_no_code_of_a_model_runs_whatever_standard_input_says(name, known, model, copy, capsys, monkeypatch):
@@ -116,6 +117,7 @@ HARMLESS = {  # what transformers passes over
 }
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize(("name", "changes", "file"), [pytest.param(*x, id=x[0]) for x in MUTANTS])
 def test_a_broken_folder_is_one_sentence(name, changes, file, copy, model, capsys):
     if changes is not None:
@@ -184,6 +186,7 @@ def test_files_elsewhere_and_too_large_are_one_sentence(change, message, copy, m
     assert message in refused(main, words, capsys)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("kind", SPECIAL)

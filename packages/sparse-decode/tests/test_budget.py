@@ -68,11 +68,6 @@ def test_heads_count_as_budgets_of_their_own(visible, shares, fraction, most, be
         assert budget.most(n) >= max(budget.count_heads(n))
 
 
-def test_predictions_use_the_mean_over_heads():
-    assert LayerBudget(0.2, by_head=(1.0, 2.0)).mean_fraction == pytest.approx(0.3)
-    assert LayerBudget(0.8, by_head=(0.5, 1.5)).mean_fraction == pytest.approx(0.7)  # no head reads more than all
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5_000), min_size=1, max_size=8), FRACTIONS, st.integers(1, 50))
 def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible, fraction, least):

@@ -62,6 +62,7 @@ def logits(selector):
         return MODEL(ids[:, 38:39], past_key_values=cache).logits
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_selects_as_the_original(name, way):
@@ -101,6 +102,7 @@ def saved_cache(cache):
         return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", ["dynamic", "growing", "host", "static"])
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_cache])
 def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):

@@ -53,6 +53,7 @@ def check(model, hasher, layers, monkeypatch, ids, mask=None, new_tokens=6, **ho
     assert torch.equal(generate(model, ids, mask, new_tokens, **how), dense)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
 @pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "qwen3_next"])
 def test_hybrids_select_by_the_codes_of_their_keys(family, options, monkeypatch):

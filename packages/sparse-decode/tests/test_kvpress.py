@@ -62,6 +62,7 @@ def run(model, press):
     return torch.stack(logits), [layer.keys for layer in cache.layers]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kv", ["device", "host"])
 @pytest.mark.parametrize("name", PRESSES)
 def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, kv):

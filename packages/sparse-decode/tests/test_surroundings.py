@@ -85,6 +85,7 @@ def default_dtype(request):
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("variant", ["lsh", "paper", "planes", "transform", "oracle", "recent"])
 def test_the_default_dtype_changes_nothing(variant, default_dtype):
     model, (ids, mask) = tiny_model(), prompts()
