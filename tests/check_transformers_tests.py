@@ -147,25 +147,19 @@ def outcomes(tree: Path, family: str, rule: str, other: bool = False) -> dict[st
 def version_of(tree: Path) -> str:
     """Return the version of a checkout, or "no version"."""
     file = tree / "src" / "transformers" / "__init__.py"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    found = re.search(r"^__version__ = \"(.+)\"$", text, re.M)
+    found = re.search(r"^__version__ = \"(.+)\"$", file.read_text("utf-8") if file.is_file() else "", re.M)
     return found[1] if found else "no version"
 
 
 def require(tree: Path, families: list[str], other: bool) -> None:
     """Raise SystemExit with one sentence if tests are missing, or are of another version and this is not allowed."""
     installed, got = importlib.metadata.version("transformers"), version_of(tree)
-    wanted = [tree / "tests/generation/test_utils.py"]
-    wanted += [tree / f"tests/models/{family}/test_modeling_{family}.py" for family in families]
-    if missing := [path for path in wanted if not path.is_file()]:
+    wanted = [f"tests/models/{family}/test_modeling_{family}.py" for family in families]
+    lacks = [name for name in ("tests/generation/test_utils.py", *wanted) if not (tree / name).is_file()]
+    if lacks or (got != installed and not other):
         raise SystemExit(
-            f"expected {missing[0].relative_to(tree)} in {tree}, found none: a source distribution lacks these; "
-            f"give a checkout of transformers' tag v{installed}, or another one's with --other-version"
-        )
-    if not other and got != installed:
-        raise SystemExit(
-            f"expected a checkout of transformers {installed}, which is installed, got {got} in {tree}; check out its "
-            f"tag v{installed}, or give --other-version"
+            f"expected a checkout of transformers {installed} with {lacks[0] if lacks else 'its tests'}, got {got} in "
+            f"{tree}; check out the tag v{installed}, or give another one's with --other-version"
         )
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from hashtrain.files.atomic import write_text
 
 FUZZERS = {
-    "functions": ("fuzz_hashcore", "calls"),  # every function of hashcore against a short oracle
+    "functions": ("fuzz_hashcore", "calls"),  # every function of hashcore against its reference
     "index": ("fuzz_index", "searches"),  # BitIndex against a list of its rows
     "index-files": ("fuzz_index_files", "files"),  # damaged and forged files of BitIndex
     "cache": ("fuzz_cache", "steps"),  # operations on caches with codes, against plain ones

@@ -2,12 +2,13 @@
 
 import copy
 import pickle
+import uuid
 
-import fuzz_oracles
 import numpy as np
 from fuzz_arrays import codes, lay
+from fuzz_damage import folder
 from fuzz_places import somewhere
-from hashcore import BitIndex
+from hashcore import BitIndex, reference
 
 
 @somewhere
@@ -21,7 +22,7 @@ def case(rng: np.random.Generator) -> int:
         change(rng, index, known, dim, plain)
         if rng.random() < 0.3:  # from here on both change
             others.append((index, dict(known)))
-            index = [copy.copy, copy.deepcopy, pickled][rng.integers(3)](index)
+            index = [copy.copy, copy.deepcopy, pickled, read_back][rng.integers(4)](index)
             change(rng, *others[-1], dim, plain)
     for each, rows in [*others, (index, known)]:
         assert list(each) == list(rows)
@@ -30,6 +31,13 @@ def case(rng: np.random.Generator) -> int:
 
 def pickled(index):
     return pickle.loads(pickle.dumps(index))  # noqa: S301  what was pickled here
+
+
+def read_back(index):
+    """Save and load it: what is loaded lies in the file until it changes."""
+    path = folder() / f"{uuid.uuid4()}.index"
+    index.save(path)
+    return BitIndex.load(path)
 
 
 def change(rng, index, known, dim, plain):
@@ -58,18 +66,20 @@ def change(rng, index, known, dim, plain):
 def search(rng, index, known, dim, plain) -> int:
     """Search by codes, weighted planes, vectors, and exactly."""
     ids, x = np.array(list(known), np.int64), np.array(list(known.values())).reshape(len(known), dim)
-    keys, k = fuzz_oracles.pack(x), int(rng.integers(0, len(known) + 1))
+    keys = reference.pack(x) if known else np.empty((0, dim // 32), np.int32)
+    k = int(rng.integers(0, len(known) + 1))
     query = lay(rng, codes(rng, int(rng.integers(0, 4)), dim // 32), plain, any_order=False)
-    same(index.search(query, k), fuzz_oracles.search(query, keys, k), ids)
+    same(index.search(query, k), reference.search(query, keys, k), ids)
     w = lay(rng, rng.integers(-9, 10, (int(rng.integers(1, 4)), dim)).astype(np.float32), plain, any_order=True)
-    planes, weights = fuzz_oracles.planes(w, count := int(rng.integers(1, 9)))
-    expected = fuzz_oracles.search(planes, keys, k, weights)
+    planes, weights = reference.planes(w, count := int(rng.integers(1, 9)))
+    expected = reference.search(planes, keys, k, weights)
     same(index.search(w, k, planes=count), expected, ids)
     same(index.search(planes, k, weights=weights), expected, ids)
     chosen = rng.random(len(ids)) < rng.choice([0, 0.01, 0.5, 1])
     few = min(k, int(chosen.sum()))
-    expected = fuzz_oracles.search(planes, keys[chosen], few, weights)
-    given = {"ids": rng.permutation(ids[chosen])} if rng.random() < 0.5 else {"without": rng.permutation(ids[~chosen])}
+    expected = reference.search(planes, keys[chosen], few, weights)
+    name, which = ("ids", chosen) if rng.random() < 0.5 else ("without", ~chosen)
+    given = {name: which if rng.random() < 0.3 else rng.permutation(ids[which])}
     same(index.search(planes, few, weights=weights, **given), expected, ids[chosen])
     if index.keep:
         cosine, exact = bool(rng.random() < 0.5), w.astype(np.float64) @ x.T

@@ -15,18 +15,9 @@ MERGES += ["2 0", "2 4", "20 24", "' L", "L L", "'L L", "Ċ Ċ", "ĊĊ Ġ", "( y
 TOKENS = [*bytes_to_unicode().values()]
 TOKENS += ["Ġl", "Ġn", "Ġlo", "Ġlow", "er", "Ġlowest", "Ġnewer", "Ġwider", "01", ";}", ";}Ċ"]
 TOKENS += ["Ïĵ", "Ġ#", "##", *(merge.replace(" ", "") for merge in MERGES[10:]), "Ġxyz", "<s>", "</s>"]
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=len(TOKENS),
-    max_position_embeddings=128,
-    bos_token_id=len(TOKENS) - 2,
-    eos_token_id=len(TOKENS) - 1,
-)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": len(TOKENS), "max_position_embeddings": 128}
+CONFIG = LlamaConfig(**SIZES, bos_token_id=len(TOKENS) - 2, eos_token_id=len(TOKENS) - 1)
 NAMES = {
     **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
     **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
@@ -52,23 +43,16 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 def write(path, model, kind, rule="gpt-2"):
     """Write the model with weight matrices of this kind of GGML; return it with the weights that they stand for."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(CONFIG.num_hidden_layers)
-    writer.add_context_length(CONFIG.max_position_embeddings)
-    writer.add_embedding_length(CONFIG.hidden_size)
-    writer.add_feed_forward_length(CONFIG.intermediate_size)
-    writer.add_head_count(CONFIG.num_attention_heads)
-    writer.add_head_count_kv(CONFIG.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(CONFIG.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    if rule is not None:
-        writer.add_tokenizer_pre(rule)
-    writer.add_token_list(TOKENS)
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(CONFIG.bos_token_id)
-    writer.add_eos_token_id(CONFIG.eos_token_id)
-    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    said = {"block_count": CONFIG.num_hidden_layers, "context_length": CONFIG.max_position_embeddings}
+    said |= {"embedding_length": CONFIG.hidden_size, "feed_forward_length": CONFIG.intermediate_size}
+    said |= {"head_count": CONFIG.num_attention_heads, "head_count_kv": CONFIG.num_key_value_heads}
+    said |= {"layer_norm_rms_eps": CONFIG.rms_norm_eps, "rope_freq_base": 10000.0, "vocab_size": len(TOKENS)}
+    said |= {"tokenizer_model": "gpt2", "token_list": TOKENS, "token_merges": MERGES, "tokenizer_pre": rule}
+    said |= {"bos_token_id": CONFIG.bos_token_id, "eos_token_id": CONFIG.eos_token_id}
+    said["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for name, value in said.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for i in range(CONFIG.num_hidden_layers):
         names |= {f"model.layers.{i}.{ours}": f"blk.{i}.{theirs}" for ours, theirs in NAMES.items()}

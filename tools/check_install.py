@@ -27,7 +27,7 @@ QUICK = {
     "hashcore": ["test_index_file.py", "test_readme_code.py"],
     "hashtrain": ["test_loss_and_target.py", "test_hasher.py"],
     "sparse_decode": ["test_budget.py"],
-    "sparse_serve": ["test_settings.py"],
+    "sparse_serve": ["test_refusals.py"],
 }
 """Tests that run without --all: files that need no model and finish within seconds."""
 RUNNERS = ("hypothesis", "pytest", "pytest-xdist")

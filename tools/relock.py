@@ -8,6 +8,7 @@ uv.lock names the index in every entry, so it is not committed (docs/adr/0001-ho
 here runs in a temporary copy of the pyproject files: a failure or a kill leaves the checkout unchanged.
 """
 
+import argparse
 import collections
 import datetime
 import os
@@ -108,7 +109,7 @@ def check() -> str | None:
     return None
 
 
-def relock(date: str | None) -> None:
+def relock(date: datetime.date | None) -> None:
     """Resolve without constraints, check that the pins reproduce the same resolution, and write them."""
     project = CONSTRAINTS.sub("", (ROOT / "pyproject.toml").read_text())
     cutoff = CUTOFF.search(project)
@@ -125,21 +126,18 @@ def relock(date: str | None) -> None:
     replace(ROOT / "uv.lock", lock)
 
 
-def main(arguments: list[str]) -> int:
-    if arguments == ["--check"]:
-        drift = check()
-        print(drift or "the pins hold", file=sys.stderr)
-        return int(drift is not None)
-    try:
-        (date,) = arguments or [None]
-        if date is not None and datetime.date.fromisoformat(date).isoformat() != date:
-            raise ValueError
-    except ValueError:
-        print(f"expected nothing, --check or one date as YYYY-MM-DD, got {' '.join(arguments)}", file=sys.stderr)
-        return 2
-    relock(date)
-    return 0
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("date", nargs="?", type=datetime.date.fromisoformat, help="versions published before that day")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the pins have drifted")
+    given = parser.parse_args()
+    if not given.check:
+        relock(given.date)
+        return 0
+    drift = check()
+    print(drift or "the pins hold", file=sys.stderr)
+    return int(drift is not None)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

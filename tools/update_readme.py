@@ -9,7 +9,6 @@ between `<!-- results:NAME -->` and `<!-- end -->`; readme_tables/tables.toml de
 """
 
 import argparse
-import difflib
 import pathlib
 import re
 import sys
@@ -58,11 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     stale = [path for path in PAGES if texts[path] != fresh[path]]
     drawn = [name for name in FIGURES if is_stale(name)]
     if given.check:
-        for path in stale:
-            before, after = texts[path].splitlines(True), fresh[path].splitlines(True)
-            sys.stdout.writelines(difflib.unified_diff(before, after, str(path.relative_to(ROOT)), "fresh"))
-        for name in drawn:
-            print(f"{name}.png shows other results than those that are stored; run `uv run tools/update_readme.py`")
+        for name in [*(str(path.relative_to(ROOT)) for path in stale), *(f"{name}.png" for name in drawn)]:
+            print(f"{name} shows other results than those that are stored; run `uv run tools/update_readme.py`")
         return int(bool(stale or drawn))
     for path in stale:
         write_text(path, fresh[path])

@@ -40,13 +40,10 @@ run() { stage "$1" "$2" "$3" python3 "$here/run.py" "$1" --device "$DEV" --out "
 
 hashcore=packages/hashcore/tests sparse=packages/sparse-decode/tests
 pytest=(python3 -m pytest -q -p no:cacheprovider -W default -o addopts=--import-mode=importlib -m cuda --tb=short)
-[ "$DEV" = cuda ] || pytest+=(-p tests.no_gpu) # the first test of each function, on the CPU in its place
-of_gpu=("$hashcore"/test_cuda.py "$sparse"/test_on_gpu.py)
-
-[ "$DEV" = cpu ] || of_gpu+=(packages/evals/tests/test_tasks.py) # whole tasks: on the CPU, CI runs them
+of_gpu=("$hashcore"/test_cuda.py "$sparse"/test_on_gpu.py packages/evals/tests/test_tasks.py)
 
 run facts 40 5
-stage tests 150 20 "${pytest[@]}" -p pytest_lost_device -n "${WORKERS:-8}" --dist worksteal --max-worker-restart=30 \
+[ "$DEV" = cpu ] || stage tests 150 20 "${pytest[@]}" -p pytest_lost_device -n "${WORKERS:-8}" --dist worksteal --max-worker-restart=30 \
   --maxfail=40 --durations=5 --junitxml="$OUT/tests.xml" "${of_gpu[@]}" ${MORE_TESTS:-}
 run layer 130 25 ${SIZES:+--sizes $SIZES}
 run model 130 40

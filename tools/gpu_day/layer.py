@@ -1,4 +1,4 @@
-"""Attention of one layer of a decode step: dense, and ours as a whole and by kernel; then the search of the paper.
+"""Attention of one layer of a decode step: dense, and ours as a whole and by part; then the search of the paper.
 
 32 query heads, 8 KV heads of 128, bfloat16, 2 % selected, remainder, `transform` with random weights, random keys.
 Weights, keys and codes of a case differ from step to step and are larger than the L2 cache together.
@@ -132,15 +132,13 @@ def dense_us(stage: Stage, cases: list[Case]) -> dict[str, float]:
 
 
 def measure(stage: Stage, layer: Layer, batch: int, tokens: int) -> None:
-    """Write the rows `kernels` and `layer` of one size."""
+    """Write the row `layer` of one size."""
     steps = Steps(stage, layer, batch, tokens)
     parts = {"whole": steps.whole, "hash": steps.hash, "search": steps.search, "sums": steps.sums}
     row: dict[str, Any] = {"batch": batch, "tokens": tokens, "sets": steps.sets}
     for name, step in (parts | {"attend": steps.attend}).items():
         with stage.part(name, batch=batch, tokens=tokens):
             row[f"{name}_us"] = stage.graph_us(steps.each(step))
-    if stage.cuda:
-        stage.put("kernels", batch=batch, tokens=tokens, us=stage.kernels_us(steps.each(steps.whole)[:8]))
     row["eager_us"], row["host_us"] = stage.eager_us(steps.each(steps.whole) * max(1, 64 // steps.sets))
     dense = dense_us(stage, steps.cases)
     best = min(dense.values())
@@ -166,26 +164,9 @@ def paper(stage: Stage, tokens: int) -> None:
         stage.put("paper", rows=rows, tokens=tokens, **found)
 
 
-def same_as_dense(stage: Stage, tokens: int = 32768) -> None:
-    """Write a row `check`: with all tokens selected, our attention is dense attention."""
-    from sparse_decode import attend
-
-    shape = 1, KV_HEADS, tokens if stage.cuda else 600, DIM
-    k, v = (torch.randn(shape, device=stage.device, dtype=torch.bfloat16) for _ in range(2))
-    q = torch.randn(1, HEADS, 1, DIM, device=stage.device, dtype=torch.bfloat16)
-    every = torch.arange(shape[2], device=stage.device).expand(1, KV_HEADS, 1, -1).contiguous()
-    ours = attend(q, k, v, every, DIM**-0.5).float()
-    attention = torch.nn.functional.scaled_dot_product_attention
-    theirs = attention(q.float(), k.float(), v.float(), enable_gqa=True).transpose(1, 2)
-    off = ((ours - theirs).norm() / theirs.norm()).item()
-    stage.put("check", what=f"attention over all {shape[2]} tokens, relative difference from dense", value=off)
-
-
 def run(stage: Stage, sizes: tuple[tuple[int, int], ...] = ()) -> None:
     """Measure all sizes for which there is time, the most telling first."""
     layer = Layer(stage.device, 16 if stage.cuda else 1)  # 16: 60 MB
-    with stage.part("same as dense"):
-        same_as_dense(stage)
     for number, (batch, tokens) in enumerate(sizes or (SIZES if stage.cuda else SMALL)):
         if stage.left() < 8:
             stage.put("skipped", what=f"layer {batch} x {tokens}")

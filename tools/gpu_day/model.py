@@ -1,16 +1,10 @@
-"""Decode steps of a model of Qwen2.5-7B's shape with random weights, dense and sparse; training steps of a hasher."""
+"""Decode steps of a model of Qwen2.5-7B's shape with random weights, dense and sparse."""
 
 import contextlib
-import itertools
-import statistics
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import save_file
 from timing import Stage
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen2Config
@@ -22,7 +16,6 @@ HEADS = {"num_attention_heads": 28, "num_key_value_heads": 4}
 SMALL = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 128}
 SMALL_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 CONTEXTS = (1, 131072), (1, 32768), (8, 32768)
-TRAININGS = ("transform", 8192), ("planes", 8192), ("transform", 32768)
 
 
 class Room(DynamicLayer):
@@ -126,34 +119,8 @@ def agree(stage: Stage, model: PreTrainedModel, hasher: Any, tokens: int) -> Non
     stage.put("check", what=f"logits at {tokens} tokens, all selected, relative difference from dense", value=off)
 
 
-def train(stage: Stage, variant: str, tokens: int) -> None:
-    """Write a row `train`: the time and the memory of a training step of one layer."""
-    from hashtrain import HasherConfig, ModelShape, TrainConfig
-    from hashtrain.data.captured import Capture
-    from hashtrain.hasher import make_layer
-    from hashtrain.training.trainer import Training
-
-    config = HasherConfig(variant, ModelShape(1, 32, 8, 128), bits=128, hidden=128)
-    layer, how = make_layer(config, 0, 0).to(stage.device), TrainConfig(steps=24 if stage.cuda else 3)
-    k, q = (torch.randn(1, heads, tokens, 128).bfloat16() for heads in (8, 32))
-    times: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        data = Capture(Path(folder), 1)
-        save_file({"k.0": k, "q.0": q}, data.file(0), {"scaling.0": str(128**-0.5)})
-        training = Training(layer, 0, data, how)
-        if stage.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        training.run(lambda *_: times.append(time.perf_counter()))
-    gaps = [b - a for a, b in itertools.pairwise(times[1:])]
-    peak = torch.cuda.max_memory_allocated() / 1e9 if stage.cuda else 0.0
-    stage.put("train", variant=variant, tokens=tokens, step_ms=statistics.median(gaps) * 1e3, peak_gb=peak)
-
-
 def run(stage: Stage) -> None:
-    """Measure all contexts for which there is time, then training."""
-    for variant, tokens in TRAININGS if stage.cuda else (("transform", 600),):
-        with stage.part("train", variant=variant, tokens=tokens):
-            train(stage, variant, tokens)
+    """Measure all contexts for which there is time."""
     model, hasher = make(stage)
     with stage.part("agree"):
         agree(stage, model, hasher, 2000 if stage.cuda else 100)

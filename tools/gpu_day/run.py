@@ -7,16 +7,11 @@ python3 tools/gpu_day/run.py summary --out out
 
 import argparse
 import importlib
-import json
 import os
 import xml.etree.ElementTree
 from pathlib import Path
 
 MOST_FAILURES = 25
-
-
-def shown(value: object) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 def summary(folder: Path) -> None:
@@ -33,8 +28,7 @@ def summary(folder: Path) -> None:
     else:
         print("no tests.xml: the tests did not run to their end")
     for line in (folder / "results.jsonl").read_text().splitlines() if (folder / "results.jsonl").is_file() else ():
-        row = json.loads(line)
-        print(row.pop("kind"), *(f"{name}={shown(value)}" for name, value in row.items()))
+        print(line)
     for line in (folder / "day.log").read_text(errors="replace").splitlines():
         if line.startswith("[") and "] stage " in line:
             print(line)
@@ -50,10 +44,14 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.stage == "summary":
         return summary(flags.out)
+    import torch
+    from evals.machine import environment
     from timing import Stage
 
     sizes = [tuple(int(part) for part in size.split("x")) for size in flags.sizes]
     stage, more = Stage(flags.device, flags.out, flags.seconds), (sizes,) if sizes else ()
+    if flags.stage == "facts":
+        return stage.put("facts", cuda=torch.version.cuda, **environment(flags.device))
     with stage.part(flags.stage):
         importlib.import_module(flags.stage).run(stage, *more)
 

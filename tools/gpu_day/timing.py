@@ -92,25 +92,6 @@ class Stage:
         done, queued = min(best[1:])
         return done * 1e6 / len(steps), queued * 1e6 / len(steps)
 
-    def kernels_us(self, steps: Sequence[Step], rounds: int = 3) -> dict[str, list[float]]:
-        """Return each kernel's median microseconds, and how often a step launches it, as the device counts them."""
-        from torch.profiler import ProfilerActivity, profile
-
-        for step in steps:
-            step()
-        self.wait()
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
-            for _ in range(rounds):
-                for step in steps:
-                    step()
-            self.wait()
-        rows: dict[str, list[float]] = {}
-        for event in found.events() or ():
-            if event.device_type.name == "CUDA":
-                rows.setdefault(event.name[:60], []).append(event.device_time)
-        every = rounds * len(steps)
-        return {name: [statistics.median(us), len(us) / every] for name, us in sorted(rows.items())}
-
 
 def _seconds(step: Step) -> float:
     begun = time.perf_counter()

@@ -20,34 +20,18 @@ def hash_of(model: str, folder: str, given: str | None = None) -> tuple[str, int
     return given or folder, len(sparse) * config.num_attention_heads
 
 
-def qwen3(folder: str) -> tuple[str, str, int]:
-    """Create a tiny qwen3: normalised queries and keys."""
+def tiny(family: str, folder: str) -> tuple[str, str, int]:
+    """Create a tiny model: qwen3 normalises queries and keys; gpt_oss has learned sinks, a window and experts."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    return _saved(Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)), folder)
-
-
-def gpt_oss(folder: str) -> tuple[str, str, int]:
-    """Create a tiny gpt_oss: learned sinks in every layer, a sliding window in every other one, experts."""
-    import torch
-    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     more: dict[str, Any] = {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 96}
-    model: Any = GptOssForCausalLM(
-        GptOssConfig(**SHAPE, layer_types=["sliding_attention", "full_attention"] * 2, **more)
-    )
+    more["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    kind: Any = Qwen3ForCausalLM if family == "qwen3" else GptOssForCausalLM
+    model = kind(Qwen3Config(**SHAPE, head_dim=32) if family == "qwen3" else GptOssConfig(**SHAPE, **more))
     draw = torch.Generator().manual_seed(1)
-    for layer in model.model.layers:  # their initial zeros would have almost no effect
+    for layer in model.model.layers if family == "gpt_oss" else ():  # their initial zeros would have almost no effect
         layer.self_attn.sinks.data.copy_(torch.randn(8, generator=draw))
-    return _saved(model, folder)
-
-
-def _saved(model: Any, folder: str) -> tuple[str, str, int]:
     model.save_pretrained(f"{folder}/model")
     return f"{folder}/model", *hash_of(f"{folder}/model", f"{folder}/hasher")
-
-
-TINY = {"qwen3": qwen3, "gpt_oss": gpt_oss}

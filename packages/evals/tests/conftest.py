@@ -11,7 +11,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 import pytest
 import torch
 from evals.methods import NAMES, load_methods
-from evals.tasks.iou_settings import IouCommand
 from evals.tasks.ppl_settings import PplCommand
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture
@@ -94,8 +93,3 @@ def command(made, tmp_path):
 @pytest.fixture
 def ppl_command(command):
     return lambda **settings: command(PplCommand, **settings)
-
-
-@pytest.fixture
-def iou_command(command):
-    return lambda **settings: command(IouCommand, **{"rows": 8, **settings})

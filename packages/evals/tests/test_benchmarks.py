@@ -251,11 +251,6 @@ def few_shipped(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "_SHIPPED", tmp_path / "shipped")
 
 
-def test_tasks_beyond_the_default_ones_are_found(few_shipped):
-    (found,) = load_tasks(LongbenchCommand(tasks=("python_attributes",), include_path=(FOLDER,), limit=1))
-    assert found.task.config.doc_to_choice == "{{choices}}"
-
-
 @pytest.mark.parametrize(
     "text",
     [

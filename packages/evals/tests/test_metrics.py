@@ -64,11 +64,8 @@ def test_bootstrap_of_a_constant_is_that_constant_and_of_one_document_has_no_int
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("The cat, sat.", ["the", "cat", ",", "sat", "."]),
-        ("中文字", ["中", "文", "字"]),
         ("abc中文1", ["abc", "中", "文", "1"]),
-        ("naïve café", ["naïve", "café"]),
-        ("snake_case = 12", ["snake_case", "=", "12"]),
+        ("The naïve_café, 12", ["the", "naïve_café", ",", "12"]),
         ("  ", []),
     ],
 )
@@ -98,19 +95,13 @@ def text_of(tokenizer, x):
     return tokenizer.decode(x.prompt)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [400, 1000])
-def test_length_is_reached_and_never_exceeded(tokenizer, kind, length):
-    x = exercise(kind, tokenizer, length, None, 3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_length_is_reached_and_the_text_gives_the_answer(tokenizer, kind, length):
+    """A reader that follows the rules finds the answer in the prompt."""
+    x = exercise(kind, tokenizer, length, None, length)
     assert length - 40 <= len(x.prompt) + len(x.answer) <= length
     assert tokenizer.decode(x.answer) == x.text
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_text_gives_the_answer(tokenizer, kind, seed):
-    """A reader that follows the rules finds the answer in the prompt."""
-    x = exercise(kind, tokenizer, 500, None, seed)
     text = text_of(tokenizer, x)
     last = text.splitlines()[-1]
     if kind in ("single", "multi", "variables"):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from evals.methods import load_methods
 from evals.rivals import MagicPigSelector, QuestSelector
-from evals.rivals.magicpig import log_draw_probability
 from sparse_decode import Budget, Rows, attend
 from sparse_decode.attach import attach_rows
 
@@ -49,8 +48,9 @@ def quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head):
     return {token for i in best for token in pages[i]} | set(pages[-1])
 
 
-@pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.parametrize(("budget", "page", "min_pages"), [(1, 4, 1), (9, 4, 2), (20, 4, 3), (25, 16, 1)])
+@pytest.mark.parametrize(
+    ("budget", "page", "min_pages", "per_query_head"), [(9, 4, 2, False), (20, 4, 3, True), (25, 16, 1, False)]
+)
 def test_quest_is_its_definition_in_every_row_and_behind_a_prompt_in_those_behind_it(
     budget, page, min_pages, per_query_head
 ):
@@ -112,20 +112,6 @@ def test_padding_changes_nothing_first_rows_and_whole_budgets_take_all_and_idle_
     assert (selector.select(rows_of(40, 0)[0]) < 0).all()
 
 
-@pytest.mark.parametrize("name", SELECTORS)
-def test_selections_are_visible_ascending_and_early_rows_do_not_see_late_keys(name):
-    rows, _ = rows_of(40, 5)
-    found = SELECTORS[name]().select(rows)
-    live = found >= 0
-    assert (found[live] <= torch.arange(40)[None, None, :, None].expand_as(found)[live]).all()
-    assert (found.diff(dim=-1)[live[..., 1:]] > 0).all()
-    late = Rows(0, rows.q, rows.k.clone(), None, rows.interval, rows.counts, rows.scaling)
-    late.k[:, :, 20:] = 100.0
-    early, changed = found[:, :, :20], SELECTORS[name]().select(late)[:, :, :20]
-    width = min(early.shape[-1], changed.shape[-1])
-    assert torch.equal(early[..., :width], changed[..., :width])
-
-
 def magicpig_by_hand(selector, prompt, rows, v, row, head):
     """One row of MagicPIG after `prompt` dense tokens with loops and sets: the tokens, and the output."""
     n = int(rows.visible[0, 0, row].sum())
@@ -160,8 +146,7 @@ def magicpig_by_hand(selector, prompt, rows, v, row, head):
     return tokens, out
 
 
-@pytest.mark.parametrize("prompt", [None, 10, 25])
-@pytest.mark.parametrize(("sink", "local"), [(0, 0), (1, 2), (2, 0)])
+@pytest.mark.parametrize(("prompt", "sink", "local"), [(None, 0, 0), (10, 1, 2), (25, 1, 2), (25, 2, 0)])
 def test_magicpig_is_its_definition_also_behind_a_prompt_by_which_it_is_centred(sink, local, prompt):
     """Its prefill of 1,024 would leave each of these rows whole."""
     published = MagicPigSelector(3, 6, sink=sink, local=local, seed=4)
@@ -181,14 +166,6 @@ def test_magicpig_is_its_definition_also_behind_a_prompt_by_which_it_is_centred(
                 torch.testing.assert_close(out[0, row, head], expected, **CLOSE)
                 checked += 1
     assert checked > 3 * len(positions)  # at least three of four draw something
-
-
-def test_draw_probability_worked_out_by_hand():
-    # At a right angle a bit is shared with probability 1/2, a bucket of 2 bits with 1/4. Two of two tables: 1/16.
-    assert log_draw_probability(torch.tensor([0.0]), 2, 2).exp().item() == pytest.approx(1 / 16)
-    # At least two of three tables: 3 (1/4)^2 3/4 + (1/4)^3 = 10/64. The same direction is always drawn.
-    assert log_draw_probability(torch.tensor([0.0]), 2, 3).exp().item() == pytest.approx(10 / 64)
-    assert log_draw_probability(torch.tensor([1.0]), 15, 100).item() == pytest.approx(0, abs=1e-9)
 
 
 def test_an_empty_sample_attends_to_its_own_token_and_is_counted():

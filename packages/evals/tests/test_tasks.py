@@ -1,5 +1,6 @@
 """The tasks on models and devices: each number against one computed differently, and resumed runs."""
 
+import itertools
 import json
 import sys
 
@@ -8,20 +9,28 @@ import pytest
 import torch
 from evals import cli, machine, runner, setup
 from evals.documents import TokenDocument
-from evals.methods import DENSE, load_methods
+from evals.methods import DENSE, SELECTION_NAMES, load_methods
+from evals.metrics import by_place
+from evals.results import read_result
 from evals.runner import RunFolder, environment_of
 from evals.settings import Always
 from evals.synthetic import Exercise
-from evals.tasks import fidelity, iou, needle, ppl, ruler
+from evals.tasks import fidelity, iou, needle, ppl, ruler, throughput
 from evals.tasks.answers import continue_greedily, read_answer
 from evals.tasks.exercises_settings import NeedleCommand, RulerCommand
 from evals.tasks.fidelity_settings import FidelityCommand
+from evals.tasks.iou import HEADS, METRICS, Cell, measure
 from evals.tasks.iou_settings import IouCommand
 from evals.tasks.ppl_settings import PplCommand
+from evals.tasks.throughput_settings import ThroughputCommand
 from evals.text import edit_similarity, rouge_l
+from evals.timing import Turn, in_turns, quantiles
 from hashtrain import models
+from hashtrain.config import ModelShape
+from hashtrain.data.capture import capturing
+from hashtrain.evaluation.metrics import Quality, hash_quality
 from rich.console import Console
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
 QUIET = Console(quiet=True)
@@ -194,3 +203,125 @@ def test_hardware_is_listed_once_it_makes_a_sample(opened):
     assert opened(1, processor="other", threads="2") == first
     assert opened(2, processor="other", threads="2") == {**first, "processor": "one; other"}
     assert opened(3, processor="one", threads="2") == {**first, "processor": "one; other"}
+
+
+# Overlap, against slow set arithmetic and against hashtrain's own
+
+NONE = Always(0, 0, 0)  # nothing is read without a search, as in the paper
+POSITIONS = torch.tensor([32, 63, 64, 100, 127])
+
+
+def quality_of(loaded, names, budget, always=NONE):
+    methods = [loaded.methods[name] for name in names]
+    return measure(loaded.model, loaded.ids, POSITIONS, methods, (budget,), always)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_oracle_is_perfect_and_everything_is_at_the_whole_budget(loaded, heads):
+    small, whole = quality_of(loaded, ["oracle"], 0.1), quality_of(loaded, SELECTION_NAMES, 1.0)
+    for found in (small[Cell("oracle", 0.1, heads)], *(whole[Cell(name, 1.0, heads)] for name in SELECTION_NAMES)):
+        for metric in METRICS:
+            assert np.array(found[metric]) == pytest.approx(float(metric != "lost"))
+
+
+@pytest.mark.parametrize("name", ["lsh", "paper", "planes"])
+def test_hashed_methods_agree_with_hashtrain(loaded, name):
+    found = quality_of(loaded, [name], 0.1, Always())
+    hasher = loaded.methods[name].selector.hasher
+    seen = []
+
+    def sink(layer, q, k, v, scaling):
+        for heads in HEADS:
+            by_query_head = heads == "query_head"
+            other = hash_quality(hasher.layer(layer), q[:, :, POSITIONS], k, POSITIONS, 0.1, scaling, by_query_head)
+            figures = {metric: getattr(other, metric)[0].double().mean(-1).tolist() for metric in Quality._fields}
+            figures["low"] = np.quantile(other.mass[0].double().numpy(), 0.05, axis=-1).tolist()
+            figures["lost"] = (other.mass[0] < 0.5).double().mean(-1).tolist()
+            for metric in METRICS:
+                seen.append(found[Cell(name, 0.1, heads)][metric][layer] == pytest.approx(figures[metric]))
+
+    with torch.inference_mode(), capturing(loaded.model, sink):
+        loaded.model(loaded.ids[None], use_cache=False)
+    assert len(seen) == 3 * len(HEADS) * len(METRICS)
+    assert all(seen)
+
+
+def test_the_mean_excludes_dense_layers():
+    # Two documents, two layers, two heads; layer 0 stays dense.
+    values = np.array([[[9.0, 9.0], [0.0, 2.0]], [[9.0, 9.0], [2.0, 4.0]]])
+    found = {(at["layer"], at["head"]): estimate for at, estimate in by_place(values, [1], seed=0)}
+    assert tuple(found[None, None]) == (2.0, 1.0, 3.0)
+    assert found[0, None].mean == 9.0
+    assert found[1, None].mean == 2.0
+    assert tuple(found[1, 1]) == (3.0, 2.0, 4.0)
+    assert len(found) == 1 + 2 + 4
+
+
+# Timings
+
+TINY = {"contexts": (96,), "repeats": 2, "steps": 2, "warmup": 1, "hidden": 16, "bits": 32, "bandwidth": 10.0}
+
+
+@pytest.fixture
+def shape_folder(tmp_path):
+    """A folder with only a tiny config."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=64).save_pretrained(tmp_path / "shape")
+    return str(tmp_path / "shape")
+
+
+def test_methods_take_turns_warm_up_is_left_out_and_quantiles_are_those_of_numpy():
+    said, ticks = [], itertools.count()
+
+    def turn(name):
+        return Turn(*(lambda i="", word=word: said.append(f"{name}{word}{i}") for word in (" begins", "", " ends")))
+
+    times = in_turns({"a": turn("a"), "b": turn("b")}, 2, 1, 2, clock=lambda: float(next(ticks)))
+    one = ["a begins", "a0", "a1", "a2", "a ends", "b begins", "b0", "b1", "b2", "b ends"]
+    assert said == one * 2
+    assert times == {"a": [[1.0, 1.0]] * 2, "b": [[1.0, 1.0]] * 2}
+    # Two repeats of 1, 2, 3 and 3, 4, 5 seconds: the medians of the repeats are 2 and 4.
+    found = quantiles([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]], seed=0)
+    assert tuple(found["p50_ms"]) == (3000.0, 2000.0, 4000.0)
+    assert found["p99_ms"].mean == pytest.approx(500 * (np.percentile([1, 2, 3], 99) + np.percentile([3, 4, 5], 99)))
+
+
+@pytest.mark.slow
+def test_throughput_measures_every_method(shape_folder, tmp_path):
+    settings = {"shape": shape_folder, "batches": (1, 2), "dtype": "float32", "budget": 0.1, "out": tmp_path / "run"}
+    command = ThroughputCommand(**TINY, **settings)
+    found = throughput.run(command, Console(quiet=True))
+    assert read_result(command.out).environment == found.environment
+    assert found.environment["processor"]
+    assert found.environment["threads"] == str(torch.get_num_threads())
+    for batch in (1, 2):
+        at = {"where": f"96 tokens x {batch}"}
+        for method in command.methods:
+            p50 = found.one(method=method, metric="p50_ms", **at)
+            assert 0 < p50.value <= found.one(method=method, metric="p99_ms", **at).value
+            assert p50.n == 2
+            tokens = found.one(method=method, metric="tokens_per_s", **at)
+            assert tokens.value == pytest.approx(1000 * batch / p50.value)
+        # Three layers of 2 KV heads, 16 numbers of 4 bytes for a key and for a value; 99 tokens while it is measured.
+        names = ("sdpa", "eager", "recent")
+        sizes = [found.one(method=m, metric="kv_bytes", **at).value for m in names]
+        assert sizes == [batch * 3 * 2 * 99 * 2 * 16 * 4] * 3
+        steps = json.loads((tmp_path / "run" / "samples" / f"96x{batch}.json").read_text())["milliseconds"]
+        assert {method: np.shape(taken) for method, taken in steps.items()} == dict.fromkeys(command.methods, (2, 2))
+        assert found.one(method="sdpa", metric="code_bytes", **at).value == 0
+        assert found.one(method="planes", metric="code_bytes", **at).value >= batch * 3 * 2 * 99 * 4
+        assert 0.08 < found.one(method="planes", metric="p50_ms", **at).density < 0.12
+        assert found.one(method="sdpa", metric="p50_ms", **at).density == 1
+
+
+def test_bytes_of_a_step_worked_out_by_hand(shape_folder):
+    command = ThroughputCommand(**TINY, shape=shape_folder, dtype="float32")
+    model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(shape_folder), dtype=torch.float32)
+    shape = ModelShape.of(model.config)
+    weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    dense = throughput.step_bytes(model, shape, "sdpa", 1000, 2, command)
+    assert dense == weights + 2 * 3 * 2 * 1000 * 2 * 16 * 4  # batch, layers, KV heads, tokens, a key and a value
+    hashed = throughput.step_bytes(model, shape, "planes", 1000, 2, command)
+    functions = 4 * (16 * 32 + 16 * 16 + 16 * 32) * (4 + 2)
+    assert hashed == weights + 3 * (functions + 2 * 2 * (20 * 2 * 16 * 4 + 1000 * 4))
+    assert throughput.step_bytes(model, shape, "recent", 1000, 2, command) < dense

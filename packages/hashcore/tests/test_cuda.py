@@ -3,7 +3,7 @@
 import hashcore
 import numpy as np
 import pytest
-from hashcore_samples import operator_samples, pool_of, random_codes, shuffled_tables, tensor
+from hashcore_samples import operator_samples, random_codes, tensor
 from test_ops import (  # noqa: F401  they run here with the fixture `backend` of this file
     CODES,
     ORDERS,
@@ -99,21 +99,6 @@ def test_work_waits_for_the_current_stream(rng):
     assert_equal(found, hashcore.search(planes, keys, 99, (1, 2, 4)))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_decode_step_waits_for_no_result(rng):
-    w, keys = there(rng.normal(size=(4, 128)).astype(np.float32)), there(random_codes(rng, 4, 5000, 4))
-    lengths = there(np.array([5000, 3, 4000, 0]))
-    for mode in ("default", "error"):  # the first round loads the kernels
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            planes, weights = hashcore.planes(w, 3, check=False)
-            hashcore.search(planes, keys, 100, weights, lengths=lengths, sink=1, order="index")
-            hashcore.topk(hashcore.score(planes, keys, weights), 100)
-            hashcore.pack(w)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("n", [3000, 200_000])
 def test_a_graph_replays_on_new_values(rng, n):
     """Planes, lengths and keys change between replays; the memory is ready for each."""
@@ -142,31 +127,6 @@ def test_a_graph_replays_on_new_values(rng, n):
         assert_equal(best, hashcore.search(planes, keys, 50, weights, lengths=length))
 
 
-def test_a_graph_replays_on_other_pages(rng):
-    lengths = np.array([5000, 3000])
-    tables, pages = shuffled_tables(rng, lengths, 32, 2, 3)
-    pool = np.ascontiguousarray(pool_of(rng, pages + 1, 32, 2, 4, heads_outside=True, tail=7))
-    query, blocks = random_codes(rng, 2, 2, 6, 4), tables.astype(np.int32)[:, None]
-    given, planes = [there(x) for x in (query, pool, blocks, lengths[:, None])], (1, 2, 4, 8, 16, 32)
-    out = torch.empty(2, 2, 60, dtype=torch.int32, device=DEVICE), torch.empty(2, 2, 60, device=DEVICE).long()
-
-    def search():
-        q, keys, tables, ends = given
-        hashcore.search(q, keys, 60, planes, blocks=tables, lengths=ends, order="index", out=out)
-
-    search()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        search()
-    for ends in ([5000, 3000], [100, 2999]):
-        shuffled = rng.permutation(pool.shape[1]).astype(np.int32)[: blocks.shape[2]]
-        given[2].copy_(torch.from_numpy(shuffled).expand(blocks.shape))
-        given[3].copy_(torch.tensor(ends)[:, None])
-        graph.replay()
-        seen = {"blocks": np.broadcast_to(shuffled, blocks.shape), "lengths": np.array(ends)[:, None]}
-        assert_equal(out, hashcore.search(query, pool, 60, planes, order="index", **seen))
-
-
 def test_a_kernel_is_not_loaded_during_a_capture(rng):
     codes = there(random_codes(rng, 3, 17))  # no other test has codes of this length
     graph = torch.cuda.CUDAGraph()
@@ -179,15 +139,3 @@ def test_a_kernel_is_not_loaded_during_a_capture(rng):
 @pytest.mark.parametrize("name", operator_samples("meta"))
 def test_operators_keep_their_schema_and_their_shapes(name):
     torch.library.opcheck(getattr(torch.ops.hashcore, name).default, operator_samples("cuda")[name])
-
-
-def test_a_program_compiles_whole_and_returns_the_same(rng):
-    def step(w, keys, lengths):
-        planes, weights = hashcore.planes(w * 2, 3, check=False)
-        scores, indices = hashcore.search(planes, keys, 100, weights, lengths=lengths, sink=2, order="index")
-        return scores.sum(-1), indices + 1, hashcore.pack(w.sin())
-
-    inputs = there(rng.normal(size=(4, 128)).astype(np.float32)), there(random_codes(rng, 4, 5000, 4))
-    inputs = *inputs, there(np.array([5000, 99, 3, 0]))
-    for ours, eager in zip(torch.compile(step, fullgraph=True)(*inputs), step(*inputs), strict=True):
-        assert torch.equal(ours, eager)

@@ -1,16 +1,21 @@
 """BitIndex: what it finds by code and by exact score, how it encodes, and rows that are added and removed."""
 
-import math
+import copy
+import itertools
+import multiprocessing
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hashcore import BitIndex, reference
 from hashcore.index import encoder
-from hashcore_samples import assert_same, codes_of, on_threads, same_state, vectors_of
+from hashcore_samples import assert_same, codes_of, same_state, vectors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core.compiler_lock import global_compiler_lock
 
 # Integers, or floats that went through the same operations: tolerance 0 everywhere, except where a law names another.
 LAW = settings(deadline=None, max_examples=40)
@@ -21,70 +26,6 @@ def brute_force(scores, ids, k):
     """Return the k best of scores [..., N], ties to the earliest, by a stable sort."""
     order = np.argsort(-scores.astype(np.int64), axis=-1, kind="stable")[..., :k]
     return np.take_along_axis(scores, order, -1), ids[order]
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.data(), seeds, st.integers(1, 4), st.sampled_from([(), (1,), (5,), (2, 3), (0,), (2, 0)]))
-def test_after_any_history_every_search_finds_what_a_list_of_the_rows_does(data, seed, width, lead):
-    """Additions and removals in any order; by codes and planes, of all rows and of any share of them."""
-    rng, index, rows = np.random.default_rng(seed), BitIndex(32 * width, encoder="sign"), {}
-    for step in range(data.draw(st.integers(1, 5))):
-        if step and data.draw(st.booleans()):
-            gone = rng.permutation(list(rows)).astype(int)[: data.draw(st.integers(0, len(rows)))]
-            index.remove(gone)
-            rows = {number: code for number, code in rows.items() if number not in gone}
-            continue
-        count, ids = data.draw(st.sampled_from([0, 1, 7, 63, 64, 65, 700])), None
-        new = codes_of(seed + step, count, width, data.draw(st.sampled_from([2, 9, 2**32])))
-        if data.draw(st.booleans()):
-            ids = rng.permutation(np.setdiff1d(np.arange(9000), list(rows)))[:count]
-            ids = np.sort(ids) if data.draw(st.booleans()) else ids
-        index.add(new, ids)
-        given = index.ids[len(rows) :] if ids is None else ids
-        assert not set(given.tolist()) & rows.keys()
-        rows |= dict(zip(given.tolist(), new, strict=True))
-    ids, codes = np.array(list(rows), int), np.array([*rows.values()], np.int32).reshape(len(rows), width)
-    assert list(index) == ids.tolist()
-    assert [number in index for number in range(900)] == [number in rows for number in range(900)]
-    np.testing.assert_array_equal(index.codes, codes)
-    most, count = math.prod(lead), data.draw(st.integers(1, 8))
-    query, w = codes_of(seed + 99, most, width), vectors_of(seed, most + 1, 32 * width)
-    planes, weights = reference.planes(w, count)
-    planes, w = planes[:most], w[:most]
-    k = data.draw(st.integers(0, len(rows)))
-    chosen = rng.random(len(rows)) < data.draw(st.sampled_from([0, 0.01, 0.5, 1]))
-    for asked, scores, how in (
-        (query, reference.score(query, codes), {}),
-        (w, reference.score(planes, codes, weights), {"planes": count}),
-    ):
-        asked, scores = asked.reshape(*lead, -1 if asked.size else asked.shape[-1]), scores.reshape(*lead, len(rows))
-        with on_threads(data.draw(st.sampled_from([1, 3]))):
-            assert_same(index.search(asked, k, **how), brute_force(scores, ids, k))
-            for name, left in (("ids", chosen), ("without", ~chosen)):
-                few, among = min(k, left.sum()), rng.permutation(np.repeat(ids[chosen], 2))
-                found = index.search(asked, few, **{name: data.draw(st.sampled_from([among, among.tolist()]))}, **how)
-                assert_same(found, brute_force(scores[..., left], ids[left], few))
-                assert_same(index.search(asked, few, **{name: chosen}, **how), found)
-
-
-@LAW
-@given(st.data(), st.sampled_from([None, "float32", "float16"]), st.sampled_from(["dot", "cosine"]), seeds)
-def test_rerank_of_everything_is_exact_search(data, keep, metric, seed):
-    n = data.draw(st.integers(1, 60))
-    x = vectors_of(seed, n, 32)
-    x[n // 2] = 0
-    queries = vectors_of(seed + 1, 3, 32)
-    index = BitIndex.from_vectors(x, keep=keep)
-    k = data.draw(st.integers(1, n))
-    scores, ids = index.search(queries, k, rerank=n, metric=metric, vectors=x if keep is None else None)
-    kept = x.astype(keep or "float32").astype(np.float64)
-    exact = queries.astype(np.float64) @ kept.T
-    if metric == "cosine":
-        norms = np.linalg.norm(kept, axis=1) * np.linalg.norm(queries.astype(np.float64), axis=1)[:, None]
-        exact = np.where(norms > 0, exact / np.where(norms > 0, norms, 1), 0)
-    np.testing.assert_array_equal(ids, np.argsort(-exact.astype(np.float32), axis=-1, kind="stable")[:, :k])
-    np.testing.assert_allclose(scores, np.take_along_axis(exact, ids, -1), rtol=1e-6, atol=1e-7)
-    assert scores.dtype == np.float32
 
 
 def test_given_vectors_are_found_by_id():
@@ -256,3 +197,71 @@ def test_a_search_sees_every_change_whole():
             stop.set()
         changing.result()
     assert list(index) == list(range(200))
+
+
+# ---- Other processes: none waits for a lock of another ---------------------------------------------------------------
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+X = vectors_of(0, 30, 40)
+
+
+def exit_code_of(work, *given):
+    """Run it in a fork of this process; None after 20 seconds."""
+    child = multiprocessing.get_context("fork").Process(target=work, args=given)
+    child.start()
+    child.join(20)
+    code = child.exitcode
+    child.kill()
+    return code
+
+
+def test_a_process_forked_while_a_thread_adds_does_not_wait_for_it(tmp_path):
+    """The child sees the rows before or after an addition, and can change, ask, search and save them."""
+    index, stop = BitIndex.from_vectors(X, np.arange(30)[::-1]), threading.Event()
+
+    def add():
+        for number in itertools.count(1000):
+            if stop.is_set():
+                return
+            index.add(X[:5], np.arange(5 * number, 5 * number + 5)[::-1])
+            if number % 40 == 0:
+                index.remove(index.ids[30:])
+
+    def in_child(path) -> None:
+        before = index.ids.tolist()
+        assert len(before) % 5 == 0
+        assert all(number in index for number in before)
+        assert max(before) + 1 not in index
+        index.add(X[:5], [7 * max(before) + i for i in range(5)])
+        index.remove(before[:2])
+        index.search(X[:2], 3, without=before[2:4])
+        copy.copy(index).save(path)
+        same_state(index, BitIndex.load(path))
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    try:
+        for turn in range(9):
+            time.sleep(0.0007 * (turn % 7))
+            assert exit_code_of(in_child, tmp_path / f"{turn}") == 0, f"child {turn} hung or failed"
+    finally:
+        stop.set()
+        adding.join()
+
+
+def test_a_fork_waits_for_a_thread_that_compiles():
+    """A copy of the compiler's lock would stay locked for ever."""
+    index, order, begun = BitIndex.from_codes(codes_of(0, 9, 2)), [], threading.Event()
+    index.search(codes_of(1, 1, 2), 1)  # imports the kernels
+
+    def compile_long():
+        with global_compiler_lock:
+            begun.set()
+            time.sleep(0.1)
+            order.append("compiled")
+
+    thread = threading.Thread(target=compile_long)
+    thread.start()
+    begun.wait()
+    assert exit_code_of(lambda: sys.exit(order != ["compiled"] or global_compiler_lock.is_locked())) == 0
+    thread.join()

@@ -74,23 +74,6 @@ def test_what_is_saved_comes_back(folder, seed, n, how, centre, keep, mapped, ve
     assert (folder / "again").read_bytes() == (folder / "index").read_bytes()
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_loaded_index_changes_as_the_one_it_came_from(folder, mapped, seed):
-    index = small_index(seed, 20, keep="float16")
-    index.save(folder / "index")
-    before = (folder / "index").read_bytes()
-    loaded = BitIndex.load(folder / "index", mmap=mapped)
-    more = np.random.default_rng(3).normal(size=(4, 8)).astype(np.float32)
-    for each in (index, loaded):
-        each.remove(each.ids[3:7])
-        each.add(more)
-        each.add(more + 1, [500, 400, 300, 200])
-        each.remove(400)
-    assert everything(loaded) == everything(index)
-    assert (folder / "index").read_bytes() == before
-
-
 def test_a_mapped_index_reads_the_file_and_copies_nothing(folder):
     index = BitIndex.from_codes(np.zeros((200_000, 8), np.int32))
     index.save(folder / "large")

@@ -102,7 +102,7 @@ def searches(draw):
     }
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(searches(), orders(), st.booleans(), st.sampled_from([None, 0, -1, 2**30]))
 def test_search_equals_the_reference(case, device, products_of_bits, left):
     """Also twice in the same workspace, whatever is left there, and inside of it."""
@@ -129,21 +129,6 @@ def test_a_sample_that_misleads_costs_time_only(rng, wanted):
         keys = random_codes(rng, 1, n, 4)
         keys[0, good] |= random_codes(rng, int(good.sum()), 4)
         assert_finds(Device(order), query, keys, wanted, PLANES)
-
-
-def test_a_search_is_right_after_one_that_failed_between_its_launches(rng, monkeypatch):
-    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4)
-    scratch, device = simulated.Scratch(), Device()
-    monkeypatch.setattr(kept, "scratch", scratch)
-
-    def fails(launches, _):
-        device(launches[:1])
-        raise RuntimeError("no second launch")
-
-    with pytest.raises(RuntimeError, match="no second launch"):
-        simulated.search(fails, ~query, keys, 700, PLANES)
-    assert scratch.tensor.any()
-    assert_finds(device, query, keys, 700, PLANES)
 
 
 def test_a_search_keeps_its_launches_and_its_memory_also_of_a_cache_that_grows(rng, monkeypatch):
@@ -284,7 +269,7 @@ class Pool:
         assert_finds(device, query, self.codes, k, weights, True, self.blocks[at], gathered, **ranges)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.data(), orders())
 def test_keys_in_pages_are_found_as_gathered_ones(data, device):
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))

@@ -1,16 +1,18 @@
 """Every function on every backend against hashcore.reference, and the laws that they obey: tolerance 0."""
 
-import subprocess
+import ctypes
+import faulthandler
+import itertools
+import mmap
+import multiprocessing
+import signal
 import sys
 
 import hashcore
-import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 from hashcore import reference
 from hashcore_samples import LAYOUTS, assert_same, on_threads, pool_of, random_codes, shuffled_tables
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 DTYPES = ["f4", "f8", "f2", "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">f4", ">f2"]
 LENGTHS = [1, 31, 33, 64, 65, 97]  # around the 32 and 64 of words and masks
@@ -28,7 +30,6 @@ CODES = [
     (9, (7,)),
 ]
 ORDERS = ["best", "index"]
-few = settings(deadline=None, max_examples=40)
 
 
 def check(backend, name, *given, **options) -> None:
@@ -118,7 +119,7 @@ def test_search(rng, backend, words, weights):
             check(backend, "search", query, keys, k, weights, order=ORDERS[(number + other) % 2], **how)
 
 
-@pytest.mark.parametrize("size", [16, 32, 128])
+@pytest.mark.parametrize("size", [16, 128])
 @pytest.mark.parametrize("weights", [None, (1, 2, 4)])
 @pytest.mark.parametrize("longest", [70, 2500])
 def test_search_in_pages(rng, backend, size, weights, longest):
@@ -154,8 +155,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", OUTPUTS)
-@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+@pytest.mark.parametrize(("layout", "dtype"), [("contiguous", np.int32), *((layout, np.int64) for layout in OUTPUTS)])
 def test_results_are_written_to_out_and_nothing_beside(rng, backend, layout, dtype):
     query, keys, x = random_codes(rng, 3, 2, 4), random_codes(rng, 3, 70, 4), rng.normal(size=(3, 64)).astype("f4")
     scores = reference.score(query, keys)
@@ -185,14 +185,6 @@ def test_empty_inputs(backend):
 
 
 # ---- Laws ----------------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 8), arrays.arrays(np.float32, (3, 32), elements=st.floats(width=32)))
-def test_planes_of_any_float_equal_the_reference(planes, w):
-    assert_same(hashcore.planes(w, planes, check=False)[0], reference.planes(w, planes)[0])
-    if np.isfinite(w).all():
-        assert_same(hashcore.quantise(w, planes), reference.quantise(w, planes))
 
 
 @pytest.mark.parametrize("planes", range(1, 9))
@@ -225,20 +217,6 @@ def test_scores_of_all_sizes_are_exact(rng, weights):
             for k in (1, 20, 199):
                 assert_same(hashcore.search(query, keys, k, weights), reference.search(query, keys, k, weights))
     assert hashcore.score(keys[:1, :1], keys[:1, :1], (2**26 - 1,)).item() == 32 * (2**26 - 1)
-
-
-@few
-@given(st.data())
-def test_selections_of_any_integers_equal_the_reference(data):
-    dtype = data.draw(st.sampled_from(["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]))
-    limits, rows, n = np.iinfo(dtype), data.draw(st.integers(0, 4)), data.draw(st.integers(0, 3000))
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    span = min(2 ** data.draw(st.sampled_from([2, 8, 12, 16, 20, 31, 40, 64])), int(limits.max) - int(limits.min))
-    steps = (rng.random((rows, n)) * span).astype(np.uint64)
-    steps = np.where(rng.random((rows, n)) < 0.3, steps // np.uint64(256) * np.uint64(256), steps)  # ties
-    scores = (steps.astype(object) + (int(limits.min) if span > 99 else 0)).astype(dtype)
-    k = data.draw(st.integers(0, n)) if data.draw(st.booleans()) else rng.integers(0, n + 1, rows)
-    assert_same(hashcore.topk(scores, k), reference.topk(scores, k))
 
 
 def keys_scoring(scores: np.ndarray) -> np.ndarray:
@@ -275,34 +253,6 @@ def test_what_a_sample_says_changes_nothing(case, order, workers):
             assert_same(hashcore.search(ZEROS, pool, k, order=order, blocks=pages), expected)
 
 
-@settings(deadline=None, max_examples=80)
-@given(st.data())
-def test_search_equals_the_reference(data):
-    """Rows of several lengths over shared or own keys, side by side or in pages, on several threads."""
-    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    words, planes, n = (
-        data.draw(x) for x in (st.integers(1, 5), st.integers(1, 4), st.sampled_from([0, 70, 2500, 6000]))
-    )
-    query = random_codes(rng, 2, 3, planes, words)
-    keys = random_codes(rng, *data.draw(st.sampled_from([(), (3,), (2, 1)])), n, words)
-    if data.draw(st.booleans()):  # few distinct scores, many ties
-        query, keys = query & 3, keys & 3
-    lengths = rng.integers(0, n + 1, (2, 3))
-    how = data.draw(st.sampled_from([{}, dict(lengths=lengths, starts=rng.integers(0, lengths + 1))]))
-    how = how | {name: data.draw(st.integers(0, 2)) for name in ("sink", "recent")}
-    how["order"] = data.draw(st.sampled_from(ORDERS))
-    k = data.draw(st.sampled_from([0, n // 50, n])) if data.draw(st.booleans()) else rng.integers(0, n + 1, (2, 3))
-    weights = tuple(int(w) for w in rng.integers(1, 50, planes))
-    expected = reference.search(query, keys, k, weights, **how)
-    with on_threads(data.draw(st.sampled_from([1, 2, 5]))):
-        assert_same(hashcore.search(query, keys, k, weights, **how), expected)
-        if n % 10 == 0 and keys.ndim == 2:
-            pages = rng.permutation(n // 10)
-            pool = np.empty_like(keys).reshape(-1, 10, words)
-            pool[pages] = keys.reshape(-1, 10, words)
-            assert_same(hashcore.search(query, pool, k, weights, blocks=pages, **how), expected)
-
-
 def test_no_later_key_is_taken_when_every_one_has_the_largest_score():
     """The floor is then one above it, and must fit 16 bits, too."""
     for words in (1, 2, 4):
@@ -311,40 +261,36 @@ def test_no_later_key_is_taken_when_every_one_has_the_largest_score():
         assert_same(hashcore.search(keys[None, :1], keys, 700, weights), expected)
 
 
-GUARDED = """
-import ctypes, itertools, mmap, os
-import hashcore
-import numpy as np
-from hashcore import reference
-
-page = mmap.PAGESIZE
-memory = mmap.mmap(-1, 18 * page)
-buffer = np.frombuffer(memory, np.int32)
-protect = ctypes.CDLL(None, use_errno=True).mprotect
-protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-for at in (0, 17):
-    assert protect(buffer.ctypes.data + at * page, page, 0) == 0, os.strerror(ctypes.get_errno())
-inside = buffer[page // 4 : 17 * page // 4]
-rng = np.random.default_rng(0)
-inside[:] = rng.integers(-(2**31), 2**31, len(inside), np.int64)
-
-for words, n, planes in itertools.product((1, 2, 3, 4, 5, 7, 8, 9, 12, 17), (1, 31, 32, 33, 65), (1, 3)):
-    query, weights = rng.integers(-(2**31), 2**31, (planes, words), np.int64).astype(np.int32), (1, 2, 4)[:planes]
-    for flat in (inside[: n * words], inside[-n * words :]):
-        keys = flat.reshape(n, words)
-        for view in (keys, keys[::-1], keys[::2], keys[:, -1:], keys[:, :1]):
-            q = query[:, : view.shape[-1]]
-            assert (hashcore.score(q, view, weights) == reference.score(q, view, weights)).all()
-            found = hashcore.search(q, view, len(view), weights)
-            assert (found[1] == reference.search(q, view, len(view), weights)[1]).all()
-print("done", flush=True)
-buffer[17 * page // 4]
-"""
+def read_between_guard_pages(told):
+    """Read keys at both ends of memory between two pages that nobody may read; then read beyond it."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    buffer = np.frombuffer(mmap.mmap(-1, 18 * page), np.int32)
+    for at in (0, 17):
+        edge = ctypes.c_void_p(buffer.ctypes.data + at * page)
+        assert libc.mprotect(edge, ctypes.c_size_t(page), 0) == 0
+    inside, rng = buffer[page // 4 : 17 * page // 4], np.random.default_rng(0)
+    inside[:] = random_codes(rng, len(inside))
+    for words, n, planes in itertools.product((1, 2, 3, 4, 5, 7, 8, 9, 12, 17), (1, 31, 32, 33, 65), (1, 3)):
+        query, weights = random_codes(rng, planes, words), (1, 2, 4)[:planes]
+        for flat in (inside[: n * words], inside[-n * words :]):
+            keys = flat.reshape(n, words)
+            for view in (keys, keys[::-1], keys[::2], keys[:, -1:], keys[:, :1]):
+                q = query[:, : view.shape[-1]]
+                assert_same(hashcore.score(q, view, weights), reference.score(q, view, weights))
+                assert_same(hashcore.search(q, view, len(view), weights), reference.search(q, view, len(view), weights))
+    faulthandler.disable()  # what follows is meant
+    told.send("done")
+    buffer[17 * page // 4]
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.skipif(sys.platform == "win32", reason="guard pages are made with mprotect")
 def test_nothing_outside_the_keys_is_read():
     """Whoever reads there is killed, as the last line is."""
-    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
-    assert done.stdout == "done\n", done.stderr
-    assert done.returncode < 0
+    here, there = multiprocessing.Pipe(False)
+    child = multiprocessing.get_context("fork").Process(target=read_between_guard_pages, args=(there,))
+    child.start()
+    there.close()
+    assert here.recv() == "done"
+    child.join()
+    assert child.exitcode == -signal.SIGSEGV

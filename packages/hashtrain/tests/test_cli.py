@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.cli import COMMANDS, main
+from hashtrain.cli import main
 from hashtrain.run.prepare import _check_model
 from hashtrain.run.settings import TrainCommand
 from hashtrain_runs import command
@@ -33,16 +33,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(folder, tmp_path, capsys, cha
     assert main(command(folder, tmp_path / "run", *change)) == 2
     assert not (tmp_path / "run").exists()
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_a_wrong_flag_points_to_the_help_that_lists_the_right_ones(name, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        main([*name.split(), "--modle", "x"])
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert leaving.value.code == 2
-    assert f"hashtrain {name or 'train'} --help" in said
-    assert "hashtrain --help" not in said
 
 
 def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):

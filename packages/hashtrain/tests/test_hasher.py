@@ -10,10 +10,8 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain import hasher as hasher_module
 from hashtrain.config import VARIANTS
 from hashtrain.convert import convert
-from hashtrain.layers import shapes
 from safetensors.torch import save_file
 from torch.nn.functional import silu
-from transformers import Gemma4TextConfig
 
 SHAPE = ModelShape(2, 4, 2, 32, {"rope_theta": 10000.0, "rope_type": "default"})
 
@@ -99,12 +97,6 @@ def test_a_hasher_of_the_version_before_loads_without_its_remainder_and_says_so(
     assert caplog.text.count("without its remainder") == 1
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_shapes_are_those_of_the_modules(variant):
-    made = make(variant)
-    assert shapes(made.config) == {name: tuple(t.shape) for name, t in made.layer(0).state_dict().items()}
-
-
 @pytest.mark.parametrize(
     ("changes", "fact"),
     [
@@ -119,31 +111,6 @@ def test_a_hasher_of_another_model_is_refused(tiny_config, changes, fact):
     make().require_match(tiny_config())
     with pytest.raises(ValueError, match=f"expected {fact}"):
         make().require_match(tiny_config(**changes))
-
-
-def heterogeneous(**changes):
-    layers = {1: {"head_dim": 32, "num_key_value_heads": 1}}
-    settings = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    kinds = ["sliding_attention", "full_attention"]
-    return Gemma4TextConfig(**{**settings, "layer_types": kinds, "per_layer_config": layers, **changes})
-
-
-@pytest.mark.parametrize("variant", ["lsh", "paper", "planes"])
-def test_heads_that_vary_by_layer(tmp_path, variant):
-    shape = ModelShape.of(heterogeneous())
-    assert shape.per_layer == ((4, 2, 16), (4, 1, 32))
-    assert shape.at(1) == ModelShape(2, 4, 1, 32, shape.rope)
-    Hasher(HasherConfig(variant, shape, hidden=64)).save_pretrained(tmp_path)
-    read = Hasher.from_pretrained(tmp_path)
-    assert read.config.shape == shape
-    for layer, (hq, hkv, d) in enumerate(shape.per_layer):
-        codes = read.encode_keys(layer, torch.randn(1, hkv, 3, d))
-        planes, weights = read.encode_queries(layer, torch.randn(1, hq, 3, d))
-        assert codes.shape[:3] == (1, hkv, 3)
-        assert planes.shape == (1, hkv, 3, len(weights), codes.shape[3])
-    read.require_match(heterogeneous())
-    with pytest.raises(ValueError, match=r"belongs to another model .*heads and head_dim by layer"):
-        read.require_match(heterogeneous(per_layer_config={1: {"head_dim": 64, "num_key_value_heads": 1}}))
 
 
 def test_a_hasher_comes_from_the_hub_and_a_folder_comes_first(tmp_path, monkeypatch):

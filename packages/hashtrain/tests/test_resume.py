@@ -180,57 +180,44 @@ def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypa
     assert 0 < size - context_bytes(SHAPE, 512, torch.bfloat16, whole=False) < 4096  # the header
 
 
-def test_hashers_are_the_same_bits_in_waves(folder, tmp_path, monkeypatch, capsys, one_whole):
+def test_hashers_are_the_same_bits_in_waves_also_of_a_run_that_was_stopped_in_one(
+    folder, tmp_path, monkeypatch, capsys, one_whole
+):
     """Four contexts, six steps: the disk that is given has room for the first context and one other."""
-    words = ["--contexts", "4", "--steps", "6", "--rows", "32", "--only", "planes", "transform"]
+    words = "--contexts 4 --steps 6 --rows 32 --checkpoint-seconds 100 --only planes".split()  # noqa: SIM905
+    other = context_bytes(SHAPE, 512, torch.bfloat16, whole=False)
+    always = 2 * context_bytes(SHAPE, 512, torch.bfloat16)
+    room = ["--disk", f"{(always + 1.5 * other) / 1e9:.9f}"]
 
     def told(*more):
         capsys.readouterr()
         assert main(command(folder, tmp_path / "dry", *words, *more, "--dry-run")) == 0
-        return json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
+        found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
+        return found["disk"], found["waves"]
 
+    assert (told(), told(*room)) == ((always + 3 * other, 1), (always + other, 6))
     original, sizes = pipeline.run_jobs, []
-    other = context_bytes(SHAPE, 512, torch.bfloat16, whole=False)
-    always = 2 * context_bytes(SHAPE, 512, torch.bfloat16)
-    room = f"{(always + 1.5 * other) / 1e9:.9f}"
-    assert [told(*more)[what] for more in ((), ("--disk", room)) for what in ("disk", "waves")] == [
-        *(always + 3 * other, 1),
-        *(always + other, 6),
-    ]
 
     def noted(*given):
         sizes.append(sum(path.stat().st_size for path in (tmp_path / "waves").glob(".work/[th]*/*.safetensors")))
         return original(*given)
 
-    monkeypatch.setattr(pipeline, "run_jobs", noted)
-    for name, more in (("all", ()), ("waves", ("--disk", room))):
-        assert main(command(folder, tmp_path / name, *words, *more)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "run_jobs", noted)
+        for name, more in (("all", ()), ("waves", room)):
+            assert main(command(folder, tmp_path / name, *words, "transform", *more)) == 0
     assert stored(tmp_path / "all") == stored(tmp_path / "waves")
     assert max(sizes) < always + other + 4 * 4096  # headers
+    capture, made = waves.capture_one, []
 
+    def dies(model, ids, path, *more, **how):
+        made.append(int(path.name[:5]))
+        if len(made) == 2 + 4:  # the first context, the held-out one, and four others
+            raise OSError("the power went")
+        return capture(model, ids, path, *more, **how)
 
-def test_a_run_in_waves_goes_on_in_the_wave_where_it_was_stopped(folder, tmp_path, monkeypatch, one_whole):
-    """Seven captures before, and as many as are left after."""
-    words = ["--only", "planes", "--contexts", "4", "--steps", "6", "--checkpoint-seconds", "100"]
-    assert main(command(folder, tmp_path / "whole", *words)) == 0
-    whole = Hasher.from_pretrained(tmp_path / "whole" / "planes").state_dict()
-    other = context_bytes(SHAPE, 512, torch.bfloat16, whole=False)
-    words += ["--disk", f"{(2 * context_bytes(SHAPE, 512, torch.bfloat16) + 1.5 * other) / 1e9:.9f}"]
-    original = waves.capture_one
-    for moment in (1, 4):
-        made = []
-
-        def dies(model, ids, path, *more, made=made, moment=moment, **how):
-            made.append(path.name)
-            if len(made) == 2 + moment:
-                raise OSError("the power went")
-            return original(model, ids, path, *more, **how)
-
-        monkeypatch.setattr(waves, "capture_one", dies)
-        out = tmp_path / str(moment)
-        assert [main(command(folder, out, *words)) for _ in range(2)] == [2, 0]
-        numbers = [int(name[:5]) for name in made[2:]]  # after the first context and the held-out one
-        wanted = [1, 2, 3, 1]  # steps 1, 2, 3, 5; context 0 is always there
-        assert numbers == [*wanted[:moment], *wanted[moment - 1 :]]
-        cut = Hasher.from_pretrained(out / "planes").state_dict()
-        assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    monkeypatch.setattr(waves, "capture_one", dies)
+    assert [main(command(folder, tmp_path / "cut", *words, *room)) for _ in range(2)] == [2, 0]
+    assert made[2:] == [1, 2, 3, 1, 1]  # for steps 1, 2, 3, 5; context 0 is always there
+    whole, cut = (Hasher.from_pretrained(tmp_path / name / "planes").state_dict() for name in ("all", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hashtrain import ModelShape, device
 from hashtrain.device import device_for, here
-from hashtrain.run import waves
+from hashtrain.run import waves, workers
 from hashtrain.run.prepare import workers_of
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.workers import run_jobs
@@ -26,9 +26,9 @@ SHAPE = ModelShape(30, 4, 2, 32)
 @pytest.mark.slow
 def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread():
     before = torch.get_num_threads()
-    for workers in (1, 2):
+    for count in (1, 2):
         said = []
-        found = run_jobs(square, [1, 2, 3, 4], workers, lambda *message, said=said: said.append(message))
+        found = run_jobs(square, [1, 2, 3, 4], count, lambda *message, said=said: said.append(message))
         assert found == [1, 4, 9, 16]
         assert sorted(said) == [(f"{job} on 1", 1) for job in (1, 2, 3, 4)]
     assert torch.get_num_threads() == before
@@ -66,7 +66,8 @@ def test_each_worker_has_a_device_of_its_own(monkeypatch):
     assert workers_of(TrainCommand(), "cuda:1") == 1
 
 
-def test_an_error_or_a_killed_worker_stops_the_others_and_is_one_sentence():
+def test_an_error_or_a_killed_worker_stops_the_others_and_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(workers, "PRELOADED", (workers.__name__,))  # these jobs need no more
     began = time.monotonic()
     with pytest.raises(FloatingPointError, match="job 2 diverged"):
         run_jobs(fail, [1, 2], 2, print)

@@ -1,6 +1,6 @@
 """A state machine of what is done to caches: attached layers against plain ones, and their codes against fresh ones.
 
-    uv run packages/sparse-decode/tests/fuzz_cache.py --seconds 3600 --seed 7
+    uv run tests/fuzz.py cache --seconds 3600
 
 Each round takes a kind of layer and a random list of acts: append (also in another type, or in inference mode), crop,
 reorder, repeat, select and reset by the layer's methods; crop, prune and scale by hand; numbers that are not finite in
@@ -13,9 +13,7 @@ import copy
 import os
 import pickle
 import random
-import sys
 import threading
-import time
 from collections.abc import Callable
 from weakref import WeakSet
 
@@ -239,23 +237,3 @@ def run_round(seed: int, kind: str | None = None) -> int:
 def case(rng: np.random.Generator) -> int:
     """Do one round that the generator draws; returns the steps done."""
     return run_round(int(rng.integers(1 << 62)))
-
-
-def run(seconds: float, seed: int) -> int:
-    """Do rounds until the time is over; returns the steps done. Raises: AssertionError if a law is broken."""
-    end, steps, number = time.monotonic() + seconds, 0, 0
-    while not steps or time.monotonic() < end:
-        steps += run_round(seed * 1_000_003 + number)
-        number += 1
-    return steps
-
-
-if __name__ == "__main__":
-    import argparse
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    with torch.no_grad():
-        print(f"{run(asked.seconds, asked.seed):,} steps", file=sys.stderr)

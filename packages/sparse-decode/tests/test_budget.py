@@ -1,6 +1,5 @@
 """Budget arithmetic (eq. 7), and what `attach` settles: shares by layer and head, and where steps stay dense."""
 
-import copy
 import math
 import re
 from dataclasses import replace
@@ -9,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, attach, costs
 from sparse_decode.attach import attach_rows
@@ -70,27 +69,6 @@ def test_heads_count_as_budgets_of_their_own(visible, shares, fraction, most, be
 
 
 @settings(deadline=None)
-@given(st.integers(1000, 50_000), PARTS, st.floats(0.02, 0.2))
-def test_the_heads_of_a_layer_read_its_total(n, shares, fraction):
-    shares = [share * len(shares) / sum(shares) for share in shares]
-    assume(all(fraction * share < 1 for share in shares))
-    total = sum(LayerBudget(fraction, by_head=tuple(shares)).count_heads(n))
-    assert abs(total - len(shares) * n * fraction) <= len(shares)
-
-
-def test_predictions_use_the_mean_over_heads():
-    assert LayerBudget(0.2, by_head=(1.0, 2.0)).mean_fraction == pytest.approx(0.3)
-    assert LayerBudget(0.8, by_head=(0.5, 1.5)).mean_fraction == pytest.approx(0.7)  # no head reads more than all
-
-
-def test_the_first_token_and_the_last_four_are_always_read_by_default():
-    assert (LayerBudget().sink, LayerBudget().recent) == (1, 4)
-    assert LayerBudget().count_heads(3) == [3]
-    assert LayerBudget().count_heads(100) == [5]  # more than 2 %
-    assert LayerBudget().count_heads(1000) == [20]  # counted within the fraction
-
-
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5_000), min_size=1, max_size=8), FRACTIONS, st.integers(1, 50))
 def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible, fraction, least):
     budget = LayerBudget(float(fraction), least, sink=0, recent=0, of="length")
@@ -101,21 +79,12 @@ def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible,
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("fraction", 0),
-        ("fraction", -0.1),
-        ("fraction", 1.01),
-        ("fraction", float("nan")),
-        ("fraction", "2%"),
-        ("min_tokens", 0),
-        ("min_tokens", 1.5),
-        ("max_tokens", 0),
-        ("max_tokens", 2.0),
-        ("sink", -1),
-        ("recent", True),
-        ("of", "document"),
-        ("dense_below", -1),
-        ("dense_below", "auto"),
+        *(("fraction", wrong) for wrong in (0, -0.1, 1.01, float("nan"), "2%")),
+        *(("min_tokens", wrong) for wrong in (0, 1.5)),
+        *(("max_tokens", wrong) for wrong in (0, 2.0)),
+        *(("dense_below", wrong) for wrong in (-1, "auto")),
         *(("by_head", wrong) for wrong in (1, True, (1.0, 0.0), ("1",), [1.0])),
+        *(("sink", -1), ("recent", True), ("of", "document")),
     ],
 )
 def test_a_wrong_field_is_named(field, value):
@@ -133,11 +102,6 @@ def test_what_cannot_count_or_fits_no_budget_is_refused():
             Budget(**{name: 1})
     with pytest.raises(TypeError, match="unexpected keyword argument 'share'"):
         Budget(share=1)
-
-
-def test_a_budget_can_be_copied():
-    budget = Budget(0.1, sink=2)
-    assert copy.deepcopy(budget) == copy.copy(budget) == replace(budget) == budget
 
 
 def test_counts_of_many_steps_are_added_up_in_between():

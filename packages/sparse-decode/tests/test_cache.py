@@ -1,16 +1,18 @@
 """Cache layers that carry codes or grow in place: plain ones in all but that, whatever is done to them."""
 
 import copy
-from weakref import WeakSet
 
 import pytest
 import torch
 from fuzz_cache import ALL_KINDS, KINDS, ROOM, encode, run_round
 from sparse_decode import attach, interface
 from sparse_decode.budget import LayerBudget
+from sparse_decode.caches import huge_pages
+from sparse_decode.caches.buffer import GrowingBuffer
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.cache_types import carry_codes, coded_type
-from sparse_decode.caches.growing import GrowingLayer, grow, revert
+from sparse_decode.caches.growing import GrowingLayer, revert
+from sparse_decode.caches.huge_pages import in_huge_pages
 from sparse_decode.caches.offload import HostLayer
 from sparse_decode_doubles import RoundedLayer, SignHasher, prompts, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -52,29 +54,6 @@ def check(layer):
 
 def sums(layer, length):
     return layer.sums.advance(layer.keys, layer.values, None, length, torch.device("cpu"))
-
-
-def test_keys_are_hashed_once_when_they_are_needed_and_in_their_order():
-    encoder = Counting()
-    layer = make("dynamic", encoder)
-    update(layer, 20)  # prefill: at once
-    for seed in range(3):
-        update(layer, 1, seed)
-    layer.crop(-1)
-    assert encoder.hashed == [20]
-    update(layer, 30, 4)
-    assert encoder.hashed == [20, 2, 30]
-    check(layer)
-    update(layer, 1, 5)
-    layer.reorder_cache(torch.tensor([1, 0]))
-    check(layer)
-    layer.batch_repeat_interleave(2)
-    layer.crop(-4)
-    update(layer, 1, 6, 4)
-    layer.batch_select_indices(torch.tensor([1]))
-    check(layer)
-    check(copy.deepcopy(layer))
-    assert encoder.hashed == [20, 2, 30, 1, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,26 +155,6 @@ def test_the_rows_of_a_filled_layer_go_to_the_host_and_come_back():
         assert {layer.keys.device.type, layer.values.device.type} == {"cuda"}
 
 
-def test_a_growing_layer_writes_behind_the_others_and_after_a_crop_elsewhere_and_is_plain_once_stopped():
-    layer = DynamicLayer()
-    update(layer, 5)
-    names = vars(layer).keys()
-    grow(layer, WeakSet())
-    places, kept = [], []
-    for removed in (0, 2, 5):
-        layer.crop(-removed)
-        kept += [(x, x.clone()) for x in (layer.keys, layer.values)]
-        for seed in range(3):
-            update(layer, 2, seed)
-            places.append((layer.keys.data_ptr(), layer.values.data_ptr()))
-            assert all(torch.equal(x, before) for x, before in kept)
-    assert places[:3] == [places[0]] * 3
-    assert len(set(places)) == 3
-    revert(layer)
-    assert type(layer) is DynamicLayer
-    assert vars(layer).keys() == names
-
-
 @pytest.mark.parametrize("below", [30, 1000])
 def test_a_cache_carries_codes_from_the_break_even_on(below, monkeypatch):
     """Before, its layers are plain ones, then plain ones that grow; all are plain after detach."""
@@ -212,3 +171,45 @@ def test_a_cache_carries_codes_from_the_break_even_on(below, monkeypatch):
     assert sizes == (4 * 2 * 2 * 36 * 16 * 4, 4 * 2 * 36 * 16 if below == 30 else 0)
     assert {type(layer) for layer in cache.layers} == {DynamicLayer}
     assert cache.get_seq_length() == 36
+
+
+# ---- Where a growing buffer keeps its rows ---------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def rows(count, device="cpu"):
+    return torch.arange(float(2 * count), device=device).view(1, 1, count, 2)
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("act", ["append", "adopt"])
+def test_rows_are_on_their_device_or_the_host_and_pinned_only_there(host, device, act, monkeypatch):
+    asked, empty = [], torch.empty
+    with FakeTensorMode():  # tensors of a GPU that is not there
+        buffer = GrowingBuffer(host)
+        buffer.append(rows(9))  # an adopted row replaces them, an appended one follows
+        buffer = buffer if act == "adopt" else GrowingBuffer(host)
+        monkeypatch.setattr(torch, "empty", lambda *sizes, **how: (asked.append(how), empty(*sizes, **how))[1])
+        getattr(buffer, act)(rows(3, device))
+        assert buffer.view().device.type == ("cpu" if host else device)
+        assert buffer.length == buffer.view().shape[2] == 3
+    if act == "append":
+        assert [how["pin_memory"] for how in asked] == [host and device == "cuda"]
+
+
+def test_only_whole_huge_pages_of_long_rows_are_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *given: asked.append(given))
+    x = torch.empty(9 * MIB + 123, dtype=torch.uint8)
+    assert in_huge_pages(x) is x
+    start, length, _ = asked.pop()
+    assert start % (2 * MIB) == length % (2 * MIB) == 0
+    assert x.data_ptr() <= start < start + length <= x.data_ptr() + len(x) < start + length + 4 * MIB
+    in_huge_pages(torch.empty(9 * MIB, dtype=torch.uint8, device="meta"))
+    buffer = GrowingBuffer()
+    buffer.append(torch.zeros(1, 2, 40, 64))
+    assert not asked
+    buffer.append(torch.zeros(1, 2, 40_000, 64))
+    assert len(asked) == 1

@@ -1,7 +1,6 @@
 """The command from end to end on a tiny model, and its complaints."""
 
 import json
-import shutil
 import sys
 
 import pytest
@@ -10,9 +9,8 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.demo import demo_model_path
 from sparse_decode import streaming
 from sparse_decode.cli import main
-from sparse_decode.streaming import _last_tokens, load_selector
 from sparse_decode_doubles import tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, ModernBertDecoderConfig
+from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -93,40 +91,6 @@ def test_a_session_is_written_once_and_continued_by_every_question(folder, tmp_p
     assert 0 < found[3]["sparse"]["stored_tokens"] < found[3]["prompt_tokens"] <= document < found[0]["prompt_tokens"]
 
 
-@pytest.mark.parametrize(("ends", "made"), [(0, "1 token of"), (2, "3 tokens of")])
-def test_a_text_that_the_model_ends_early_is_explained(folder, tmp_path, ends, made, capsys):
-    shutil.copytree(folder / "model", tmp_path / "model")
-    settings = tmp_path / "model" / "generation_config.json"
-    words = arguments(folder, "--model", str(tmp_path / "model"), "--fraction", "1")
-    ids = AutoTokenizer.from_pretrained(demo_model_path())((folder / "prompt.txt").read_text(), return_tensors="pt")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    written = model.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, -6:].tolist()
-    assert written[ends] not in written[:ends]
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": written[ends]}))
-    assert main(words) == 0
-    said = capsys.readouterr().err
-    assert "the model ended its text after " + made in said
-    assert "Use a prompt that stops in the middle of a text." in said
-    assert ("speed and density are of the tokens after the first" in said) == (ends == 0)
-
-
-@pytest.mark.slow
-def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, capsys):
-    text = "".join(f"def name_{i}(x): return x * {i}\n" for i in range(100_000))
-    (tmp_path / "long.txt").write_text(text)
-    tokenizer, seen = AutoTokenizer.from_pretrained(folder / "model"), []
-
-    def counted(part, **settings):
-        seen.append(len(part))
-        return tokenizer(part, **settings)
-
-    last = _last_tokens(text, counted, 50)
-    assert last.tolist() == tokenizer(text[-5000:], verbose=False).input_ids[-50:]
-    assert sum(seen) <= 2 << 20 < len(text)
-    assert main(arguments(folder, "--prompt-file", str(tmp_path / "long.txt"))) == 2
-    assert "must fit the model's context of 512, got at least " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -151,14 +115,6 @@ def test_wrong_input_is_one_sentence(folder, more, sentence, capsys):
     assert not captured.out
 
 
-def test_untrained_codes_are_drawn_for_a_model_that_calls_its_output_projection_decoder():
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-    config = ModernBertDecoderConfig(**sizes, **tokens, num_hidden_layers=2)
-    found = load_selector("lsh", AutoModelForCausalLM.from_config(config))
-    assert found.hasher.config.shape == ModelShape.of(config)
-
-
 def test_weights_are_of_the_type_that_is_asked_for(folder, capsys):
     for more, dtype in (([], "float32"), (["--dtype", "auto"], "float32"), (["--dtype", "bfloat16"], "bfloat16")):
         assert main(arguments(folder, *more, "--max-new-tokens", "2", "--device", "cpu")) == 0
@@ -172,12 +128,7 @@ def test_weights_are_of_the_type_that_is_asked_for(folder, capsys):
 @pytest.mark.parametrize(
     ("devices", "more", "sentence"),
     [
-        (
-            0,
-            ["--device", "cuda"],
-            "--device cuda does not exist: this machine has no CUDA device that torch can use; use --device cpu",
-        ),
-        (1, ["--device", "cuda:1"], "--device cuda:1 does not exist"),
+        (0, ["--device", "cuda"], "--device cuda does not exist: this machine has no CUDA device that torch can use"),
         (1, [], "hashcore needs cuda-core to compile its CUDA kernels, and it is not installed"),
         (1, ["--dtype", "float32"], "attention over a selection on CUDA takes 16-bit types, got float32"),
     ],
@@ -195,13 +146,12 @@ def test_what_a_gpu_lacks_is_said_before_the_model_is_read(folder, devices, more
     assert not captured.out
 
 
-@pytest.mark.parametrize(("more", "dtype"), [(["--dtype", "auto"], None), ([], torch.bfloat16)])
-def test_a_model_of_a_gpu_is_read_in_bfloat16_and_refused_in_float32(more, dtype, folder, monkeypatch, capsys):
+def test_a_model_of_a_gpu_is_read_in_bfloat16_and_refused_in_float32(folder, monkeypatch, capsys):
     asked = []
     load_model = streaming.load_model
     monkeypatch.setattr(streaming, "device_for", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(streaming, "load_model", lambda name, *how: asked.append(how) or load_model(name))
     monkeypatch.setattr(streaming, "require_vocabulary", lambda *_: pytest.fail("the model was used"))
-    assert main(arguments(folder, *more)) == 2
+    assert main(arguments(folder)) == 2
     assert "takes 16-bit types, got float32; give --dtype bfloat16" in capsys.readouterr().err
-    assert asked == [(dtype, "cuda:0")]
+    assert asked == [(torch.bfloat16, "cuda:0")]

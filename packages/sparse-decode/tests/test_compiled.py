@@ -5,9 +5,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach, sums
 from sparse_decode.budget import LayerBudget
-from sparse_decode.compiled import attend_step
 from sparse_decode.select import RecentSelector
-from sparse_decode.step import RowRule, SparseLayer
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, slow_but, tiny_model
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
@@ -91,12 +89,3 @@ def test_inductor_compiles_a_step_of_the_opaque_operator(graphs):
             model(ids[:, :39], past_key_values=cache)
             logits.append(step(ids[:, 39:], past_key_values=cache).logits)
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("dense_below", "read"), [(0, 10), (100, 50)])
-def test_the_opaque_operator_counts_a_step_without_a_mask(dense_below, read):
-    plan = SparseLayer(0, RecentSelector(), LayerBudget(0.2, dense_below=dense_below), RowRule(None))
-    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, 50), (2, 50)))
-    for _ in range(3):
-        attend_step(q, k, v, None, None, None, None, [plan.placeholder], plan.number, 0.25, None)
-    assert plan.tally.totals() == (3 * 2 * 4 * read, 3 * 2 * 4 * 50)

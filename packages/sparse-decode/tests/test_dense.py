@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from sparse_decode import Budget, attach, interface
 from sparse_decode import dense as dense_step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.cpu import bfloat_lanes, dense, dense_kernels, prompt, tiles
+from sparse_decode.cpu import bfloat_lanes, dense, prompt, tiles
 from sparse_decode.cpu.dense import attend_all
 from sparse_decode.cpu.prompt import attend_rows
 from sparse_decode.intervals import visible
 from sparse_decode_doubles import QUICK, UNUSUAL, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 STEPS = {
@@ -291,18 +290,6 @@ def test_a_static_cache_is_read_up_to_its_length():
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_short_step_is_to_the_bit_what_transformers_makes_of_it(dtype):
-    for batch, hq, hkv, dim, dim_v in ((1, 9, 3, 64, 64), (3, 4, 4, 16, 16), (1, 8, 2, 48, 32), (3, 8, 2, 288, 288)):
-        q, k, v = case((batch, hq, hkv, 1, 21, dim, dim_v), dtype)
-        module = torch.nn.Module()
-        module.num_key_value_groups = hq // hkv
-        expected, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, None, scaling=0.3)
-        found = dense_step.attend_by_torch(q, k, v, 0.0, 0.3)
-        assert torch.equal(found, expected)
-        assert found.is_contiguous()
-
-
 def test_a_short_step_goes_the_models_own_way(monkeypatch):
     model, ids = tiny_model(), prompts((40,))[0]
     expected = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
@@ -322,16 +309,3 @@ def test_the_instruction_is_used_where_numba_compiles_for_it():
     code = "from sparse_decode.cpu.bfloat_lanes import supported; assert not supported()"
     plain = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     subprocess.run([sys.executable, "-c", code], env=plain, check=True)
-
-
-def test_whole_rows_that_are_visible_are_read_in_place():
-    """Low and high of what any row sees, first row, components, type: all others are copied first."""
-    cases = (
-        (0, 64, 32, 64, 0),
-        (0, 64, 32, 64, 1),
-        (1, 64, 0, 64, 0),
-        (0, 63, 32, 64, 0),
-        (0, 64, 0, 48, 0),
-        (0, 64, 0, 64, 2),
-    )
-    assert [bool(dense_kernels._in_place.py_func(*case)) for case in cases] == [True, True, False, False, False, False]

@@ -177,20 +177,6 @@ def test_clipped_and_missing_numbers_and_other_digits(run):
     assert_equal(run(hasher, *given), of_layer(hasher, *given))
 
 
-def test_weights_may_change_in_place_and_be_replaced():
-    form, encoder = Form("planes"), CpuEncoder()
-    hasher, (k, _) = make(form), tokens(form)
-    layer = hasher.layer(0)
-    first = encoder.keys(layer, k)
-    for weights in (layer.key.b2, layer.key.r, layer.key.w2):
-        weights.neg_()
-    changed = encoder.keys(layer, k)
-    assert torch.equal(changed, layer.encode_keys(k))
-    assert not torch.equal(changed, first)
-    hasher.load_state_dict({name: x.clone().neg() for name, x in hasher.state_dict().items()}, assign=True)
-    assert torch.equal(encoder.keys(layer, k), layer.encode_keys(k))
-
-
 @pytest.mark.usefixtures("real_threads")
 def test_threads_change_nothing_and_many_tokens_are_hashed_by_hashtrain(monkeypatch):
     form = Form("planes", 8, 4)

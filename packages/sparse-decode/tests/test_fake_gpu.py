@@ -18,12 +18,11 @@ from fake_gpu import (
     fake_gpu,
     told,
 )
-from hashcore.cuda.program import require_compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach, budget, step
 from sparse_decode.budget import LayerBudget
 from sparse_decode.hashers import QueryHeadHasher
-from sparse_decode.select import HashSelector, RecentSelector
+from sparse_decode.select import HashSelector
 from sparse_decode_doubles import slow_but
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
@@ -102,16 +101,6 @@ def test_beams_over_host_memory_wait_for_what_was_written(monkeypatch):
             assert pinned == ["cpu"] * twice
             tried.call(1, PROMPT + 2)
     assert len(waited) == twice
-
-
-@pytest.mark.parametrize("selector", [RecentSelector(), selector_of("lsh")])
-def test_a_missing_compiler_is_said_when_a_model_of_a_gpu_is_attached(selector, monkeypatch):
-    with fake_gpu():
-        model = Tried(config_of("llama"), "plain").model
-        monkeypatch.setattr("sparse_decode.model.require_compiler", require_compiler)
-        monkeypatch.setitem(sys.modules, "cuda.core", None)
-        with pytest.raises(ValueError, match="needs cuda-core to compile its CUDA kernels, and it is not installed"):
-            attach(model, selector, TENTH)
 
 
 def test_a_wait_is_seen(monkeypatch):

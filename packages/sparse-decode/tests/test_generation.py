@@ -25,7 +25,7 @@ from sparse_decode_doubles import (
     slow_but,
     tiny_model,
 )
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache
 
 WAYS = {"greedy": {}, "beam": {"num_beams": 3}, "sampling": {"do_sample": True}}
@@ -204,15 +204,6 @@ def test_assisted_decoding_and_chunked_prefill_give_the_greedy_tokens(name, opti
         assert ("chunks" in name) == (attachment.counts() == counts), "several tokens were checked at once"
 
 
-def test_a_prefill_in_chunks_is_the_whole_prefill_in_a_padded_batch():
-    model, (ids, mask) = tiny_model(), padded((40, 27))
-    options = {"new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
-    with attach_rows(model, SignHasher(), TENTH, sparse_rows=24):
-        whole = generate(model, ids, mask, **options).logits
-        split = generate(model, ids, mask, prefill_chunk_size=7, **options).logits
-    torch.testing.assert_close(split[0], whole[0], atol=1e-4, rtol=1e-4)
-
-
 def test_a_mask_of_packed_texts_is_refused_for_the_remainder():
     model, (ids, _) = tiny_model(), prompts((20,))
     mask = torch.tril(torch.ones(20, 20, dtype=torch.bool))[None, None].clone()
@@ -276,65 +267,6 @@ def test_caches_that_cannot_serve_are_refused(kind, words):
     kv = "host" if kind == "static" else "device"
     with attach(model, SignHasher(), Budget(1.0), kv=kv), pytest.raises(ValueError, match=words):
         run(model, ids, mask, past_key_values=cache)
-
-
-def test_a_conversation_in_one_cache():
-    model, (ids, _) = tiny_model(), prompts((40,))
-    with attach(model, SignHasher(), TENTH):
-        cache, fresh = DynamicCache(), DynamicCache()
-        first = run(model, ids, new_tokens=8, past_key_values=cache)
-        longer = torch.cat([first, ids[:, :5]], 1)
-        again = run(model, longer, new_tokens=8, past_key_values=cache)
-        model(longer[:, :40], past_key_values=fresh)
-        for t in range(40, 47):
-            model(longer[:, t : t + 1], past_key_values=fresh)
-        assert torch.equal(run(model, longer, new_tokens=8, past_key_values=fresh), again)
-
-
-class DetachAt(LogitsProcessor):
-    """Detaches once so many tokens have been made."""
-
-    def __init__(self, attachment, length):
-        self.attachment, self.length = attachment, length
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] == self.length:
-            self.attachment.detach()
-        return scores
-
-
-@pytest.mark.parametrize(("kind", "kv"), [("dynamic", "device"), ("dynamic", "host"), ("static", "device")])
-def test_detaching_in_the_middle_of_a_generation(kind, kv):
-    model, (ids, _) = tiny_model(), prompts((40,), seed=2)
-    with attach(model, SignHasher(), TENTH):
-        sparse = run(model, ids, past_key_values=make_cache(kind, model))
-        cache = make_cache(kind, model)
-        run(model, ids, new_tokens=7, past_key_values=cache)
-    expected = run(model, sparse[:, :47], new_tokens=9, past_key_values=cache)
-    attachment = attach(model, SignHasher(), TENTH, kv=kv)
-    stop = LogitsProcessorList([DetachAt(attachment, 46)])
-    found = run(model, ids, past_key_values=make_cache(kind, model), logits_processor=stop)
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, sparse)
-
-
-def test_each_key_is_hashed_once():
-    class Counting(SignHasher):
-        tokens = 0
-
-        def encode_keys(self, layer, k):
-            self.tokens += k.shape[2]
-            return super().encode_keys(layer, k)
-
-    model, (ids, _), hasher = tiny_model(), prompts((40,)), Counting()
-    for sink, recent in ((0, 0), (1, 3)):
-        with attach(model, hasher, Budget(0.1, sink=sink, recent=recent), kv="host") as attachment:
-            cache, hasher.tokens = DynamicCache(config=model.config), 0
-            model(ids, past_key_values=cache)
-            for _ in range(5):
-                model(ids[:, :1], past_key_values=cache)
-            assert hasher.tokens == 4 * (40 + 5)
-            assert attachment.memory(cache) == (4 * 2 * 2 * 45 * 16 * 4, 4 * 2 * 45 * 16)
 
 
 def test_two_models_in_one_process():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sparse_decode import Budget, attach
 from sparse_decode.interface import register
-from sparse_decode_doubles import Auditor, Calibrated, SignHasher, prompts, tiny_model
+from sparse_decode_doubles import SignHasher, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -21,18 +21,11 @@ LEFT = PROMPT // 2
 HALF = {"compression_ratio": 0.5}
 PRESSES = {  # how it is made, the model's attention, the tokens left at the end
     "knorm": (lambda kvpress: kvpress.KnormPress(**HALF), None, LEFT + NEW),
-    "streaming": (lambda kvpress: kvpress.StreamingLLMPress(**HALF), None, LEFT + NEW),
     "snapkv": (lambda kvpress: kvpress.SnapKVPress(**HALF, window_size=8), None, LEFT + NEW),
-    "tova": (lambda kvpress: kvpress.TOVAPress(**HALF), None, LEFT + NEW),
-    "keydiff": (lambda kvpress: kvpress.KeyDiffPress(**HALF), None, LEFT + NEW),
     "expected-attention": (lambda kvpress: kvpress.ExpectedAttentionPress(**HALF), None, LEFT + NEW),
     "rerotated": (lambda kvpress: kvpress.KeyRerotationPress(kvpress.KnormPress(**HALF)), None, LEFT + NEW),
     "observed": (lambda kvpress: kvpress.ObservedAttentionPress(**HALF), "eager", LEFT + NEW),
-    "think": (
-        lambda kvpress: kvpress.ThinKPress(key_channel_compression_ratio=0.5, window_size=8),
-        None,
-        PROMPT + NEW,
-    ),
+    "think": (lambda kvpress: kvpress.ThinKPress(key_channel_compression_ratio=0.5, window_size=8), None, PROMPT + NEW),
     # Every third step the cache falls back to 20 tokens; what is new since then is hashed, what was kept anew.
     "decoding": (
         lambda kvpress: kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=3, target_size=LEFT),
@@ -69,6 +62,7 @@ def run(model, press):
     return torch.stack(logits), [layer.keys for layer in cache.layers]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kv", ["device", "host"])
 @pytest.mark.parametrize("name", PRESSES)
 def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, kv):
@@ -83,18 +77,6 @@ def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, 
     torch.testing.assert_close(logits, dense, atol=1e-4, rtol=1e-4)
     for found, expected in zip(keys, kept, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", [name for name, (_, _, left) in PRESSES.items() if left < PROMPT])
-def test_selections_behind_a_press_are_made_from_the_codes_of_what_it_left(kvpress, name, monkeypatch):
-    model, auditor = tiny_model(implementation=PRESSES[name][1]), Auditor(monkeypatch)
-    with attach(model, Calibrated(), Budget(0.25, min_tokens=2), dense_layers=0) as attachment:
-        run(model, PRESSES[name][0](kvpress))
-    assert auditor.steps == 4 * NEW
-    if name != "decoding":
-        visible = 2 * 4 * sum(range(LEFT + 1, LEFT + NEW + 1))  # two sequences, four query heads
-        assert {seen for _, seen in attachment.counts().values()} == {visible}
 
 
 def test_a_press_that_masks_keys_head_by_head_is_refused(kvpress):

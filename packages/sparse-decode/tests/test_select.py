@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import hashcore
 import pytest
 import torch
-from sparse_decode import HashSelector, OracleSelector, RecentSelector, Rows, Selector
+from sparse_decode import OracleSelector, RecentSelector, Rows
 from sparse_decode.oracle import best_floats
-from sparse_decode_doubles import PaperLikeHasher, SignHasher, as_sets
+from sparse_decode_doubles import as_sets
 
 N, ROWS = 50, 6
 
@@ -43,21 +42,6 @@ def check_best(indices, scores, rows):
         assert found == [tokens[i] for i in best]
 
 
-def signs(codes):
-    return hashcore.unpack(codes).double() * 2 - 1
-
-
-@pytest.mark.parametrize("mask", ["causal", "none"])
-@pytest.mark.parametrize("hasher", [SignHasher(), SignHasher(bits=32), PaperLikeHasher()], ids=["W4", "W1", "paper"])
-def test_hash_selector_takes_the_best_plane_scores(hasher, mask):
-    rows = rows_of(HashSelector(hasher), counts_like(), causal=mask != "none")
-    planes, weights = hasher.encode_queries(2, rows.q)
-    bits = planes.shape[-1] * 32
-    agreement = (signs(planes) @ signs(rows.codes)[:, :, None].transpose(-1, -2) + bits) / 2  # [B, H, Q, P, N]
-    scores = (agreement * torch.tensor(weights, dtype=torch.float64)[:, None]).sum(-2)
-    check_best(HashSelector(hasher).select(rows), scores, rows)
-
-
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, None), (None, torch.tensor([0.0, 30, 40, 0]))])
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_oracle_takes_the_highest_exact_attention(per_query_head, softcap, sinks):
@@ -90,10 +74,3 @@ def test_equal_floats_go_to_the_lowest_index():
     counts = torch.arange(40) % 31
     for row, count, found in zip(values.tolist(), counts.tolist(), best_floats(values, counts).tolist(), strict=True):
         assert [t for t in found if t >= 0] == first_of_equals(row, count)
-
-
-@pytest.mark.parametrize("selector", [HashSelector(SignHasher()), OracleSelector(), RecentSelector()])
-def test_selectors_keep_the_protocol_and_take_empty_budgets(selector):
-    assert isinstance(selector, Selector)
-    rows = rows_of(selector, torch.zeros(3, ROWS, dtype=torch.int64), causal=False)
-    assert (selector.select(rows) >= 0).sum() == 0

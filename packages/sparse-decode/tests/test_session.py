@@ -8,25 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hashtrain import Hasher, HasherConfig, ModelShape
 from safetensors import safe_open
 from sparse_decode import Budget, OracleSelector, QueryHeadHasher, attach, session
 from sparse_decode.caches.cache import CodedDynamicLayer
 from sparse_decode.caches.growing import GrowingLayer
-from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
+from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 
 sys.path.append(str(Path(__file__).parents[3] / "tests"))
 from fuzz_damage import damaged
 
 MUTATIONS = 400
-
-
-def hasher_for(model, variant="transform", remainder=True, seed=0):
-    hasher = Hasher(HasherConfig(variant, ModelShape.of(model.config)), seed).requires_grad_(False)
-    for layer in range(len(hasher.layers)) if remainder else ():
-        hasher.layer(layer).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.1, 0.6]))
-    return hasher
 
 
 def prefilled(model, ids, mask=None):
@@ -65,6 +57,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("way", "lengths"), [("remainder", (60,)), *((way, (60, 41)) for way in WAYS)])
 def test_a_loaded_session_continues_with_the_tokens_of_the_saved_cache(way, lengths, tmp_path, monkeypatch):
     """Also beyond the room of the file, which no step changes."""
@@ -85,18 +78,6 @@ def test_a_loaded_session_continues_with_the_tokens_of_the_saved_cache(way, leng
         assert {type(layer) for layer in loaded.layers} <= kinds
         assert torch.equal(generate(model, more, shown, 20, past_key_values=loaded), wanted)
         assert (tmp_path / "saved.kv").read_bytes() == stored
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, to which a session is copied")
-@pytest.mark.parametrize("kv", ["device", "host"])
-def test_a_session_continues_on_a_gpu(kv, tmp_path):
-    model, ids = tiny_model().to("cuda", torch.bfloat16), prompts((60,))[0].cuda()
-    with attach(model, hasher_for(model), Budget(0.2), dense_layers=1, kv=kv) as attachment:
-        cache = prefilled(model, ids[:, :-1])
-        attachment.save(cache, tmp_path / "saved.kv", ids[:, :-1])
-        loaded, _ = attachment.load(tmp_path / "saved.kv", ids)
-        assert torch.equal(*(generate(model, ids, past_key_values=held) for held in (loaded, cache)))
 
 
 def later(ids, mask):

@@ -1,19 +1,17 @@
 """An attached model in the hands of others: modes of torch, other types, copies, files, training, other settings."""
 
-import inspect
+from importlib.util import find_spec
 
 import pytest
 import torch
-import transformers
 from fake_gpu import fake_gpu
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, OracleSelector, QueryHeadHasher, RecentSelector, attach
 from sparse_decode.attach import attach_rows
-from sparse_decode.interface import register
-from sparse_decode.model import NAMES
+from sparse_decode.cuda.encode import PlacedHasher
 from sparse_decode.select import HashSelector
-from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
-from transformers import DynamicCache, StaticCache
+from sparse_decode_doubles import Auditor, Calibrated, SignHasher, generate, hasher_for, prompts, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 WHOLE = Budget(1.0)
 
@@ -87,18 +85,14 @@ def default_dtype(request):
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("variant", ["lsh", "paper", "planes", "transform", "oracle", "recent"])
 def test_the_default_dtype_changes_nothing(variant, default_dtype):
     model, (ids, mask) = tiny_model(), prompts()
     others = {"oracle": OracleSelector, "recent": RecentSelector}
 
     def run():
-        if variant in others:
-            selector = others[variant]()
-        else:
-            selector = Hasher(HasherConfig(variant, ModelShape.of(model.config)))
-            for layer in selector.layers:
-                layer.remainder.copy_(Calibrated.coefficients)
+        selector = others[variant]() if variant in others else hasher_for(model, variant)
         found = []
         with torch.no_grad(), attach_rows(model, selector, Budget(0.3), sparse_rows=0):
             for kind in (lambda: DynamicCache(config=model.config), lambda: StaticCache(model.config, 40)):
@@ -131,16 +125,6 @@ def test_another_attention_set_while_attached_is_refused_and_stays(name):
     attachment.detach()
     assert model.config._attn_implementation == name
     generate(model, ids)
-
-
-def test_attention_that_cannot_be_set_is_refused_and_nothing_is_changed(monkeypatch):
-    model = tiny_model()
-    monkeypatch.setattr(type(model.model), "_can_set_attn_implementation", classmethod(lambda cls: False))
-    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
-    with pytest.raises(ValueError, match='which keeps "sdpa"; leave this model dense'):
-        attach(model, SignHasher())
-    assert model.config._attn_implementation == "sdpa"
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -235,32 +219,6 @@ def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, 
         torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rule", [None, 0])
-def test_a_mask_narrower_than_the_keys_is_refused_and_one_of_width_one_is_as_torch_takes_it(rule):
-    model = tiny_model()
-    attention = model.model.layers[3].self_attn
-    states = torch.randn(1, 24, 64)
-    rotary = model.model.rotary_emb(states, torch.arange(24)[None])
-
-    def call(mask, cache):
-        rotations = tuple(x[:, 20:] for x in rotary)
-        return attention(states[:, 20:], position_embeddings=rotations, attention_mask=mask, past_key_values=cache)[0]
-
-    def prefilled():
-        cache = DynamicCache(config=model.config)
-        parts = {"position_embeddings": tuple(x[:, :20] for x in rotary), "attention_mask": None}
-        attention(states[:, :20], past_key_values=cache, **parts)
-        return cache
-
-    wide = torch.ones(1, 1, 4, 1, dtype=torch.bool)
-    dense = call(wide, prefilled())
-    with attach_rows(model, SignHasher(), WHOLE, sparse_rows=rule):
-        torch.testing.assert_close(call(wide, prefilled()), dense, atol=1e-5, rtol=1e-5)
-        cache = prefilled()
-        with pytest.raises(ValueError, match=r"4 rows and 24 keys, got shape \(1, 1, 4, 12\)"):
-            call(torch.ones(1, 1, 4, 12, dtype=torch.bool), cache)
-
-
 def test_a_query_head_hasher_adds_the_remainder_too():
     model, (ids, _) = tiny_model(), prompts((40,))
     hasher = Hasher(HasherConfig("lsh", ModelShape.of(model.config)))
@@ -276,14 +234,53 @@ def test_a_query_head_hasher_adds_the_remainder_too():
     assert not torch.allclose(*found, atol=1e-3)
 
 
-def test_our_attention_takes_its_arguments_in_the_order_of_transformers_own():
-    """Whoever wraps all attention functions, as kvpress does, hands the first six on by their places."""
-    register()
-    own = list(inspect.signature(transformers.AttentionInterface()["sdpa"]).parameters)
-    for name in NAMES.values():
-        assert list(inspect.signature(transformers.AttentionInterface()[name]).parameters)[:7] == own[:7]
-    model = tiny_model()
-    with attach(model, SignHasher()):
-        assert model.config._attn_implementation == NAMES["sdpa"]
-    assert type(model.config._attn_implementation) is str
-    assert transformers.AutoConfig.for_model("llama")._attn_implementation != NAMES["sdpa"]
+# ---- Models whose layers are on several devices, and hashers that follow their keys there ----------------------------
+
+PLACED = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers places models with accelerate")
+
+
+@PLACED
+def test_layers_placed_by_a_device_map_and_read_from_disk(tmp_path, monkeypatch):
+    model = tiny_model("qwen3")
+    model.save_pretrained(tmp_path / "model")
+    hasher = hasher_for(model, "planes")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{layer}": "disk" if layer == 3 else "cpu" for layer in range(4)}
+    placed = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk"
+    ).eval()
+    assert placed.model.layers[3].self_attn.k_proj.weight.device.type == "meta"
+    whole, (ids, mask) = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), prompts()
+    budget = Budget(0.1, min_tokens=2)
+    with attach(whole, hasher, budget):
+        expected = generate(whole, ids, mask, new_tokens=8)
+    auditor = Auditor(monkeypatch)
+    with attach(placed, hasher, budget) as attachment:
+        assert torch.equal(generate(placed, ids, mask, new_tokens=8), expected)
+        assert auditor.steps == 4 * 7
+        assert attachment.layers == (0, 1, 2, 3)
+        assert attachment.remainder
+    assert torch.equal(generate(placed, ids, mask, new_tokens=8), generate(whole, ids, mask, new_tokens=8))
+
+
+CHANGES = {
+    "added": lambda x: x.add_(1),
+    "copied": lambda x: x.copy_(-x),
+    "replaced": lambda x: setattr(x, "data", x.data.clone()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_of_a_hasher_follow_the_keys_to_their_device_and_a_copy_there_follows_the_weights(change):
+    hasher = Hasher(HasherConfig("lsh", ModelShape(1, 2, 1, 16)))
+    placed, other = PlacedHasher(hasher), torch.device("meta")
+    first = placed.layer(0, other)
+    assert placed.layer(0, other) is first
+    assert {x.device.type for x in first.state_dict().values()} == {"meta"}
+    CHANGES[change](next(x for x in (*hasher.parameters(), *hasher.buffers()) if x.is_floating_point()))
+    second = placed.layer(0, other)
+    assert second is not first
+    hasher.load_state_dict(hasher.state_dict())
+    assert placed.layer(0, other) is not second
+    assert placed.layer(0, torch.device("cpu")) is hasher.layer(0)
+    assert {x.device.type for x in hasher.state_dict().values()} == {"cpu"}

@@ -222,15 +222,34 @@ def pool(spec, pages=40, tokens_first=False, device=None):
 
 
 class Requests:
-    """Requests of a length each, in shuffled pages."""
+    """Requests of a length each, in shuffled pages; `prompts`: the length of the prompts of those that were begun."""
 
-    def __init__(self, seed=0):
-        self.draw = torch.Generator().manual_seed(seed)
-        self.free = torch.randperm(39, generator=self.draw).add(1).tolist()
-        self.lengths, self.tables = {}, {}
+    def __init__(self, seed=0, pages=40, dtype=torch.bfloat16):
+        self.draw, self.dtype = torch.Generator().manual_seed(seed), dtype
+        self.free = torch.randperm(pages - 1, generator=self.draw).add(1).tolist()
+        self.lengths, self.tables, self.prompts = {}, {}, {}
+
+    def begin(self, name, prompt, prefix=None):
+        """Begin a request, with the whole pages of another one as its prefix."""
+        whole = 0 if prefix is None else min(self.lengths[prefix] // SIZE, (prompt - 1) // SIZE)
+        self.lengths[name], self.prompts[name] = whole * SIZE, prompt
+        self.tables[name] = self.tables.get(prefix, [])[:whole]
+
+    def end(self, name):
+        """End a request; return the pages that no other one has."""
+        gone = set(self.tables.pop(name)) - {page for table in self.tables.values() for page in table}
+        del self.lengths[name], self.prompts[name]
+        self.free += gone
+        return gone
+
+    def slots(self, name):
+        """Return where the tokens of a request lie."""
+        at = torch.arange(self.lengths[name])
+        return torch.tensor(self.tables[name])[at // SIZE] * SIZE + at % SIZE
 
     def step(self, tokens):
         """Compute some tokens of each request: the step's metadata, queries, keys and values."""
+        said = torch.tensor([self.lengths.get(name, 0) < self.prompts.get(name, 0) for name in tokens])
         for name, count in tokens.items():
             self.lengths[name] = self.lengths.get(name, 0) + count
             table = self.tables.setdefault(name, [])
@@ -239,17 +258,14 @@ class Requests:
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
         lengths = torch.tensor([self.lengths[name] for name in tokens], dtype=torch.int32)
         blocks = torch.full((len(tokens), LONGEST // SIZE), -7, dtype=torch.int32)
-        slots = []
-        for row, (name, count) in enumerate(tokens.items()):
+        for row, name in enumerate(tokens):
             blocks[row, : len(self.tables[name])] = torch.tensor(self.tables[name])
-            at = range(self.lengths[name] - count, self.lengths[name])
-            slots += [self.tables[name][i // SIZE] * SIZE + i % SIZE for i in at]
-        total, most = int(counts.sum()), int(counts.max())
-        common = Common(
-            starts, starts, lengths, len(tokens), total, most, int(lengths.max()), blocks, torch.tensor(slots)
-        )
+        slots = torch.cat([self.slots(name)[self.lengths[name] - count :] for name, count in tokens.items()])
+        total, sizes = int(counts.sum()), (int(counts.max()), int(lengths.max()))
+        common = Common(starts, starts, lengths, len(tokens), total, *sizes, blocks, slots)
+        common.is_prefilling = said if self.prompts else None
         shapes = (QUERIES, HEADS, HEADS)
-        return common, [torch.randn(total, n, DIM, generator=self.draw).bfloat16() for n in shapes]
+        return common, [torch.randn(total, n, DIM, generator=self.draw).to(self.dtype) for n in shapes]
 
 
 def engine(backend, asked, layers):

@@ -34,11 +34,6 @@ def test_lengths_alone_say_what_the_layers_count(name):
     assert (2 * read, 2 * seen) == (layer.selected, layer.visible)  # of two query heads
 
 
-@pytest.mark.parametrize("generated", [0, 1])
-def test_a_request_without_a_decode_step_reads_nothing(generated):
-    assert spent(LayerBudget(), 50, generated) == (0, 0)
-
-
 class Registered:
     """A metric of prometheus_client, as far as it is used."""
 

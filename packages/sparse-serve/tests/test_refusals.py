@@ -1,11 +1,12 @@
-"""Configurations that are rejected, on stand-ins for vLLM's config and platform."""
+"""Configurations and settings that are rejected, on stand-ins for vLLM's config and platform."""
 
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_serve import plugin
+from sparse_decode.budget import LayerBudget
+from sparse_serve import Settings, plugin
 from sparse_serve.refusals import require_serves
 from transformers import LlamaConfig
 
@@ -160,3 +161,41 @@ def test_requests_beyond_the_reach_are_told(platform, tmp_path):
     given.model_config.max_model_len = 4097
     with pytest.warns(UserWarning, match="a context of 4,097 tokens is longer than the 4,096"):
         require_serves(given)
+
+
+# ---- Settings ------------------------------------------------------------------------------------------------------
+
+NO_SETTING = {
+    "a word": ({"spotlight": "yes"}, "must be a mapping with a hasher, got str"),
+    "no hasher": ({"spotlight": {"fraction": 0.1}}, "needs a hasher, the folder of a stored hasher, got none"),
+    "an empty hasher": ({"spotlight": {"hasher": ""}}, "hasher must be the folder of a stored hasher, got ''"),
+    "a stranger": ({"spotlight": {"hasher": "x", "topk": 3}}, "takes hasher, fraction, .*, got topk; remove"),
+    "too much": ({"spotlight": {"hasher": "x", "fraction": 2}}, "fraction must be above 0 and at most 1, got 2"),
+    "measured": ({"spotlight": {"hasher": "x", "dense_below": "measured"}}, "dense_below must be an integer of 0"),
+    "one layer": ({"spotlight": {"hasher": "x", "dense_layers": 2}}, "must be a list of indices of layers, got 2"),
+    "layer -1": ({"spotlight": {"hasher": "x", "dense_layers": [-1]}}, "must be a list of indices of layers, got"),
+}
+
+
+@pytest.mark.parametrize("name", NO_SETTING)
+def test_what_is_no_setting_is_refused(name):
+    additional, words = NO_SETTING[name]
+    with pytest.raises(ValueError, match=words):
+        Settings.of(additional)
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"other": 1}, {"spotlight": None}])
+def test_without_settings_there_is_nothing_to_do(additional):
+    assert Settings.of(additional) is None
+
+
+def test_defaults_are_those_of_the_budget():
+    assert Settings("x").budget() == LayerBudget()
+
+
+def test_every_setting_arrives():
+    given = dict(fraction=0.1, min_tokens=3, max_tokens=50, sink=2, recent=5, dense_below=100)
+    settings = Settings.of({"spotlight": {"hasher": "x", "dense_layers": [0, 2], **given}})
+    assert settings == Settings("x", **given, dense_layers=(0, 2))
+    assert settings is not None
+    assert settings.budget() == LayerBudget(**given)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from serve_doubles import DIM, HEADS, QUERIES, SIZE, FullAttentionSpec, built, engine, impls
+from serve_doubles import DIM, HEADS, QUERIES, SIZE, FullAttentionSpec, Requests, built, engine, impls
 from sparse_decode.caches import huge_pages
 
 PAGES = 24
@@ -18,62 +18,27 @@ class Layer:
         config, specs = engine(backend, asked, [(FullAttentionSpec(), {})])
         (self.builder,), (self.impl,) = built(backend, config, specs), impls(config)
         self.impl.kv_cache_dtype = "auto"
-        page = specs[0].page_size_bytes // 4
-        self.memory = torch.full((PAGES, page), torch.nan)
+        self.memory = torch.full((PAGES, specs[0].page_size_bytes // 4), torch.nan)
         self.cache = self.memory[:, : 2 * HEADS * SIZE * DIM].view(PAGES, HEADS, SIZE, 2 * DIM)
         self.layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, isa="vec")
-        self.draw, self.random = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.free = list(range(PAGES))
-        self.draw.shuffle(self.free)
-        self.requests = {}
-
-    def begin(self, name, prompt, prefix=None):
-        """Begin a request, with the whole pages of another one as its prefix."""
-        own = {"pages": [], "k": [], "v": [], "prompt": prompt}
-        if prefix is not None:
-            shared = self.requests[prefix]
-            whole = min(len(shared["k"]) // SIZE, (prompt - 1) // SIZE)
-            own |= {
-                "pages": shared["pages"][:whole],
-                "k": shared["k"][: whole * SIZE],
-                "v": shared["v"][: whole * SIZE],
-            }
-        self.requests[name] = own
+        self.requests, self.draw = Requests(seed, PAGES, torch.float32), random.Random(seed)
+        self.kept = torch.empty(2, PAGES * SIZE, HEADS, DIM)  # keys and values, by slot
 
     def end(self, name):
-        gone = self.requests.pop(name)
-        kept = {page for own in self.requests.values() for page in own["pages"]}
-        for page in set(gone["pages"]) - kept:
-            self.memory[page] = torch.nan
-            self.free.append(page)
+        self.memory[list(self.requests.end(name))] = torch.nan
 
     def step(self, counts):
         """Process so many tokens of each request; return what the layer and plain attention give, [T, Hq, D] each."""
-        tokens = sum(counts.values())
-        q = torch.randn(tokens, QUERIES, DIM, generator=self.random)
-        k, v = torch.randn(2, tokens, HEADS, DIM, generator=self.random)
-        slots, starts, lengths, said, expected = [], [0], [], [], torch.empty_like(q)
-        table = torch.full((len(counts), PAGES), -1, dtype=torch.int32)
-        for row, (name, count) in enumerate(counts.items()):
-            own, first = self.requests[name], starts[-1]
-            said.append(len(own["k"]) < own["prompt"])
-            for i in range(first, first + count):
-                if len(own["k"]) % SIZE == 0:
-                    own["pages"] = [*own["pages"], self.free.pop(0)]
-                slots.append(own["pages"][-1] * SIZE + len(own["k"]) % SIZE)
-                own["k"], own["v"] = [*own["k"], k[i]], [*own["v"], v[i]]
-                expected[i] = plain(q[i], torch.stack(own["k"]), torch.stack(own["v"]), self.impl.scale)
-            starts.append(first + count)
-            lengths.append(len(own["k"]))
-            table[row, : len(own["pages"])] = torch.tensor(own["pages"])
-        common = SimpleNamespace(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32), block_table=table, causal=True
-        )
-        common.seq_lens, common.slot_mapping = torch.tensor(lengths, dtype=torch.int32), torch.tensor(slots)
-        common.is_prefilling = torch.tensor(said)
+        common, (q, k, v) = self.requests.step(counts)
+        self.kept[:, common.slot_mapping] = torch.stack([k, v])
+        expected = []
+        for name, count in counts.items():
+            slots = self.requests.slots(name)
+            for end in range(len(slots) - count + 1, len(slots) + 1):
+                expected.append(plain(q[len(expected)], *self.kept[:, slots[:end]], self.impl.scale))
         made, out = self.builder.build(0, common), torch.zeros_like(q)
         self.impl.forward(self.layer, q, k, v, self.cache, made, output=out)
-        return out, expected, made.spotlight
+        return out, torch.stack(expected), made.spotlight
 
 
 def plain(q, k, v, scale):
@@ -86,50 +51,24 @@ def asking(asked, **more):
     return {"spotlight": asked["spotlight"] | more}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("below", [0, 1, 40, 70])
 def test_rows_of_any_kind_attend_to_their_own_tokens(below, seed, backend, asked):
     layer, names, kinds = Layer(backend, asking(asked, fraction=1.0, dense_below=below), seed), iter(range(99)), set()
     for _ in range(40):
-        draw = layer.draw
-        if len(layer.requests) < 3 and len(layer.free) > 12:
-            prefix = draw.choice([None, *layer.requests])
-            layer.begin(next(names), draw.choice([1, 5, 33, 64, 70]), prefix)
-        counts = {}
-        for name, own in layer.requests.items():
-            left = own["prompt"] - len(own["k"])
-            counts[name] = draw.randint(1, left) if left > 0 else 1
+        draw, requests = layer.draw, layer.requests
+        if len(requests.lengths) < 3 and len(requests.free) > 12:
+            prefix = draw.choice([None, *requests.lengths])
+            requests.begin(next(names), draw.choice([1, 5, 33, 64, 70]), prefix)
+        left = {name: prompt - requests.lengths[name] for name, prompt in requests.prompts.items()}
+        counts = {name: draw.randint(1, count) if count > 0 else 1 for name, count in left.items()}
         out, expected, batch = layer.step(dict(draw.sample(sorted(counts.items()), len(counts))))
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         kinds |= {"plain" if batch.plain else "mixed" if batch.stock else "by rows"}
         kinds |= {"prompts by rows"} if batch.prompts else set()
-        for name in [name for name, own in layer.requests.items() if len(own["k"]) > own["prompt"] + 25]:
+        for name in [name for name, prompt in requests.prompts.items() if requests.lengths[name] > prompt + 25]:
             layer.end(name)
     assert len(kinds) > 1 or below == 70
-
-
-def test_every_kind_of_step_occurs(backend, asked):
-    layer = Layer(backend, asking(asked, fraction=1.0, dense_below=40), 0)
-    layer.begin("a", 35)
-    assert layer.step({"a": 35})[2].plain
-    for _ in range(4):
-        assert layer.step({"a": 1})[2].plain
-    crossing = layer.step({"a": 1})[2]
-    assert (len(crossing.moves.moved), crossing.plain, crossing.stock) == (2, False, None)
-    layer.begin("b", 5)
-    assert layer.step({"a": 1, "b": 5})[2].stock is not None
-    layer.begin("c", 33, "a")
-    out, expected, batch = layer.step({"a": 1, "c": 1, "b": 1})
-    assert batch.prompts is not None
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    layer.begin("e", 41)
-    layer.step({"e": 40})
-    assert layer.step({"e": 1})[2].plain, "the last token of a prompt is no decode step"
-    assert not layer.step({"e": 1})[2].plain
-    layer.begin("d", 2)
-    for counts in ({"a": 1, "c": 3}, {"c": 1, "d": 0}, {"d": 2, "a": 4}):  # recomputed after a preemption; padding
-        out, expected, _ = layer.step(counts)
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_steps_below_the_break_even_are_vllms_bit_for_bit(backend, asked):
@@ -137,12 +76,12 @@ def test_steps_below_the_break_even_are_vllms_bit_for_bit(backend, asked):
     stock = Layer(backend, {}, 0)
     for name in ("a", "b"):
         for each in (layer, stock):
-            each.begin(name, 30)
+            each.requests.begin(name, 30)
     stock.memory[:] = 0  # vLLM's own has no such protection
     for counts in ({"a": 30}, {"b": 20, "a": 1}, {"b": 10, "a": 1}, *[{"a": 1, "b": 1}] * 40):
         common = layer.step(counts)
         assert torch.equal(common[0], plainly(stock, counts))
-    assert torch.equal(*(x.cache[x.requests["a"]["pages"]] for x in (layer, stock)))
+    assert torch.equal(*(x.cache[x.requests.tables["a"]] for x in (layer, stock)))
     assert layer.impl.calls == stock.impl.calls
     tokens = sum(30 + i for i in range(1, 43)) + sum(30 + i for i in range(1, 41))
     assert layer.impl._paged.selected == layer.impl._paged.visible == QUERIES * tokens
@@ -150,21 +89,22 @@ def test_steps_below_the_break_even_are_vllms_bit_for_bit(backend, asked):
 
 def plainly(stock, counts):
     """A step of an engine without the plug-in."""
-    stock.builder.build = lambda first, common: SimpleNamespace(**vars(common), spotlight=None)
+    stock.builder.build = lambda first, common: SimpleNamespace(
+        **vars(common), block_table=common.block_table, spotlight=None
+    )
     return stock.step(counts)[0]
 
 
 def test_codes_are_those_of_the_keys_whenever_they_are_hashed(backend, asked):
     layer = Layer(backend, asking(asked, dense_below=40), 0)
-    layer.begin("a", 38)
+    layer.requests.begin("a", 38)
     for counts in (38, 1, 1, 1, 1):
         layer.step({"a": counts})
-    own = layer.requests["a"]
+    keys, table = layer.kept[0, layer.requests.slots("a")], layer.requests.tables["a"]
     pages = layer.impl._served.pages(layer.cache)
-    found = pages.codes[own["pages"]].transpose(1, 2).flatten(0, 1)[: len(own["k"])]
-    assert torch.equal(found, layer.impl._paged.encode(torch.stack(own["k"])))
-    rows = pages.k[own["pages"]].transpose(1, 2).flatten(0, 1)[: len(own["k"])]
-    assert torch.equal(rows, torch.stack(own["k"]))
+    codes, rows = (x[table].transpose(1, 2).flatten(0, 1)[: len(keys)] for x in (pages.codes, pages.k))
+    assert torch.equal(codes, layer.impl._paged.encode(keys))
+    assert torch.equal(rows, keys)
 
 
 def test_a_cache_is_put_in_huge_pages_before_its_first_step_and_not_again(backend, asked, monkeypatch):
@@ -172,7 +112,7 @@ def test_a_cache_is_put_in_huge_pages_before_its_first_step_and_not_again(backen
     monkeypatch.setattr(huge_pages, "_SIZE", 4096)
     monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *given: advised.append(given))
     layer = Layer(backend, asking(asked, dense_below=1), 0)
-    layer.begin("a", 3)
+    layer.requests.begin("a", 3)
     for counts in (3, 1, 1):
         layer.step({"a": counts})
     (start, size, _), again = advised
