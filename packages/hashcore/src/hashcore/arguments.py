@@ -141,11 +141,6 @@ def read_only(x: NDArray[Any]) -> NDArray[Any]:
     return x
 
 
-def are_plain(x: NDArray[Any]) -> bool:
-    """Whether each row of x [..., N] is plain: native byte order, aligned, contiguous."""
-    return bool((x.strides[-1] == x.itemsize or x.shape[-1] == 1) and x.flags.aligned and x.dtype.isnative)
-
-
 def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, ...]) -> NDArray[np.int64]:
     """Return the byte offset of each entry of leading dimensions broadcast to lead, flat."""
     first = np.zeros([1] * len(shape), np.int64)
@@ -179,11 +174,6 @@ def integer(name: str, value: Any) -> int:
 def integers(name: str, values: Any) -> tuple[int, ...] | None:
     """Return several integers as ints, or None for None."""
     return None if values is None else tuple(integer(name, x) for x in values)
-
-
-def are_plain_weights(weights: Any) -> bool:
-    """Whether weights are None or a tuple of exact ints, so that an equal key in a cache means valid weights."""
-    return weights is None or (type(weights) is tuple and all(type(weight) is int for weight in weights))
 
 
 def shown(value: Any) -> str:

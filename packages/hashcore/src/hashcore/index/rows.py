@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import arguments, ops
+from hashcore import arguments, ops, validation
 
 LEAST = 64  # rows of the first allocation
 LARGEST_ID = 2**63 - 2  # so that the next id still fits int64
@@ -169,9 +169,10 @@ def best(
     """
     if weights is None:
         queries, weights = queries[..., None, :], (1,)
-    return ops.backend().search(
-        queries, content.codes[: content.count], weights, (k, None, None, 0, 0), True, only=only
-    )
+    query, keys, compared = ops.Host(np.asarray).compared(queries, content.codes[: content.count], weights)
+    validation.searched(compared, None)
+    wanted = validation.Rows(k, None, None, None, content.count, 0, 0, 0)
+    return ops.backend().search(compared, query, keys, wanted, True, only=only)
 
 
 # ---- Ids that were passed ------------------------------------------------------------------------------------------
