@@ -186,12 +186,8 @@ class BitIndex:
 
         Raises: ValueError if one of them is not in the index; nothing is then removed.
         """
-        gone = rows.known_ids(ids)
         with self._changing:
-            positions = self._rows.find(gone)
-            if (positions < 0).any():
-                rows.refuse_unknown(int(gone[positions < 0][0]))
-            self._rows = self._rows.without(positions)
+            self._rows = self._rows.without(self._rows.require(ids))
 
     def encode(self, vectors: Array) -> Any:
         """Return the codes of vectors [..., D]: int32 [..., W], W the bits / 32, rounded up."""
