@@ -134,13 +134,6 @@ def dense(x: NDArray[Any]) -> NDArray[Any]:
     return np.array(x, x.dtype.newbyteorder("="), order="C")
 
 
-def read_only(x: NDArray[Any]) -> NDArray[Any]:
-    """Return a read-only view, because numba compiles again for every mix of writeable and read-only arguments."""
-    x = x.view()
-    x.flags.writeable = False
-    return x
-
-
 def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, ...]) -> NDArray[np.int64]:
     """Return the byte offset of each entry of leading dimensions broadcast to lead, flat."""
     first = np.zeros([1] * len(shape), np.int64)

@@ -15,7 +15,7 @@ import torch
 
 from hashcore import arguments, ops, quantiser, validation
 from hashcore.cuda import operands, tensor_search, tensors
-from hashcore.validation import Comparison, Rows
+from hashcore.validation import Comparison
 
 OPERATORS: Any = torch.ops.hashcore
 DEVICES = ("cpu", "cuda", "meta")
@@ -223,39 +223,25 @@ LIBRARY = _register()
 # ---- What `hashcore.ops` calls, as of `ops.Host` -------------------------------------------------------------------
 
 
-def run(name: str, *inputs: Any, out: Any = None) -> Any:
+def run(name: str, *inputs: Any, out: Any = None, compared: Comparison | None = None) -> Any:
     """Call an operator, for outputs of any strides."""
+    x = inputs[0]
     if name == "unpack":
-        (codes,) = inputs
-        bits = codes.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=codes.device)
+        bits = x.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=x.device)
         return (bits & 1).to(torch.bool).flatten(-2)
     if name in ("quantise", "planes"):
-        inputs = inputs[0].detach(), *inputs[1:]
+        inputs = x.detach(), *inputs[1:]
+    if name == "topk" and x.device.type != "cpu" and _dtype(x).name not in ("int8", "uint8", "int16", "int32"):
+        raise TypeError(f"scores on {x.device} must be int8, uint8, int16 or int32, got {_dtype(x)}; convert them")
     if out is None:
         return getattr(OPERATORS, name)(*inputs)
     outputs = out if isinstance(out, tuple) else (out,)
     dense = [x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format) for x in outputs]
     getattr(OPERATORS, f"{name}_out")(*inputs, *dense)
-    for x, written in zip(outputs, dense, strict=True):
-        if written is not x:
-            x.copy_(written)
+    for target, written in zip(outputs, dense, strict=True):
+        if written is not target:
+            target.copy_(written)
     return out
-
-
-def score(compared: Comparison, query: Tensor, keys: Tensor, weights: Any, out: Any) -> Any:
-    return run("score", query, keys, weights, out=out)
-
-
-def topk(scores: Tensor, rows: Rows, out: Any) -> Any:
-    if scores.device.type != "cpu" and (kind := _dtype(scores)).name not in ("int8", "uint8", "int16", "int32"):
-        raise TypeError(f"scores on {scores.device} must be int8, uint8, int16 or int32, got {kind}; convert them")
-    return run("topk", scores, *rows, out=out)
-
-
-def search(
-    compared: Comparison, query: Tensor, keys: Tensor, weights: Any, rows: Rows, best: bool, blocks: Any, out: Any
-) -> Any:
-    return run("search", query, keys, *rows[:2], weights, *rows[2:], best, blocks, out=out)
 
 
 def compared(query: Tensor, keys: Tensor, weights: Any, blocks: Any = None) -> tuple[Tensor, Tensor, Comparison]:

@@ -147,7 +147,7 @@ def rows(how: Any, shape: tuple[int, ...], given: tuple[Any, ...], out: Any) -> 
     *lead, n = shape
     numbers, arrays = [0, n, 0], [None, None, None]
     for at, (name, x) in enumerate(zip(("k", "lengths", "starts"), given, strict=False)):
-        if is_array(x):
+        if type(x) is not int and is_array(x):
             seen = how.layout(name, x)
             if seen.dtype.kind not in "iu":
                 raise TypeError(f"{name} must be an integer or an array of integers, got {seen.dtype}; convert it")

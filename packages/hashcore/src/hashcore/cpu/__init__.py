@@ -38,6 +38,7 @@ from hashcore.cpu import launch_plan, score_kernels, search_kernels, select_kern
 from hashcore.cpu.launch_plan import Plan
 from hashcore.validation import Comparison, Rows
 
+Codes = NDArray[np.int32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 """Scores and indices."""
 MOST_ROWS = 1024  # of a cached plan: 56 KiB
@@ -81,9 +82,7 @@ def row_bounds(rows: Rows, n: int) -> RowBounds:
     return RowBounds(k, low, np.maximum(end - rows.recent, low))
 
 
-def score(
-    compared: Comparison, query: NDArray[np.int32], keys: NDArray[np.int32], out: NDArray[np.int32] | None = None
-) -> NDArray[np.int32]:
+def score(query: Codes, keys: Codes, weights: Any, out: Codes | None, compared: Comparison) -> Codes:
     """Score codes that `compared` describes: ops.score."""
     made = _planned(launch_plan.score, compared)
     found = out if out is not None and out.flags.carray else np.empty(made.shape, np.int32)
@@ -96,8 +95,9 @@ def score(
     return out
 
 
-def topk(scores: NDArray[Any], rows: Rows, out: Pair | None = None) -> Pair:
-    """Select from integers [..., N]: ops.topk."""
+def topk(scores: NDArray[Any], *wanted: Any, out: Pair | None, compared: None = None) -> Pair:
+    """Select from integers [..., N] what validation.Rows says: ops.topk."""
+    rows = Rows(*wanted)
     values = np.zeros((*scores.shape[:-1], rows.count), scores.dtype.newbyteorder("="))
     indices = np.full(values.shape, -1, np.int64)
     if scores.size:
@@ -114,28 +114,31 @@ def topk(scores: NDArray[Any], rows: Rows, out: Pair | None = None) -> Pair:
 
 
 def search(
+    query: Codes,
+    keys: Codes,
+    count: int,
+    k: Any,
+    weights: Any,
+    *more: Any,
     compared: Comparison,
-    query: NDArray[np.int32],
-    keys: NDArray[np.int32],
-    rows: Rows,
-    best: bool,
-    blocks: Any = None,
     out: Pair | None = None,
     only: NDArray[np.int64] | None = None,
 ) -> Pair:
-    """Search codes that `compared` describes: ops.search.
+    """Search codes that `compared` describes, with the arguments of the operator: ops.search.
 
     only: without blocks, a bitmap of the keys that may be found by all rows (search_kernels.search_tasks).
 
     With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So little is
     done for integers that are the same for all rows.
     """
+    *limits, best, blocks = more
+    rows = Rows(count, k, *limits)
     wanted = row_bounds(rows, compared.shape[-1])
-    if any(isinstance(x, np.ndarray) for x in wanted):
-        made = _planned(launch_plan.search, compared, rows.count, (0, 0, 0), best)
-        made = made._replace(rows=launch_plan.filled(made.rows, wanted))
+    if rows.k is rows.lengths is rows.starts is None:
+        made = _planned(launch_plan.search, compared, count, wanted, best)
     else:
-        made = _planned(launch_plan.search, compared, rows.count, wanted, best)
+        made = _planned(launch_plan.search, compared, count, (0, 0, 0), best)
+        made = made._replace(rows=launch_plan.filled(made.rows, wanted))
     if blocks is not None:
         made = _paged(made, keys, blocks)
     elif only is not None:

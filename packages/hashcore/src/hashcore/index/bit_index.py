@@ -361,14 +361,8 @@ class BitIndex:
         return bool(self._rows.find(np.array([number], np.int64))[0] >= 0)
 
     def __repr__(self) -> str:
-        encoder = self._encoder
-        how = f"rotation of {self.dim} dimensions" if encoder.matrix is not None else "signs"
-        seed = "" if encoder.seed is None else f", seed {encoder.seed}"
-        centred = "" if encoder.mean is None else ", centred"
         kept = "" if self.keep is None else f", {self.keep} vectors kept"
-        return (
-            f"BitIndex({len(self)} codes of {self.bits} bits, {how}{seed}{centred}{kept}, {self.nbytes / 1e6:.1f} MB)"
-        )
+        return f"BitIndex({len(self)} codes of {self.bits} bits, dim {self.dim}{kept}, {self.nbytes / 1e6:.1f} MB)"
 
 
 _indexes: weakref.WeakSet[BitIndex] = weakref.WeakSet()

@@ -142,8 +142,8 @@ def best(
         queries, weights = queries[..., None, :], (1,)
     query, keys, compared = ops.Host(np.asarray).compared(queries, content.codes[: content.count], weights)
     validation.searched(compared, None)
-    wanted = validation.Rows(k, None, None, None, content.count, 0, 0, 0)
-    return ops.backend().search(compared, query, keys, wanted, True, only=only)
+    wanted = k, None, weights, None, None, content.count, 0, 0, 0, True, None
+    return ops.backend().search(query, keys, *wanted, compared=compared, only=only)
 
 
 # ---- Ids that were passed ------------------------------------------------------------------------------------------
