@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Restore = Callable[[NDArray[Any]], Any]
-PLAIN = {np.ndarray, type(None), int, bool, float, str}  # types of arguments that contain no tensor
+PLAIN: set[type[Any]] = {np.ndarray, type(None), int, bool, float, str}  # types of arguments that contain no tensor
 HEAD = object.__basicsize__  # bytes of a Python object's header, after which numpy stores the data pointer
 
 

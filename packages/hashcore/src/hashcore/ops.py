@@ -76,12 +76,12 @@ class Host(NamedTuple):
     def run(self, name: str, *inputs: Any, out: Any = None, compared: Comparison | None = None) -> Any:
         """Return the result of an operation for the operator's inputs, or several; or write it to out."""
         if name in ("score", "topk", "search"):
-            found = getattr(backend(), name)(*inputs, out=out, compared=compared)
+            found: Any = getattr(backend(), name)(*inputs, out=out, compared=compared)
         else:
             found = getattr(quantiser, name)(*inputs)
             if out is not None:
                 out[...] = found
-        return tuple(map(self.restore, found)) if isinstance(found, tuple) else self.restore(found)
+        return tuple(map(self.restore, found)) if name in ("quantise", "topk", "search") else self.restore(found)
 
 
 def _given(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[list[Any], Any]:
@@ -254,7 +254,7 @@ def topk(
     targets, given = None if out is None else (values, indices), (*rows, sink, recent)
     wanted = validation.rows(how, seen.shape, given, targets)
     if targets is not None:
-        shape, native = (*seen.shape[:-1], wanted.count), seen.dtype.newbyteorder("=")
+        shape, native = (*seen.shape[:-1], wanted.width), seen.dtype.newbyteorder("=")
         validation.outputs(how, targets, shape, native, seen.shape[-1], [scores, *rows])
     found = how.run("topk", scores, *wanted, out=targets)
     return found if out is None else out
@@ -310,7 +310,7 @@ def search(
     targets, n = None if out is None else (values, indices), compared.shape[-1]
     wanted = validation.rows(how, compared.shape, (*rows, sink, recent), targets)
     if targets is not None:
-        shape = (*compared.lead, wanted.count)
+        shape = (*compared.lead, wanted.width)
         validation.outputs(how, targets, shape, np.int32, n, [query, keys, blocks, *rows])
     inputs = query, keys, *wanted[:2], weights, *wanted[2:], best, blocks
     found = how.run("search", *inputs, out=targets, compared=compared)

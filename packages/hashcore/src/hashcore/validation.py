@@ -126,10 +126,10 @@ def _broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]
 class Rows(NamedTuple):
     """What the rows of a selection want and see, as the operators take it.
 
-    k, lengths, starts: integers per row, or None where count, length and start hold for all; count is the largest k.
+    k, lengths, starts: integers per row, or None where width, length and start hold for all; width is the largest k.
     """
 
-    count: int
+    width: int
     k: Any
     lengths: Any
     starts: Any

@@ -69,7 +69,7 @@ def row_bounds(rows: Rows, n: int) -> RowBounds:
 
     Raises: ValueError if a row's start is behind its end.
     """
-    k = rows.count if rows.k is None else rows.k
+    k = rows.width if rows.k is None else rows.k
     if rows.lengths is rows.starts is None:  # numpy is ten times slower for single numbers
         low = min(rows.start + rows.sink, n)
         return RowBounds(k, low, max(rows.length - rows.recent, low))  # empty if they cross
@@ -98,14 +98,14 @@ def score(query: Codes, keys: Codes, weights: Any, out: Codes | None, compared: 
 def topk(scores: NDArray[Any], *wanted: Any, out: Pair | None, compared: None = None) -> Pair:
     """Select from integers [..., N] what validation.Rows says: ops.topk."""
     rows = Rows(*wanted)
-    values = np.zeros((*scores.shape[:-1], rows.count), scores.dtype.newbyteorder("="))
+    values = np.zeros((*scores.shape[:-1], rows.width), scores.dtype.newbyteorder("="))
     indices = np.full(values.shape, -1, np.int64)
     if scores.size:
         if not ((scores.strides[-1] == scores.itemsize or scores.shape[-1] == 1) and scores.flags.behaved):
             scores = arguments.dense(scores)
         at = arguments.offsets(scores.shape[:-1], scores.strides[:-1], scores.shape[:-1]) + arguments.address(scores)
         bounds = (np.broadcast_to(x, at.shape).copy() for x in row_bounds(rows, scores.shape[-1]))
-        passed = at, *bounds, *(x.reshape(len(at), rows.count) for x in (values, indices))
+        passed = at, *bounds, *(x.reshape(len(at), rows.width) for x in (values, indices))
         threads.run(select_kernels.topk_tasks, len(at), threads.count(4 * scores.size), passed)
     if out is None:
         return values, indices
