@@ -15,7 +15,7 @@ import hashcore
 import numba
 import numpy as np
 import pytest
-from hashcore.cpu import compiler_cache, team, threads
+from hashcore.cpu import team, threads
 from hashcore.cpu.intrinsics import observe, publish
 from hashcore_samples import assert_same, random_codes
 from hypothesis import given
@@ -274,7 +274,7 @@ def test_what_a_change_makes_stale_is_compiled_again_and_nothing_else(tmp_path, 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "made_of_this").mkdir()
-    digest = compiler_cache._digest
+    digest = threads._digest
 
     def made(offset=4):
         for file, text in FILES.items():
@@ -292,6 +292,6 @@ def test_what_a_change_makes_stale_is_compiled_again_and_nothing_else(tmp_path, 
     settings = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONHASHSEED": "1", "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", OTHER_PROCESS]
     assert subprocess.check_output(command, env={**os.environ, **settings}, text=True) == "15 1\n"
-    ours = Path(compiler_cache.__file__).parent
-    monkeypatch.setattr(compiler_cache, "_digest", lambda folder: "new" if folder == ours else digest(folder))
+    ours = Path(threads.__file__).parent
+    monkeypatch.setattr(threads, "_digest", lambda folder: "new" if folder == ours else digest(folder))
     assert made(5) == (15, 0)

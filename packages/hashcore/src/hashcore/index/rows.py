@@ -110,15 +110,31 @@ class Rows:
         Raises: ValueError for an id that is not present, or a mask of another length.
         """
         marked = np.zeros(-(-self.count // 64) * 64 + 64, np.bool_)  # the kernels read two words of bits at once
-        if (given := _id_array(ids, mask=True)).dtype != np.bool_:
-            marked[self.require(given)] = True
-        elif len(given) != self.count:
-            raise ValueError(f"a mask must have a bool for each of the {self.count} rows, got {len(given)}; match")
-        else:
+        if (given := _id_array(ids, mask=True)).dtype == np.bool_:
+            if len(given) != self.count:
+                raise ValueError(f"a mask must have a bool for each of the {self.count} rows, got {len(given)}; match")
             marked[: self.count] = given
+        elif not self._mark(given, marked):
+            marked[self.require(given)] = True
         if others:
             marked[: self.count] ^= True
         return np.packbits(marked, bitorder="little").view(np.int64), int(np.count_nonzero(marked))
+
+    def _mark(self, ids: NDArray[Any], marked: NDArray[np.bool_]) -> bool:
+        """Mark the rows of ids that are not few, if rows have few gaps; return whether it did, and found all ids.
+
+        A table of all numbers between the first and the last id takes a tenth of the time of bisection.
+        """
+        ordered = self.ids[: self.count]
+        span = int(ordered[-1] - ordered[0]) + 1 if self.ascending and self.count else 0
+        if span > 4 * self.count or 32 * len(ids) < span or not ids.size:
+            return False
+        if ids.min() < ordered[0] or ids.max() > ordered[-1]:
+            return False
+        table = np.zeros(span, np.bool_)
+        table[ids.astype(np.int64, copy=False) - ordered[0]] = True
+        marked[: self.count] = table if span == self.count else table[ordered - ordered[0]]
+        return np.count_nonzero(marked) == np.count_nonzero(table)
 
 
 def empty(words: int, dim: int, kept: np.dtype[Any] | None) -> Rows:
