@@ -101,7 +101,8 @@ def topk(scores: NDArray[Any], *wanted: Any, out: Pair | None, compared: None = 
     values = np.zeros((*scores.shape[:-1], rows.width), scores.dtype.newbyteorder("="))
     indices = np.full(values.shape, -1, np.int64)
     if scores.size:
-        if not ((scores.strides[-1] == scores.itemsize or scores.shape[-1] == 1) and scores.flags.behaved):
+        beside = scores.strides[-1] == scores.itemsize or scores.shape[-1] == 1
+        if not (beside and scores.flags.aligned and scores.dtype.isnative):
             scores = arguments.dense(scores)
         at = arguments.offsets(scores.shape[:-1], scores.strides[:-1], scores.shape[:-1]) + arguments.address(scores)
         bounds = (np.broadcast_to(x, at.shape).copy() for x in row_bounds(rows, scores.shape[-1]))
