@@ -188,6 +188,10 @@ def best_vectors(
         k: candidates to select. cosine: score by cosine instead of inner product.
     Returns: scores float32 and positions int64, both [..., k].
     """
+    if at.size and at.max() >= len(vectors):
+        raise ValueError(
+            f"vectors= must have a row for every id, got {len(vectors)} rows and id {at.max()}; pass them all"
+        )
     lead, width = candidates.shape[:-1], candidates.shape[-1]
     count = int(np.prod(lead))
     queries = np.ascontiguousarray(queries, np.float32).reshape(count, queries.shape[-1])
