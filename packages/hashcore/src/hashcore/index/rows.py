@@ -126,10 +126,10 @@ class Rows:
         A table of all numbers between the first and the last id takes a tenth of the time of bisection.
         """
         ordered = self.ids[: self.count]
-        span = int(ordered[-1] - ordered[0]) + 1 if self.ascending and self.count else 0
-        if span > 4 * self.count or 32 * len(ids) < span or not ids.size:
+        if not self.ascending or not self.count or not ids.size:
             return False
-        if ids.min() < ordered[0] or ids.max() > ordered[-1]:
+        span = int(ordered[-1] - ordered[0]) + 1
+        if span > 4 * self.count or span > 32 * len(ids) or ids.min() < ordered[0] or ids.max() > ordered[-1]:
             return False
         table = np.zeros(span, np.bool_)
         table[ids.astype(np.int64, copy=False) - ordered[0]] = True
