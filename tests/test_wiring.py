@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "evals": {"hashcore", "hashtrain", "sparse_decode"},
     "sparse_serve": {"hashcore", "hashtrain", "sparse_decode"},
 }
-HOSTS = {"sparse_serve": {"prometheus_client", "vllm"}}
+HOSTS = {"sparse_serve": {"vllm"}}
 """What is there wherever a plug-in of it runs, and nowhere else: no dependency, and no reason to install it."""
 # Joined here so that this file does not contain what it forbids.
 INDEX_HOSTS = [".".join(p) for p in (("files", "pythonhosted"), ("pypi", "org"), ("download", "pytorch"))]

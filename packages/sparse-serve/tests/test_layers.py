@@ -23,9 +23,8 @@ from serve_doubles import (
 )
 from sparse_decode import HashSelector, QueryHeadHasher
 from sparse_decode.pages import tail_bytes
-from sparse_serve.served import Served
+from sparse_serve.served import Served, shard_hasher
 from sparse_serve.settings import Settings
-from sparse_serve.shards import shard_hasher
 
 OF_GPU = {"dtype": torch.bfloat16}
 WINDOW = {"cpu": {"sliding_window": 64}, "gpu": {"sliding_window": (63, 0)}}

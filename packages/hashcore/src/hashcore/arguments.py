@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Restore = Callable[[NDArray[Any]], Any]
-PLAIN = {np.ndarray, type(None), int, bool, float, str}  # types of arguments that contain no tensor
+PLAIN: set[type[Any]] = {np.ndarray, type(None), int, bool, float, str}  # types of arguments that contain no tensor
 HEAD = object.__basicsize__  # bytes of a Python object's header, after which numpy stores the data pointer
 
 
@@ -134,18 +134,6 @@ def dense(x: NDArray[Any]) -> NDArray[Any]:
     return np.array(x, x.dtype.newbyteorder("="), order="C")
 
 
-def read_only(x: NDArray[Any]) -> NDArray[Any]:
-    """Return a read-only view, because numba compiles again for every mix of writeable and read-only arguments."""
-    x = x.view()
-    x.flags.writeable = False
-    return x
-
-
-def are_plain(x: NDArray[Any]) -> bool:
-    """Whether each row of x [..., N] is plain: native byte order, aligned, contiguous."""
-    return bool((x.strides[-1] == x.itemsize or x.shape[-1] == 1) and x.flags.aligned and x.dtype.isnative)
-
-
 def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, ...]) -> NDArray[np.int64]:
     """Return the byte offset of each entry of leading dimensions broadcast to lead, flat."""
     first = np.zeros([1] * len(shape), np.int64)
@@ -179,11 +167,6 @@ def integer(name: str, value: Any) -> int:
 def integers(name: str, values: Any) -> tuple[int, ...] | None:
     """Return several integers as ints, or None for None."""
     return None if values is None else tuple(integer(name, x) for x in values)
-
-
-def are_plain_weights(weights: Any) -> bool:
-    """Whether weights are None or a tuple of exact ints, so that an equal key in a cache means valid weights."""
-    return weights is None or (type(weights) is tuple and all(type(weight) is int for weight in weights))
 
 
 def shown(value: Any) -> str:

@@ -6,19 +6,22 @@ go to `hashcore.torch_ops`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hashcore import arguments, quantiser, validation
+from hashcore.arguments import Layout
+from hashcore.validation import Comparison
 
 if TYPE_CHECKING:
     import torch
 
 Array = TypeVar("Array", NDArray[Any], "torch.Tensor")
 ORDERS = "best", "index"
+_comparison = functools.lru_cache(256)(validation.comparison)
 
 
 @functools.cache
@@ -32,38 +35,50 @@ def backend() -> Any:
     return cpu
 
 
-HOST: dict[str, Callable[..., Any]] = {
-    "pack": quantiser.pack,
-    "unpack": quantiser.unpack,
-    "quantise": quantiser.quantise,
-    "planes": quantiser.planes,
-    "group_planes": quantiser.group_planes,
-    "score": lambda *given: backend().score(*given),
-    "topk": lambda *given: backend().topk(*given),
-    "search": lambda *given: backend().search(*given),
-}
-"""The operations on arrays. The last three check their arguments, and take outputs as their last argument."""
-
-
 class Host(NamedTuple):
-    """Runs operations on arrays, or on tensors that numpy can view; `hashcore.torch_ops` does on other tensors."""
+    """Checks and runs operations on arrays, or tensors that numpy can view; `torch_ops` does on other tensors."""
 
     restore: arguments.Restore
 
-    def layout(self, name: str, x: Any) -> Any:
-        """Return what the checks look at: the array."""
-        return x
+    def layout(self, name: str, x: Any) -> Layout:
+        """Return what the checks look at."""
+        return Layout(x.dtype, x.shape, x.strides)
 
-    def check_output(self, out: Any, shape: tuple[int, ...], inputs: Sequence[Any]) -> None:
-        """Raise an error unless out can be the int32 result."""
-        validation.output("out", out, shape, [np.int32], inputs)
+    def share_memory(self, a: Any, b: Any) -> bool:
+        """Whether arrays share memory, or might in a case that is hard to decide."""
+        return np.may_share_memory(a, b, max_work=10_000)  # pyright: ignore[reportArgumentType] stubs allow two values
 
-    def run(self, name: str, *inputs: Any, out: Any = None) -> Any:
-        """Return the result of an operation, or several; or write it to out."""
+    def compared(self, query: Any, keys: Any, weights: Any, blocks: Any = None) -> tuple[Any, Any, Comparison]:
+        """Return codes that the kernels can read, copied only if necessary, and what is known of them."""
+        query, keys = arguments.aligned(query), keys if blocks is not None else arguments.readable(keys)
+        layout = self.layout("keys", keys)
+        if blocks is not None:
+            layout = validation.paged(layout, blocks)
+            if not (keys.flags.aligned and (keys.strides[-1] == 4 or keys.shape[-1] == 1)):
+                raise ValueError(
+                    f"the words of a key in pages must be contiguous and aligned, got strides {list(keys.strides)}; "
+                    "copy the pages to such a layout"
+                )
+        return query, keys, _comparison(self.layout("query", query), layout, weights)
+
+    def integers(self, name: str, x: Any, lead: Sequence[int], n: int) -> NDArray[np.int64]:
+        """Return integers in 0..N per row, flat."""
+        numbers = np.broadcast_to(x, lead).ravel()
+        if numbers.size:
+            validation.position(name, int(numbers.min()), n)
+            validation.position(name, int(numbers.max()), n)
+        return numbers.astype(np.int64)
+
+    def largest(self, k: Any, lead: Sequence[int], out: Any) -> int:
+        """Return the largest of the numbers per row."""
+        return int(k.max(initial=0))
+
+    def run(self, name: str, *inputs: Any, out: Any = None, compared: Comparison | None = None) -> Any:
+        """Return the result of an operation for the operator's inputs, or several; or write it to out."""
         if name in ("score", "topk", "search"):
-            found = HOST[name](*inputs, out)
+            found: Any = getattr(backend(), name)(*inputs, out=out, compared=compared)
         else:
-            found = HOST[name](*inputs)
+            found = getattr(quantiser, name)(*inputs)
             if out is not None:
                 out[...] = found
         return tuple(map(self.restore, found)) if name in ("quantise", "topk", "search") else self.restore(found)
@@ -72,6 +87,9 @@ class Host(NamedTuple):
 def _given(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[list[Any], Any]:
     """Return all arguments as what runs the operation takes, and what runs it; optional ones may be no arrays."""
     named = arrays | (optional or {})
+    kinds = set(map(type, arrays.values()))
+    if kinds == {np.ndarray} and arguments.PLAIN.issuperset(map(type, named.values())):
+        return list(named.values()), Host(np.asarray)  # the usual case takes a quarter of the time
     if not arguments.for_torch(named.values()):
         found, restore = arguments.host_arrays(optional, **arrays)
         return found, Host(restore)
@@ -80,6 +98,10 @@ def _given(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[li
 
     torch_ops.check_devices(named)
     return list(named.values()), torch_ops
+
+
+def _planes(planes: Any) -> int:
+    return validation.within("planes", planes, 1, 8, "3 is almost as good as real-valued queries")
 
 
 def pack(x: Array, *, out: Array | None = None) -> Array:
@@ -97,7 +119,7 @@ def pack(x: Array, *, out: Array | None = None) -> Array:
     validation.real("x", seen, "[..., D]")
     validation.bits("x", seen)
     if target is not None:
-        how.check_output(target, (*x.shape[:-1], x.shape[-1] // 32), [x])
+        validation.output(how, "out", target, (*x.shape[:-1], x.shape[-1] // 32), [np.int32], [x])
     found = how.run("pack", x, out=target)
     return found if out is None else out
 
@@ -131,7 +153,7 @@ def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, A
     validation.real("w", how.layout("w", w), "[..., D]")
     if w.shape[-1] == 0:
         raise ValueError("the last dimension of w must not be empty, got 0; pass at least one weight per row")
-    return how.run("quantise", w, validation.plane_count(planes), check)
+    return how.run("quantise", w, _planes(planes), check)
 
 
 def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tuple[int, ...]]:
@@ -151,7 +173,7 @@ def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tup
     seen = how.layout("w", w)
     validation.real("w", seen, "[..., D]")
     validation.bits("w", seen)
-    count = validation.plane_count(planes)
+    count = _planes(planes)
     return how.run("planes", w, count, check), tuple(1 << p for p in range(count))
 
 
@@ -188,7 +210,11 @@ def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, ou
     Source: docs/algorithm.md, eq. 2; with weights eq. 4.
     """
     (query, keys, target), how = _given({"out": out}, query=query, keys=keys)
-    found = how.run("score", query, keys, arguments.integers("weights", weights), out=target)
+    weights = arguments.integers("weights", weights)
+    query, keys, compared = how.compared(query, keys, weights)
+    if target is not None:
+        validation.output(how, "out", target, compared.shape, [np.int32], [query, keys])
+    found = how.run("score", query, keys, weights, out=target, compared=compared)
     return found if out is None else out
 
 
@@ -225,7 +251,12 @@ def topk(
         raise TypeError(f"scores must be integers, got {seen.dtype}; hashcore.score returns int32")
     if seen.ndim == 0:
         raise ValueError("scores must have shape [..., N], got a scalar; add a dimension")
-    found = how.run("topk", scores, (*rows, sink, recent), out=None if out is None else (values, indices))
+    targets, given = None if out is None else (values, indices), (*rows, sink, recent)
+    wanted = validation.rows(how, seen.shape, given, targets)
+    if targets is not None:
+        shape, native = (*seen.shape[:-1], wanted.width), seen.dtype.newbyteorder("=")
+        validation.outputs(how, targets, shape, native, seen.shape[-1], [scores, *rows])
+    found = how.run("topk", scores, *wanted, out=targets)
     return found if out is None else out
 
 
@@ -270,15 +301,17 @@ def search(
     """
     if removed:
         validation.refuse_removed("search", removed)
-    plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
-    if plain and lengths is starts is out is blocks is None and arguments.are_plain_weights(weights):
-        return backend().search(
-            query, keys, weights, (k, None, None, sink, recent), validation.choice("order", order, ORDERS) == "best"
-        )
     values, indices = arguments.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks, "out[0]": values, "out[1]": indices}
     (query, keys, *rows, blocks, values, indices), how = _given(optional, query=query, keys=keys)
     best, weights = validation.choice("order", order, ORDERS) == "best", arguments.integers("weights", weights)
-    targets = None if out is None else (values, indices)
-    found = how.run("search", query, keys, weights, (*rows, sink, recent), best, blocks, out=targets)
+    query, keys, compared = how.compared(query, keys, weights, blocks)
+    validation.searched(compared, blocks)
+    targets, n = None if out is None else (values, indices), compared.shape[-1]
+    wanted = validation.rows(how, compared.shape, (*rows, sink, recent), targets)
+    if targets is not None:
+        shape = (*compared.lead, wanted.width)
+        validation.outputs(how, targets, shape, np.int32, n, [query, keys, blocks, *rows])
+    inputs = query, keys, *wanted[:2], weights, *wanted[2:], best, blocks
+    found = how.run("search", *inputs, out=targets, compared=compared)
     return found if out is None else out

@@ -1,6 +1,6 @@
 """hashcore's operations as torch operators, for tensors that numpy cannot view: in CUDA memory, or traced.
 
-`hashcore.ops` calls `run` after the checks that all kinds of arrays share. Each operation has a schema, a function that
+`hashcore.ops` checks the arguments, and calls `run`. Each operation has a schema, a function that
 allocates its results, which is also its fake implementation, and an implementation for each device; the `_out` form of
 an operator writes to given tensors. The CPU's is that of arrays; CUDA's launches kernels on the current stream. Values
 in device memory are not checked, because the host would have to wait: the kernels clamp lengths and starts to [0, N],
@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hashcore import arguments, validation
+from hashcore import arguments, ops, quantiser, validation
 from hashcore.cuda import operands, tensor_search, tensors
-from hashcore.ops import HOST
+from hashcore.validation import Comparison
 
 OPERATORS: Any = torch.ops.hashcore
 DEVICES = ("cpu", "cuda", "meta")
-ROWS = ("k", "lengths", "starts")
 Tensor = torch.Tensor
 Outputs = tuple[Tensor, ...]
 
@@ -97,41 +96,64 @@ def _search_on_cuda(query: Tensor, keys: Tensor, count: int, k: Any, weights: An
 # ---- The table of operators ----------------------------------------------------------------------------------------
 
 
+def _rows_on_host(count: int, k: Any, lengths: Any, starts: Any, length: int, start: int, *ends: int) -> dict[str, Any]:
+    rows = ("k", k, count), ("lengths", lengths, length), ("starts", starts, start)
+    return {name: one if x is None else x for name, x, one in rows} | dict(zip(("sink", "recent"), ends, strict=True))
+
+
+def _topk_on_host(scores: Any, *rows: Any) -> Any:
+    return ops.topk(scores, **_rows_on_host(*rows))
+
+
+def _search_on_host(query: Any, keys: Any, count: int, k: Any, weights: Any, *more: Any) -> Any:
+    *limits, best, blocks = more
+    rows = _rows_on_host(count, k, *limits)
+    return ops.search(query, keys, weights=weights, order="best" if best else "index", blocks=blocks, **rows)
+
+
 class Operation(NamedTuple):
     """One operator.
 
     Attributes:
         inputs, outputs: of the schema; results: allocates the outputs for the inputs.
-        cuda: writes to the outputs, which come after the inputs.
+        host: returns the results for arrays. cuda: writes to the outputs, which come after the inputs.
     """
 
     inputs: str
     outputs: str
     results: Callable[..., Outputs]
+    host: Callable[..., Any]
     cuda: Callable[..., None]
 
 
 _RANGE = "Tensor? lengths, Tensor? starts, SymInt length, SymInt start, SymInt sink, SymInt recent"
 OPERATIONS = {
-    "pack": Operation("Tensor x", "codes", lambda x: (_int32(x, *x.shape[:-1], x.shape[-1] // 32),), tensors.pack),
-    "quantise": Operation("Tensor w, int planes, bool check", "levels scales", _levels, _quantise_on_cuda),
+    "pack": Operation(
+        "Tensor x", "codes", lambda x: (_int32(x, *x.shape[:-1], x.shape[-1] // 32),), quantiser.pack, tensors.pack
+    ),
+    "quantise": Operation(
+        "Tensor w, int planes, bool check", "levels scales", _levels, quantiser.quantise, _quantise_on_cuda
+    ),
     "planes": Operation(
         "Tensor w, int planes, bool check",
         "codes",
         lambda w, planes, check: (_int32(w, *w.shape[:-1], planes, w.shape[-1] // 32),),
+        quantiser.planes,
         _planes_on_cuda,
     ),
-    "group_planes": Operation("Tensor codes", "planes", _group, tensors.group_planes),
+    "group_planes": Operation("Tensor codes", "planes", _group, quantiser.group_planes, tensors.group_planes),
     "score": Operation(
         "Tensor query, Tensor keys, int[]? weights",
         "scores",
         lambda query, keys, weights: (_int32(query, *_rows(query, keys, weights), keys.shape[-2]),),
+        ops.score,
         tensors.score,
     ),
     "topk": Operation(
         f"Tensor x, SymInt count, Tensor? k, {_RANGE}",
         "scores indices",
         lambda x, count, *_: _selected(x, x.dtype, *x.shape[:-1], count),
+        _topk_on_host,
         _topk_on_cuda,
     ),
     "search": Operation(
@@ -140,6 +162,7 @@ OPERATIONS = {
         lambda query, keys, count, k, weights, *more: _selected(
             query, torch.int32, *_rows(query, keys, weights, more[7]), count
         ),
+        _search_on_host,
         _search_on_cuda,
     ),
 }
@@ -159,38 +182,18 @@ def _functional(results: Callable[..., Outputs], write: Callable[..., None]) -> 
     return operator
 
 
-def _on_cpu(name: str) -> Callable[..., None]:
+def _on_cpu(operation: Operation) -> Callable[..., None]:
     """Return a function that writes to the tensors that come last; a selection's may have more slots than it needs."""
-    outputs = len(OPERATIONS[name].outputs.split())
+    outputs = len(operation.outputs.split())
 
     def write(*given: Any) -> None:
-        inputs = [arguments.tensor_view(x) if isinstance(x, Tensor) else x for x in given[:-outputs]]
-        found = HOST[name](*_HOST_INPUTS.get(name, lambda *same: same)(*inputs))
+        found = operation.host(*(arguments.tensor_view(x) if isinstance(x, Tensor) else x for x in given[:-outputs]))
         for empty, result, target in zip((0, -1), found if outputs > 1 else [found], given[-outputs:], strict=False):
             if target.shape != result.shape:
                 target.fill_(empty)
             target[..., : result.shape[-1]] = torch.from_numpy(result)
 
     return write
-
-
-def _host_rows(count: int, k: Any, lengths: Any, starts: Any, length: int, start: int, *ends: int) -> tuple[Any, ...]:
-    rows = (k, count), (lengths, length), (starts, start)
-    return *(default if x is None else x for x, default in rows), *ends
-
-
-def _host_weights(weights: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if weights is None else tuple(weights)
-
-
-_HOST_INPUTS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "score": lambda query, keys, weights: (query, keys, _host_weights(weights)),
-    "topk": lambda scores, *rows: (scores, _host_rows(*rows)),
-    "search": lambda query, keys, count, k, weights, *more: (
-        query, keys, _host_weights(weights), _host_rows(count, k, *more[:6]), *more[6:],
-    ),
-}  # fmt: skip
-"""The arguments of `HOST` for those of an operator, where they differ."""
 
 
 def _nothing(*_: Any) -> None:
@@ -206,7 +209,7 @@ def _register() -> torch.library.Library:
         targets = ", ".join(f"Tensor({letter}!) {output}" for letter, output in zip("ab", outputs, strict=False))
         library.define(f"{name}({operation.inputs}) -> {made}")
         library.define(f"{name}_out({operation.inputs}, {targets}) -> ()")
-        for device, write in (("CPU", _on_cpu(name)), ("CUDA", operation.cuda)):
+        for device, write in (("CPU", _on_cpu(operation)), ("CUDA", operation.cuda)):
             library.impl(name, _functional(operation.results, write), device)
             library.impl(f"{name}_out", write, device)
         torch.library.register_fake(f"hashcore::{name}", _functional(operation.results, _nothing), lib=library)
@@ -217,52 +220,31 @@ def _register() -> torch.library.Library:
 LIBRARY = _register()
 
 
-# ---- Calls of the public functions ---------------------------------------------------------------------------------
+# ---- What `hashcore.ops` calls, as of `ops.Host` -------------------------------------------------------------------
 
 
-def run(name: str, *inputs: Any, out: Any = None) -> Any:
-    """Call an operator; see `hashcore.ops.Host.run`."""
+def run(name: str, *inputs: Any, out: Any = None, compared: Comparison | None = None) -> Any:
+    """Call an operator, for outputs of any strides."""
+    x = inputs[0]
     if name == "unpack":
-        (codes,) = inputs
-        bits = codes.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=codes.device)
+        bits = x.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=x.device)
         return (bits & 1).to(torch.bool).flatten(-2)
     if name in ("quantise", "planes"):
-        inputs = inputs[0].detach(), *inputs[1:]
-    elif name == "score":
-        inputs = _scored(*inputs, out=out)
-    elif name == "topk":
-        inputs = _ranked(*inputs, out=out)
-    elif name == "search":
-        inputs = _searched(*inputs, out=out)
+        inputs = x.detach(), *inputs[1:]
+    if name == "topk" and x.device.type != "cpu" and _dtype(x).name not in ("int8", "uint8", "int16", "int32"):
+        raise TypeError(f"scores on {x.device} must be int8, uint8, int16 or int32, got {_dtype(x)}; convert them")
     if out is None:
         return getattr(OPERATORS, name)(*inputs)
-    _write(getattr(OPERATORS, f"{name}_out"), inputs, out if isinstance(out, tuple) else (out,))
+    outputs = out if isinstance(out, tuple) else (out,)
+    dense = [x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format) for x in outputs]
+    getattr(OPERATORS, f"{name}_out")(*inputs, *dense)
+    for target, written in zip(outputs, dense, strict=True):
+        if written is not target:
+            target.copy_(written)
     return out
 
 
-def _scored(query: Tensor, keys: Tensor, weights: Any, out: Tensor | None) -> tuple[Any, ...]:
-    compared = validation.comparison(layout("query", query), layout("keys", keys), weights)
-    if out is not None:
-        check_output(out, (*compared.lead, keys.shape[-2]), [query, keys])
-    return query, keys, None if weights is None else compared.weights
-
-
-def _ranked(scores: Tensor, rows: tuple[Any, ...], out: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    seen = layout("scores", scores)
-    if seen.dtype.name not in ("int8", "uint8", "int16", "int32") and scores.device.type != "cpu":
-        raise TypeError(
-            f"scores on {scores.device} must be int8, uint8, int16 or int32, got {seen.dtype}; convert them"
-        )
-    count, *wanted = _wanted((*scores.shape,), rows, out)
-    if out is not None:
-        _check_outputs(out, (*scores.shape[:-1], count), seen.dtype, scores.shape[-1], [scores, *rows])
-    return scores, count, *wanted
-
-
-def _searched(
-    query: Tensor, keys: Tensor, weights: Any, rows: tuple[Any, ...], best: bool, blocks: Any,
-    out: tuple[Tensor, Tensor] | None,
-) -> tuple[Any, ...]:  # fmt: skip
+def compared(query: Tensor, keys: Tensor, weights: Any, blocks: Any = None) -> tuple[Tensor, Tensor, Comparison]:
     against = layout("keys", keys)
     if blocks is not None:
         against = validation.paged(against, blocks)
@@ -273,52 +255,21 @@ def _searched(
             )
         if not pages:
             raise ValueError("keys in pages must have at least one page, got none")
-    compared = validation.comparison(layout("query", query), against, weights)
-    lead, n = compared.lead, against.shape[-2]
-    if blocks is not None and not _broadcasts(blocks.shape[:-1], lead):
-        raise validation.not_a_table_per_row(lead, blocks.shape)
-    validation.score_bits(compared.weights, query.shape[-1])
-    count, k, *limits = _wanted((*lead, n), rows, out)
+    return query, keys, validation.comparison(layout("query", query), against, weights)
+
+
+def integers(name: str, x: Tensor, lead: Sequence[int], n: int) -> Tensor:
+    if x.dtype == torch.uint64 and x.device.type != "cpu":
+        raise TypeError(f"{name} on {x.device} must be integers that int64 holds, got uint64; convert it")
+    return x
+
+
+def largest(k: Tensor, lead: Sequence[int], out: Any) -> int:
     if out is not None:
-        _check_outputs(out, (*lead, count), np.int32, n, [query, keys, blocks, *rows])
-    return query, keys, count, k, None if weights is None else compared.weights, *limits, best, blocks
-
-
-def _wanted(shape: tuple[int, ...], rows: tuple[Any, ...], out: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    """Return an operator's arguments: count, k, lengths, starts, length, start, sink, recent; tensors or None first."""
-    *lead, n = shape
-    k, lengths, starts, sink, recent = rows
-    own = {name: x for name, x in zip(ROWS, rows, strict=False) if isinstance(x, Tensor)}
-    length = n if lengths is None or "lengths" in own else validation.position("lengths", lengths, n)
-    start = 0 if starts is None or "starts" in own else validation.position("starts", starts, n)
-    if "lengths" not in own:
-        validation.ordered(start, length, 0)
-    for name, value in own.items():
-        _check_row_tensor(name, value, lead)
-    if not isinstance(k, Tensor):
-        count = k
-    elif out is not None:
-        count = out[1].shape[-1] if out[1].ndim else 0
-    elif torch.compiler.is_compiling():
+        return out[1].shape[-1] if out[1].ndim else 0
+    if torch.compiler.is_compiling():
         raise ValueError("a tensor k needs out in a compiled program, got None; the last dimension of out bounds k")
-    else:
-        count = int(k.to(torch.int64).max()) if k.numel() and 0 not in lead else 0
-    ends = validation.natural("sink", sink, n), validation.natural("recent", recent, n)
-    return validation.position("k", count, n), *(own.get(name) for name in ROWS), length, start, *ends
-
-
-def _check_row_tensor(name: str, value: Tensor, lead: Sequence[int]) -> None:
-    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
-        raise TypeError(f"{name} must be an integer or an array of integers, got {_dtype(value)}; convert it")
-    if value.dtype == torch.uint64 and value.device.type != "cpu":
-        raise TypeError(f"{name} on {value.device} must be integers that int64 holds, got uint64; convert it")
-    if not _broadcasts(value.shape, lead):
-        raise validation.not_per_row(name, lead, value.shape)
-
-
-def _broadcasts(shape: Sequence[int], rows: Sequence[int]) -> bool:
-    aligned = zip(reversed(shape), reversed(rows), strict=False)
-    return len(shape) <= len(rows) and all(size in (1, row) for size, row in aligned)
+    return int(k.to(torch.int64).max()) if k.numel() and 0 not in lead else 0
 
 
 def check_devices(named: dict[str, Any]) -> None:
@@ -353,34 +304,10 @@ def _dtype(x: Tensor) -> np.dtype[Any]:
         raise TypeError(f"expected a dtype that numpy has, or bfloat16, got {x.dtype}; convert it first") from None
 
 
-def check_output(out: Any, shape: tuple[int, ...], inputs: Sequence[Any], name: str = "out", dtypes: Any = (np.int32,)):
-    """Raise an error unless out has the right shape and dtype, and shares no memory with inputs."""
-    validation.output(name, layout(name, out) if isinstance(out, Tensor) else out, shape, dtypes, [])
-    if not torch.compiler.is_compiling() and any(_overlap(out, x) for x in inputs if isinstance(x, Tensor)):
-        raise validation.shared_memory(name)
-
-
-def _check_outputs(out: tuple[Any, Any], shape: tuple[int, ...], dtype: Any, n: int, inputs: Sequence[Any]) -> None:
-    check_output(out[0], shape, inputs, "out[0]", [dtype])
-    check_output(out[1], shape, [*inputs, out[0]], "out[1]", [np.int64, np.int32])
-    validation.index_fits(layout("out[1]", out[1]), n)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
+def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether the memory ranges of two tensors, from first to last element, overlap; meta and fake ones have none."""
-    if any(not x.numel() or x.untyped_storage().device.type == "meta" for x in (a, b)):
+    if torch.compiler.is_compiling() or any(not x.numel() or x.untyped_storage().device.type == "meta" for x in (a, b)):
         return False
     last = [sum(step * (n - 1) for step, n in zip(x.stride(), x.shape, strict=True)) for x in (a, b)]
     ends = [x.data_ptr() + x.element_size() * (1 + at) for x, at in zip((a, b), last, strict=True)]
     return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
-
-
-def _write(operator: Callable[..., None], inputs: Sequence[Any], outputs: Outputs) -> None:
-    """Call an operator that writes contiguous outputs, for outputs of any strides."""
-    dense = [
-        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format) for out in outputs
-    ]
-    operator(*inputs, *dense)
-    for out, written in zip(outputs, dense, strict=True):
-        if written is not out:
-            out.copy_(written)

@@ -1,6 +1,7 @@
 """Checks of the public functions' arguments. Messages say what was expected, what was passed, and what to do."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,29 +42,6 @@ def codes(name: str, x: Described, dims: str) -> None:
         raise ValueError(f"{name} must have at least one word per code, got shape {list(x.shape)}")
 
 
-def plane_count(planes: Any) -> int:
-    """Return planes as an int in 1..8."""
-    return within("planes", planes, 1, 8, "3 is almost as good as real-valued queries")
-
-
-def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int, ...]:
-    """Return weights as ints after checks: one per plane, positive, and with scores that fit int32."""
-    checked = tuple(integer("weights", weight) for weight in weights)
-    if len(checked) != planes:
-        raise ValueError(
-            f"expected one weight per plane, got {len(checked)} weights for {planes} planes; "
-            "query is [..., P, W] when weights are given"
-        )
-    if min(checked, default=1) < 1:
-        raise ValueError(f"weights must be positive, got {checked}; remove planes of weight 0")
-    if sum(checked) * 32 * words >= 2**31:
-        raise ValueError(
-            f"the largest score must fit int32, got sum(weights) * 32 * W = {sum(checked) * 32 * words}; "
-            "use smaller weights or fewer words"
-        )
-    return checked
-
-
 def position(name: str, value: Any, n: int) -> int:
     """Return k, a start or a length as an int in 0..N."""
     checked = integer(name, value)
@@ -80,18 +58,24 @@ def natural(name: str, value: Any, most: int) -> int:
     return min(count, most)
 
 
-class Comparison(NamedTuple):
-    """Planes [..., P, W] and keys [..., N, W] that have been checked.
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Planes [..., P, W] and keys [..., N, W] that have been checked; by identity, so that it is quick to look up.
 
     Attributes:
         weights: of the planes.
-        lead: the leading dimensions that both broadcast to.
+        lead: the leading dimensions that both broadcast to, the shape of the rows.
     """
 
     query: Layout
     keys: Layout
     weights: tuple[int, ...]
     lead: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the scores, [*lead, N]."""
+        return *self.lead, self.keys.shape[-2]
 
 
 def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> Comparison:
@@ -107,7 +91,24 @@ def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> 
     if weights is None:  # each of the Q queries is one plane of weight 1
         lead = (*lead, query.shape[-2])
         query, keys, weights = query.with_axis(-1), keys.with_axis(-2), (1,)
-    return Comparison(query, keys, plane_weights(weights, query.shape[-2], query.shape[-1]), lead)
+    _plane_weights(weights, query.shape[-2], query.shape[-1])
+    return Comparison(query, keys, weights, lead)
+
+
+def _plane_weights(weights: tuple[int, ...], planes: int, words: int) -> None:
+    """Raise ValueError unless there is one weight per plane, all are positive, and scores fit int32."""
+    if len(weights) != planes:
+        raise ValueError(
+            f"expected one weight per plane, got {len(weights)} weights for {planes} planes; "
+            "query is [..., P, W] when weights are given"
+        )
+    if min(weights, default=1) < 1:
+        raise ValueError(f"weights must be positive, got {weights}; remove planes of weight 0")
+    if sum(weights) * 32 * words >= 2**31:
+        raise ValueError(
+            f"the largest score must fit int32, got sum(weights) * 32 * W = {sum(weights) * 32 * words}; "
+            "use smaller weights or fewer words"
+        )
 
 
 def _broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]:
@@ -122,36 +123,63 @@ def _broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]
     return tuple(b if a == 1 else a for a, b in zip(short, long, strict=True))
 
 
-class RowBounds(NamedTuple):
-    """k, and start and end of the eligible positions: int64 [rows], or an int for all rows; width: the largest k."""
+class Rows(NamedTuple):
+    """What the rows of a selection want and see, as the operators take it.
 
-    k: int | NDArray[np.int64]
-    low: int | NDArray[np.int64]
-    high: int | NDArray[np.int64]
+    k, lengths, starts: integers per row, or None where width, length and start hold for all; width is the largest k.
+    """
+
     width: int
+    k: Any
+    lengths: Any
+    starts: Any
+    length: int
+    start: int
+    sink: int
+    recent: int
 
 
-def row_bounds(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> RowBounds:
-    """Check the arguments of a selection from scores of shape [..., N]."""
-    n = shape[-1]
-    sizes, width = _per_row("k", k, shape)
-    start, _ = _per_row("starts", 0 if starts is None else starts, shape)
-    end, _ = _per_row("lengths", n if lengths is None else lengths, shape)
-    sink, recent = natural("sink", sink, n), natural("recent", recent, n)
-    if isinstance(start, int) and isinstance(end, int):  # numpy is ten times slower for single numbers
-        return RowBounds(sizes, *_eligible(start, end, sink, recent, n), width)
-    start, end = np.broadcast_arrays(start, end)
-    if start.size:
-        at = int(np.argmax(start > end))
-        ordered(start.flat[at], end.flat[at], at)
-    low = np.minimum(start + sink, n)
-    return RowBounds(sizes, low, np.maximum(end - recent, low), width)  # empty if they cross
+def rows(how: Any, shape: tuple[int, ...], given: tuple[Any, ...], out: Any) -> Rows:
+    """Check k, lengths, starts, sink and recent of a selection from scores [..., N].
+
+    how: what runs the selection (ops.Host). out: the outputs or None.
+    """
+    *lead, n = shape
+    numbers, arrays = [0, n, 0], [None, None, None]
+    for at, (name, x) in enumerate(zip(("k", "lengths", "starts"), given, strict=False)):
+        if type(x) is not int and is_array(x):
+            seen = how.layout(name, x)
+            if seen.dtype.kind not in "iu":
+                raise TypeError(f"{name} must be an integer or an array of integers, got {seen.dtype}; convert it")
+            if not broadcasts(x.shape, lead):
+                raise ValueError(
+                    f"{name} must be an integer or broadcast to one integer per row, shape {lead}, got "
+                    f"{list(x.shape)}; insert dimensions of size 1"
+                )
+            arrays[at] = how.integers(name, x, lead, n)
+        elif at == 0 or x is not None:
+            numbers[at] = position(name, x, n)
+    (k, lengths, starts), (count, length, start) = arrays, numbers
+    if lengths is None:
+        ordered(start, length, 0)
+    if k is not None:
+        count = position("k", how.largest(k, lead, out), n)
+    return Rows(count, k, lengths, starts, length, start, natural("sink", given[3], n), natural("recent", given[4], n))
 
 
-def _eligible(start: int, end: int, sink: int, recent: int, n: int) -> tuple[int, int]:
-    ordered(start, end, 0)
-    low = min(start + sink, n)
-    return low, max(end - recent, low)
+def ordered(start: int, end: int, row: int) -> None:
+    """Raise ValueError if a row's start is behind its end."""
+    if start > end:
+        raise ValueError(
+            f"starts must not exceed lengths, got start {start} and length {end} in row {row}; "
+            "a row sees [start, length)"
+        )
+
+
+def broadcasts(shape: Sequence[int], lead: Sequence[int]) -> bool:
+    """Whether an array of a shape broadcasts to the rows; sizes may be symbols of a traced program."""
+    aligned = zip(reversed(shape), reversed(lead), strict=False)
+    return len(shape) <= len(lead) and all(size in (1, row) for size, row in aligned)
 
 
 def refuse_removed(name: str, given: Mapping[str, object]) -> None:
@@ -181,64 +209,50 @@ def paged(pool: Layout, blocks: Any) -> Layout:
     return Layout(pool.dtype, (*lead, blocks.shape[-1] * size, words), (*steps, step, word))
 
 
-def not_a_table_per_row(rows: Sequence[int], got: Sequence[int]) -> ValueError:
-    """Return the error for page tables that do not broadcast to the rows."""
-    return ValueError(
-        f"blocks must broadcast to one table per row, shape {[*rows, 'T']}, got {list(got)}; insert "
-        "dimensions of size 1"
-    )
-
-
-def score_bits(weights: tuple[int, ...], words: int) -> None:
-    """Raise ValueError unless scores fit 16 bits, as in a search."""
-    if sum(weights) * 32 * words >= 1 << 16:
+def searched(compared: Comparison, blocks: Any) -> None:
+    """Raise ValueError unless scores fit 16 bits, as in a search, and blocks, if any, are a table per row."""
+    if blocks is not None and not broadcasts(blocks.shape[:-1], compared.lead):
         raise ValueError(
-            f"the scores of a search must stay below {1 << 16}, got sum(weights) * 32 * W = "
-            f"{sum(weights) * 32 * words}; use smaller weights or fewer bits"
+            f"blocks must broadcast to one table per row, shape {[*compared.lead, 'T']}, got {list(blocks.shape)}; "
+            "insert dimensions of size 1"
+        )
+    if (top := sum(compared.weights) * 32 * compared.query.shape[-1]) >= 1 << 16:
+        raise ValueError(
+            f"the scores of a search must stay below {1 << 16}, got sum(weights) * 32 * W = {top}; "
+            "use smaller weights or fewer bits"
         )
 
 
-def outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, n: int, inputs: Sequence[Any]) -> None:
+def outputs(how: Any, out: tuple[Any, Any], shape: tuple[int, ...], dtype: Any, n: int, inputs: Sequence[Any]) -> None:
     """Raise an error unless a pair of arrays can be the output of a selection from n positions."""
-    output("out[0]", values, shape, [dtype], inputs)
-    output("out[1]", indices, shape, [np.int64, np.int32], [*inputs, values])
-    index_fits(indices, n)
-
-
-def index_fits(indices: Described, n: int) -> None:
-    """Raise TypeError unless the dtype of indices can represent every position below n."""
-    if indices.dtype == np.int32 and n > 1 << 31:
+    output(how, "out[0]", out[0], shape, [dtype], inputs)
+    output(how, "out[1]", out[1], shape, [np.int64, np.int32], [*inputs, out[0]])
+    if n > 1 << 31 and how.layout("out[1]", out[1]).dtype == np.int32:
         raise TypeError(f"out[1] must be int64 for positions beyond int32, got int32 for {n} positions; pass int64")
 
 
-def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
+def output(how: Any, name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
     """Raise an error unless out has the right shape and dtype, is writeable, and shares no memory with inputs."""
     if not is_array(out):
         raise TypeError(f"{name} must be an array of the inputs' kind, got {type(out).__name__}; create one")
-    if out.dtype not in [np.dtype(dtype) for dtype in dtypes]:
+    seen = how.layout(name, out)
+    if seen.dtype not in [np.dtype(dtype) for dtype in dtypes]:
         wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
-        raise TypeError(f"{name} must be {wanted}, got {out.dtype}; results are never converted")
-    if out.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(out.shape)}; slice or reshape it")
+        raise TypeError(f"{name} must be {wanted}, got {seen.dtype}; results are never converted")
+    if seen.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(seen.shape)}; slice or reshape it")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError(f"{name} must be writeable, got a read-only array; pass another")
-    if 0 not in shape and _overlaps_itself(out):
+    if 0 not in shape and _overlaps_itself(seen):
         raise ValueError(
-            f"elements of {name} must not share memory, got strides {list(out.strides)}; "
+            f"elements of {name} must not share memory, got strides {list(seen.strides)}; "
             "pass an array that is not broadcast"
         )
-    for x in inputs:
-        # numpy's stubs allow only two values of max_work
-        if isinstance(x, np.ndarray) and np.may_share_memory(out, x, max_work=10_000):  # pyright: ignore[reportArgumentType]
-            raise shared_memory(name)
+    if any(is_array(x) and how.share_memory(out, x) for x in inputs):
+        raise ValueError(f"{name} must not share memory with another argument, got one that does; pass another")
 
 
-def shared_memory(name: str) -> ValueError:
-    """Return the error for an output that overlaps another argument."""
-    return ValueError(f"{name} must not share memory with another argument, got one that does; pass another")
-
-
-def _overlaps_itself(x: Any) -> bool:
+def _overlaps_itself(x: Layout) -> bool:
     """Whether elements share memory: a stride is smaller than the span of the dimensions with smaller strides."""
     span = x.dtype.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape, strict=True)):
@@ -246,41 +260,6 @@ def _overlaps_itself(x: Any) -> bool:
             return True
         span += stride * (size - 1)
     return False
-
-
-def _per_row(name: str, value: Any, shape: tuple[int, ...]) -> tuple[int | NDArray[np.int64], int]:
-    """Return an integer in 0..N, or one per row of [..., N], flat; and the largest of them, 0 without rows."""
-    n, rows = shape[-1], shape[:-1]
-    if not is_array(value):
-        return (checked := position(name, value, n)), checked
-    if value.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be an integer or an array of integers, got {value.dtype}; convert it")
-    if value.shape != rows:
-        try:
-            value = np.broadcast_to(value, rows)
-        except ValueError:
-            raise not_per_row(name, rows, value.shape) from None
-    if value.size == 0:
-        return np.empty(0, np.int64), 0
-    numbers = value.ravel()
-    position(name, int(numbers.min()), n)
-    return numbers.astype(np.int64), position(name, int(numbers.max()), n)
-
-
-def ordered(start: int, end: int, row: int) -> None:
-    if start > end:
-        raise ValueError(
-            f"starts must not exceed lengths, got start {start} and length {end} in row {row}; "
-            "a row sees [start, length)"
-        )
-
-
-def not_per_row(name: str, rows: Sequence[int], shape: Sequence[int]) -> ValueError:
-    """Return the error for an array that does not broadcast to the rows."""
-    return ValueError(
-        f"{name} must be an integer or broadcast to one integer per row, shape {list(rows)}, got {list(shape)}; "
-        "insert dimensions of size 1"
-    )
 
 
 # ---- Options, and arguments of an index ----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from sparse_serve.batch import Batch, Prompts, Stock
+from sparse_serve.batch import Batch, Part
 from sparse_serve.layout import Layout, RowPages
 from sparse_serve.served import Served, supports
 
@@ -163,15 +163,16 @@ class SpotlightImpl(CPUAttentionBackendImpl):
             step = batch.step(len(pages.k), pages.k.shape[2])
             out[batch.rows] = paged.decode(q[batch.rows], pages, step)
 
-    def _prefill(self, layer: Any, q: Tensor, out: Tensor, pages: Any, prompts: Prompts) -> None:
+    def _prefill(self, layer: Any, q: Tensor, out: Tensor, pages: Any, prompts: Part) -> None:
         """Attend in prompts whose pages are by rows; bit for bit the result without the plug-in."""
-        k, v = prompts.gather(pages.k, pages.v)
+        page, place = cast("tuple[Tensor, Tensor]", prompts.sources)
+        k, v = pages.k[page, :, place], pages.v[page, :, place]
         heads, size, dim = pages.k.shape[1:]
-        keys, values = k.new_zeros(prompts.pages, heads, 2 * size, dim).chunk(2, dim=2)
+        keys, values = k.new_zeros(int(prompts.blocks.max()) + 1, heads, 2 * size, dim).chunk(2, dim=2)
         self._write(layer, k, v, keys, values, prompts.slots)
         self._kernel(layer, q, out, keys, values, prompts)
 
-    def _kernel(self, layer: Any, q: Tensor, out: Tensor, keys: Tensor, values: Tensor, rows: Prompts | Stock) -> None:
+    def _kernel(self, layer: Any, q: Tensor, out: Tensor, keys: Tensor, values: Tensor, rows: Part) -> None:
         """Call vLLM's kernel for some rows of a step."""
         found = torch.empty_like(out[rows.rows])
         ops.cpu_attention_with_kv_cache(

@@ -15,46 +15,27 @@ Schedule = Callable[[Tensor, Tensor], Any]
 """Returns scheduler metadata of vLLM's kernel for starts int32 [R + 1] and lengths int32 [R] of rows."""
 
 
-class Stock(NamedTuple):
-    """Rows whose pages are in vLLM's layout, beside others: prompts, and decode rows below the break-even."""
+class Part(NamedTuple):
+    """Some rows of a step for vLLM's kernel.
 
-    rows: Tensor
+    Either rows whose pages are in vLLM's layout, beside others: prompts, and decode rows below the break-even. Or
+    prompts, or chunks of them, whose pages are by rows, and a copy of these pages.
+    """
+
+    rows: Tensor | slice
     """Their query tokens in the step, int64 [Q]."""
-    slots: Tensor
-    """Slot of each token of the step, int64 [T]; -1 for tokens of other rows."""
     starts: Tensor
     """Start of each row among these query tokens, int32 [R + 1]."""
     lengths: Tensor
     """Number of visible tokens of each row's last query token, int32 [R]."""
     blocks: Tensor
-    """Pages of each row, int32 [R, T]."""
+    """Pages of each row, int32 [R, T]; of a copy 0, 1, 2, ..., by row."""
+    slots: Tensor
+    """Slot of each token of the step, int64 [T], -1 for tokens of other rows; of a copy, of each visible token."""
     schedule: Any
     """Scheduler metadata of vLLM's kernel."""
-
-
-class Prompts(NamedTuple):
-    """Prompts, or chunks of them, whose pages are by rows, and a copy of them for vLLM's kernel.
-
-    rows, starts, lengths and schedule: as in `Stock`.
-    """
-
-    rows: Tensor | slice
-    starts: Tensor
-    lengths: Tensor
-    sources: tuple[Tensor, Tensor]
-    """Page, and position in the page, of each visible token, row after row, int64 [N]."""
-    slots: Tensor
-    """Slot of each of these tokens in the copy, int64 [N]; all other slots are never read."""
-    blocks: Tensor
-    """Pages of the copy, 0, 1, 2, ..., by row, int32 [R, T]."""
-    pages: int
-    """Number of pages of the copy."""
-    schedule: Any
-
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the visible keys and values of these rows from pages [M, H, S, D]: [N, H, D] each."""
-        page, place = self.sources
-        return k[page, :, place], v[page, :, place]
+    sources: tuple[Tensor, Tensor] | None = None
+    """What is copied: page, and position in the page, of each visible token, row after row, int64 [N]."""
 
 
 class Batch:
@@ -73,9 +54,9 @@ class Batch:
     moves: Moves
     plain: bool
     read: int
-    stock: Stock | None = None
+    stock: Part | None = None
     written: tuple[Tensor, Tensor]
-    prompts: Prompts | None = None
+    prompts: Part | None = None
     rows: Tensor
     _step: Any = None
     _decoding: Tensor
@@ -136,7 +117,7 @@ class Batch:
             seen = torch.from_numpy(lengths[stock].astype(np.int32))
             blocks = metadata.block_table[torch.from_numpy(stock)]
             own = slots.masked_fill(torch.from_numpy(tokens), -1)
-            self.stock = Stock(others, own, begins, seen, blocks, schedule(begins, seen))
+            self.stock = Part(others, begins, seen, blocks, own, schedule(begins, seen))
 
     def step(self, pages: int, size: int) -> Any:
         """Return the decode rows by rows as a `sparse_decode.pages.Step`, created once for all layers."""
@@ -162,7 +143,7 @@ def _pages(
 
 def _prompts(
     metadata: Any, reads: Tensor, starts: Tensor, lengths: Tensor, counts: Tensor, size: int, schedule: Schedule
-) -> Prompts:
+) -> Part:
     counts, lengths, first = counts[reads], lengths[reads], starts[:-1][reads]
     needed = -(-lengths // size)
     before, width = needed.cumsum(0) - needed, int(needed.max())
@@ -178,4 +159,4 @@ def _prompts(
     else:
         rows = torch.cat([torch.arange(a, a + n) for a, n in zip(first.tolist(), counts.tolist(), strict=True)])
     lengths = lengths.int()
-    return Prompts(rows, begins, lengths, sources, slots, blocks.int(), int(needed.sum()), schedule(begins, lengths))
+    return Part(rows, begins, lengths, blocks.int(), slots, schedule(begins, lengths), sources)

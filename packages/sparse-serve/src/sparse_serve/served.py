@@ -4,8 +4,6 @@
 # pyright: reportMissingImports=false
 
 import weakref
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,27 +14,30 @@ from torch import Tensor
 
 from sparse_serve.layout import codes_behind
 from sparse_serve.settings import Settings
-from sparse_serve.shards import shard_hasher
 
 
-@contextmanager
-def _float32() -> Generator[None]:
-    """Set the default dtype to float32; vLLM sets it to the model's dtype while it creates layers."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def shard_hasher(hasher: Hasher, rank: int, size: int) -> Hasher:
+    """Slice a hasher by KV head, for one of `size` tensor-parallel ranks.
 
+    Heads are the first dimension of each of its tensors, in the model's order.
 
-def _place(size: int) -> tuple[int, int]:
-    """Return this process's tensor-parallel rank and the number of ranks."""
-    if size == 1:
-        return 0, 1
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return get_tensor_model_parallel_rank(), size
+    Raises: ValueError if the heads do not divide evenly; vLLM would give some to several ranks.
+    """
+    for heads in {hkv for _, hkv, _ in hasher.config.shape.per_layer} or {hasher.config.shape.num_kv_heads}:
+        if heads % size:
+            raise ValueError(f"KV heads must be a multiple of the ranks, got {heads} for {size} ranks")
+    shares = tuple(own[len(own) // size * rank :][: len(own) // size] for own in hasher.head_shares)
+    whole = hasher.config.shape
+    shape = replace(
+        whole,
+        num_query_heads=whole.num_query_heads // size,
+        num_kv_heads=whole.num_kv_heads // size,
+        per_layer=tuple((hq // size, hkv // size, d) for hq, hkv, d in whole.per_layer),
+    )
+    part = Hasher(replace(hasher.config, shape=shape, head_shares=shares), seed=None)
+    tensors = hasher.state_dict()
+    part.load_state_dict({name: x.tensor_split(size)[rank].clone() for name, x in tensors.items()})
+    return part.eval().requires_grad_(False)
 
 
 def supports(spec: Any) -> bool:
@@ -69,10 +70,8 @@ class Served:
     def __init__(self, settings: Settings, rank: int = 0, size: int = 1) -> None:
         from sparse_decode.select import HashSelector  # imports numba, after vLLM has detected its compilers
 
-        with _float32():
-            self.hasher: Hasher = Hasher.from_pretrained(settings.hasher)
-            mine = self.hasher if size == 1 else shard_hasher(self.hasher, rank, size)
-            self.selector: HashSelector = HashSelector(mine)
+        self.hasher: Hasher = Hasher.from_pretrained(settings.hasher)
+        self.selector: HashSelector = HashSelector(self.hasher if size == 1 else shard_hasher(self.hasher, rank, size))
         self.budget: LayerBudget = settings.budget()
         given = settings.dense_layers
         self.dense_layers: tuple[int, ...] = self.hasher.dense_layers if given is None else given
@@ -102,7 +101,12 @@ class Served:
             return None
         engine = vllm_config.compilation_config
         if id(engine) not in cls._known:
-            cls._known[id(engine)] = cls(settings, *_place(vllm_config.parallel_config.tensor_parallel_size))
+            rank, size = 0, vllm_config.parallel_config.tensor_parallel_size
+            if size > 1:
+                from vllm.distributed import get_tensor_model_parallel_rank
+
+                rank = get_tensor_model_parallel_rank()
+            cls._known[id(engine)] = cls(settings, rank, size)
             weakref.finalize(engine, cls._known.pop, id(engine))
         return cls._known[id(engine)]
 

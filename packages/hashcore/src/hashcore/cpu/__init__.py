@@ -22,99 +22,70 @@ parts and the parts' selections are merged.
 Keys in pages are read in place, by quarters of 64 keys, if a page has 128-bit codes contiguously. Other keys, and those
 before the first and after the last 64 of a row, are copied to L1 first.
 
-Calls. Everything that follows from shapes and integers is computed once (launch_plan) and cached (kept): with cold
-CPU caches, this Python code would take as long as the kernel.
+Calls. Everything that follows from shapes and integers is computed once (launch_plan) and cached: with cold CPU caches,
+this Python code would take as long as the kernel.
 """
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hashcore import arguments, validation
-from hashcore.arguments import Layout
 from hashcore.cpu import launch_plan, score_kernels, search_kernels, select_kernels, threads
 from hashcore.cpu.launch_plan import Plan
-from hashcore.validation import Comparison, RowBounds
+from hashcore.validation import Comparison, Rows
 
-Rows = tuple[Any, Any, Any, Any, Any]
-"""k, lengths, starts, sink and recent, as they were given; the first three may be arrays."""
+Codes = NDArray[np.int32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 """Scores and indices."""
-PLANS, ROWS = 256, 1024  # number of cached plans of each kind, and maximal number of rows of a cached plan: 48 KiB
-
-Arguments = ParamSpec("Arguments")
+MOST_ROWS = 1024  # of a cached plan: 56 KiB
 
 
-def kept(make: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
-    """Cache the last plans of a function by its positional arguments, which must be hashable.
+@functools.lru_cache(256)
+def plan(make: Any, *given: Any) -> Plan:
+    """Return the plan that `make` makes, cached."""
+    return make(*given)
 
-    Without a lock, which a fork could copy locked: each step with the dict is one that threads take in turn.
+
+def _planned(make: Any, compared: Comparison, *given: Any) -> Plan:
+    """Return a plan, cached if it is not too large, for as many threads as there are at most."""
+    own = plan if math.prod(compared.lead) <= MOST_ROWS else plan.__wrapped__
+    return own(make, compared, *given, threads.most())
+
+
+class RowBounds(NamedTuple):
+    """k, and start and end of the eligible positions: int64 [rows], or an int for all rows."""
+
+    k: Any
+    low: Any
+    high: Any
+
+
+def row_bounds(rows: Rows, n: int) -> RowBounds:
+    """Return what rows of n positions want and see.
+
+    Raises: ValueError if a row's start is behind its end.
     """
-    plans: dict[Any, Plan] = {}
-
-    @functools.wraps(make)
-    def get(*given: Arguments.args, **options: Arguments.kwargs) -> Plan:
-        found = plans.get(given)
-        if found is None:
-            found = make(*given, **options)
-            if len(found.rows) <= ROWS:
-                plans[given] = found
-                for oldest in list(plans)[:-PLANS]:
-                    plans.pop(oldest, None)
-        return found
-
-    return get
+    k = rows.width if rows.k is None else rows.k
+    if rows.lengths is rows.starts is None:  # numpy is ten times slower for single numbers
+        low = min(rows.start + rows.sink, n)
+        return RowBounds(k, low, max(rows.length - rows.recent, low))  # empty if they cross
+    starts, lengths = rows.start if rows.starts is None else rows.starts, rows.lengths
+    start, end = np.broadcast_arrays(starts, rows.length if lengths is None else lengths)
+    if (start > end).any():
+        at = int(np.argmax(start > end))
+        validation.ordered(start[at], end[at], at)
+    low = np.minimum(start + rows.sink, n)
+    return RowBounds(k, low, np.maximum(end - rows.recent, low))
 
 
-@functools.lru_cache(PLANS)
-def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> Comparison:
-    """Check the arguments of a score (validation.comparison), cached."""
-    return validation.comparison(query, keys, weights)
-
-
-@kept
-def plan_score(query: Layout, keys: Layout, weights: tuple[int, ...] | None, most: int) -> Plan:
-    """Check and plan ops.score on `most` threads."""
-    return launch_plan.score(comparison(query, keys, weights), most)
-
-
-@kept
-def plan_search(
-    query: Any, keys: Any, weights: tuple[int, ...] | None, rows: Rows | int, best: bool, most: int
-) -> Plan:
-    """Check and plan ops.search.
-
-    Args:
-        query, keys: Layouts, or equal plain tuples, which are faster to create.
-        rows: integers for all rows; or the largest k, for rows that differ, which `launch_plan.filled` adds.
-    """
-    compared = comparison(Layout(*query), Layout(*keys), weights)
-    validation.score_bits(compared.weights, query[1][-1])
-    if isinstance(rows, int):
-        return launch_plan.search(compared, rows, best, most)
-    wanted = validation.row_bounds((*compared.lead, keys[1][-2]), *rows)
-    return launch_plan.filled(launch_plan.search(compared, wanted.width, best, most), wanted)
-
-
-def score(
-    query: NDArray[np.int32],
-    keys: NDArray[np.int32],
-    weights: tuple[int, ...] | None,
-    out: NDArray[np.int32] | None = None,
-) -> NDArray[np.int32]:
-    """Score arrays in any layout: ops.score."""
-    query, keys = arguments.aligned(query), arguments.readable(keys)
-    layouts = [Layout(x.dtype, x.shape, x.strides) for x in (query, keys)]
-    made = plan_score(layouts[0], layouts[1], weights, threads.most())
-    if out is not None:
-        validation.output("out", out, made.shape, [np.int32], [query, keys])
-    found = out if out is not None and out.flags.c_contiguous and arguments.are_plain(out) else None
-    if found is None:
-        found = np.empty(made.shape, np.int32)
+def score(query: Codes, keys: Codes, weights: Any, out: Codes | None, compared: Comparison) -> Codes:
+    """Score codes that `compared` describes: ops.score."""
+    made = _planned(launch_plan.score, compared)
+    found = out if out is not None and out.flags.carray else np.empty(made.shape, np.int32)
     if all(made.shape):
         passed = made.header, made.rows, *map(arguments.address, (query, keys, found))
         threads.run(score_kernels.score_tasks, made.tasks, made.workers, passed)
@@ -124,70 +95,55 @@ def score(
     return out
 
 
-def topk(scores: NDArray[Any], rows: Rows, out: Pair | None = None) -> Pair:
-    """Select from integers [..., N]: ops.topk."""
-    wanted = validation.row_bounds(scores.shape, *rows)
+def topk(scores: NDArray[Any], *wanted: Any, out: Pair | None, compared: None = None) -> Pair:
+    """Select from integers [..., N] what validation.Rows says: ops.topk."""
+    rows = Rows(*wanted)
+    values = np.zeros((*scores.shape[:-1], rows.width), scores.dtype.newbyteorder("="))
+    indices = np.full(values.shape, -1, np.int64)
+    if scores.size:
+        beside = scores.strides[-1] == scores.itemsize or scores.shape[-1] == 1
+        if not (beside and scores.flags.aligned and scores.dtype.isnative):
+            scores = arguments.dense(scores)
+        at = arguments.offsets(scores.shape[:-1], scores.strides[:-1], scores.shape[:-1]) + arguments.address(scores)
+        bounds = (np.broadcast_to(x, at.shape).copy() for x in row_bounds(rows, scores.shape[-1]))
+        passed = at, *bounds, *(x.reshape(len(at), rows.width) for x in (values, indices))
+        threads.run(select_kernels.topk_tasks, len(at), threads.count(4 * scores.size), passed)
     if out is None:
-        return _topk(scores, wanted)
-    shape, native = (*scores.shape[:-1], wanted.width), scores.dtype.newbyteorder("=")
-    validation.outputs(*out, shape, native, scores.shape[-1], [scores, *rows[:3]])
-    out[0][...], out[1][...] = _topk(scores, wanted)
+        return values, indices
+    out[0][...], out[1][...] = values, indices
     return out
 
 
-def _topk(scores: NDArray[Any], wanted: RowBounds) -> Pair:
-    values = np.zeros((*scores.shape[:-1], wanted.width), scores.dtype.newbyteorder("="))
-    indices = np.full(values.shape, -1, np.int64)
-    if scores.size == 0:
-        return values, indices
-    if not arguments.are_plain(scores):
-        scores = arguments.dense(scores)
-    addresses = arguments.offsets(scores.shape[:-1], scores.strides[:-1], scores.shape[:-1]) + arguments.address(scores)
-    count = len(addresses)
-    bounds = (x if isinstance(x, np.ndarray) else np.full(count, x) for x in wanted[:3])
-    passed = addresses, *bounds, *(x.reshape(count, wanted.width) for x in (values, indices))
-    threads.run(select_kernels.topk_tasks, count, threads.count(4 * scores.size), passed)
-    return values, indices
-
-
 def search(
-    query: NDArray[np.int32],
-    keys: NDArray[np.int32],
-    weights: tuple[int, ...] | None,
-    rows: Rows,
-    best: bool,
-    blocks: Any = None,
+    query: Codes,
+    keys: Codes,
+    count: int,
+    k: Any,
+    weights: Any,
+    *more: Any,
+    compared: Comparison,
     out: Pair | None = None,
     only: NDArray[np.int64] | None = None,
 ) -> Pair:
-    """Search arrays in any layout, rows that differ, and pages: ops.search.
+    """Search codes that `compared` describes, with the arguments of the operator: ops.search.
 
     only: without blocks, a bitmap of the keys that may be found by all rows (search_kernels.search_tasks).
 
     With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So little is
     done for integers that are the same for all rows.
     """
-    query = arguments.aligned(query)
-    if blocks is None:
-        keys = arguments.readable(keys)
-        against = keys.dtype, keys.shape, keys.strides
+    *limits, best, blocks = more
+    rows = Rows(count, k, *limits)
+    wanted = row_bounds(rows, compared.shape[-1])
+    if rows.k is rows.lengths is rows.starts is None:
+        made = _planned(launch_plan.search, compared, count, wanted, best)
     else:
-        against = _laid(keys, blocks)
-    layouts = (query.dtype, query.shape, query.strides), against
-    if any(arguments.is_array(x) for x in rows[:3] if type(x) is not int and x is not None):
-        compared = comparison(*(Layout(*x) for x in layouts), weights)
-        wanted = validation.row_bounds((*compared.lead, against[1][-2]), *rows)
-        made = launch_plan.filled(plan_search(*layouts, weights, wanted.width, best, threads.most()), wanted)
-    else:
-        named = zip(("k", "lengths", "starts", "sink", "recent"), rows, strict=True)
-        alike: Any = tuple(x if x is None else arguments.integer(name, x) for name, x in named)
-        made = plan_search(*layouts, weights, alike, best, threads.most())
+        made = _planned(launch_plan.search, compared, count, (0, 0, 0), best)
+        made = made._replace(rows=launch_plan.filled(made.rows, wanted))
     if blocks is not None:
         made = _paged(made, keys, blocks)
     elif only is not None:
         made = made._replace(table=only)
-    if out is not None:
-        validation.outputs(*out, made.shape, np.int32, against[1][-2], [query, keys, blocks, *rows[:3]])
     if out is not None and out[1].dtype == np.int64 and all(x.flags.carray for x in out):
         found = out
     else:
@@ -196,6 +152,7 @@ def search(
         _run(made, arguments.address(query), arguments.address(keys), *found)
     if out is not None and found is not out:
         out[0][...], out[1][...] = found
+        return out
     return found
 
 
@@ -214,52 +171,23 @@ def _run(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: 
         threads.run(search_kernels.merge_tasks, shape[1], 1, (*parts, k, top, best, *whole))
 
 
-def _laid(pool: NDArray[Any], blocks: Any) -> Layout:
-    """Check keys in pages, and return the layout of a row's keys, to which the kernel adds each block's offset."""
-    laid = validation.paged(Layout(pool.dtype, pool.shape, pool.strides), blocks)
-    if not (pool.flags.aligned and (pool.strides[-1] == 4 or pool.shape[-1] == 1)):
-        raise ValueError(
-            f"the words of a key in pages must be contiguous and aligned, got strides {list(pool.strides)}; "
-            "copy the pages to such a layout"
-        )
-    return laid
-
-
 def _paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any]) -> Plan:
     """Return a search plan whose rows have their bounds, with the page table of each row.
 
-    Raises: ValueError if blocks do not broadcast to one table per row, or a row sees a page out of range.
+    Raises: ValueError if a row sees a page out of range; other entries of the table may be anything.
     """
-    numbers = _tables(made.shape[:-1], blocks.shape)
-    _check_pages(blocks, numbers, made.rows, pool.shape[-3], pool.shape[-2])
+    lead, own, (pages, size) = made.shape[:-1], blocks.shape[:-1], pool.shape[-3:-1]
+    numbers = np.broadcast_to(np.arange(math.prod(own)).reshape(own), lead).ravel()  # of each row's table
     header, rows = made.header.copy(), made.rows.copy()
-    header[launch_plan.PAGE] = pool.shape[-2]
+    header[launch_plan.PAGE] = size
     rows[:, launch_plan.TABLE] = numbers * blocks.shape[-1]
-    table = np.multiply(blocks, pool.strides[-3], dtype=np.int64).ravel()
-    return made._replace(header=header, rows=rows, table=table)
-
-
-@functools.lru_cache(16)
-def _tables(lead: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return the number of each row's table, for rows of shape `lead` and tables [..., T] that broadcast to them."""
-    try:
-        return np.broadcast_to(np.arange(math.prod(shape[:-1])).reshape(shape[:-1]), lead).ravel()
-    except ValueError:
-        raise validation.not_a_table_per_row(lead, shape) from None
-
-
-def _check_pages(
-    blocks: NDArray[Any], numbers: NDArray[np.int64], rows: NDArray[np.int64], pages: int, size: int
-) -> None:
-    """Raise ValueError if a row sees a page out of range; other entries of the table may be anything."""
-    if not blocks.size or not len(numbers) or (blocks.min() >= 0 and blocks.max() < pages):
-        return
-    low, high = rows[:, launch_plan.LOW, None], rows[:, launch_plan.HIGH, None]
-    first, of_rows = np.arange(blocks.shape[-1]) * size, blocks.reshape(-1, blocks.shape[-1])[numbers]
-    seen = (first + size > low) & (first < high) & (low < high)
-    wrong = seen & ((of_rows < 0) | (of_rows >= pages))
-    if wrong.any():
-        raise ValueError(
-            f"blocks of positions that a row sees must be pages in 0..{pages - 1}, got "
-            f"{int(of_rows[wrong][0])}; shorten lengths or fill the table"
-        )
+    if len(numbers) and blocks.size and not (blocks.min() >= 0 and blocks.max() < pages):
+        low, high = rows[:, launch_plan.LOW, None], rows[:, launch_plan.HIGH, None]
+        first, of_rows = np.arange(blocks.shape[-1]) * size, blocks.reshape(-1, blocks.shape[-1])[numbers]
+        wrong = (first + size > low) & (first < high) & (low < high) & ((of_rows < 0) | (of_rows >= pages))
+        if wrong.any():
+            raise ValueError(
+                f"blocks of positions that a row sees must be pages in 0..{pages - 1}, got "
+                f"{int(of_rows[wrong][0])}; shorten lengths or fill the table"
+            )
+    return made._replace(header=header, rows=rows, table=np.multiply(blocks, pool.strides[-3], dtype=np.int64).ravel())

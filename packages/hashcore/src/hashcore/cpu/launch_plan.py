@@ -6,14 +6,14 @@ has the values of each row, with byte offsets from the data pointers.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hashcore.arguments import offsets
 from hashcore.cpu import threads
-from hashcore.validation import Comparison, RowBounds
+from hashcore.validation import Comparison
 
 CHUNK = 1024  # keys per task: 16 KiB of 128-bit keys, which stay in L1 while all rows of a block are scored
 BLOCK = 32  # maximal number of rows of a block
@@ -51,16 +51,16 @@ class Plan(NamedTuple):
 def score(compared: Comparison, most: int) -> Plan:
     """Plan the scores [*lead, N] of planes [..., P, W] against keys [..., N, W], on at most `most` threads."""
     header, rows = _common(compared)
-    count, n = len(rows), compared.keys.shape[-2]
+    count, n = len(rows), compared.shape[-1]
     rows[:, OUT] = np.arange(count) * (4 * n)
     tasks = -(-count // BLOCK) * -(-n // CHUNK)
     return Plan(header, rows, (*compared.lead, n), tasks, _workers(compared, count, most))
 
 
-def search(compared: Comparison, width: int, best: bool, most: int) -> Plan:
-    """Plan a search for up to `width` keys per row, on at most `most` threads; `filled` sets what rows want and see."""
+def search(compared: Comparison, width: int, wanted: tuple[Any, ...], best: bool, most: int) -> Plan:
+    """Plan a search for up to `width` keys per row, on at most `most` threads; wanted: as of `filled`."""
     header, rows = _common(compared)
-    count, n = len(rows), compared.keys.shape[-2]
+    count, n = len(rows), compared.shape[-1]
     workers = _workers(compared, count, most)
     room = min(2 * width, n) + CHUNK + MORE  # entries that a row keeps
     block = max(1, min(BLOCK, -(-count // workers), ROOM // room))
@@ -68,14 +68,14 @@ def search(compared: Comparison, width: int, best: bool, most: int) -> Plan:
     # Each part selects its own best k, so parts shorter than 8 k would do mostly redundant work.
     parts = max(1, min(workers // max(blocks, 1), n // max(8 * width, 1)))
     header[[WIDTH, BEST, ROOMY, ROWS, PARTS]] = width, best, room, block, parts
-    return Plan(header, rows, (*compared.lead, width), blocks * parts, workers, parts)
+    return Plan(header, filled(rows, wanted), (*compared.lead, width), blocks * parts, workers, parts)
 
 
-def filled(plan: Plan, wanted: RowBounds) -> Plan:
-    """Return a search plan with k, low and high of each row."""
-    rows = plan.rows.copy()
-    rows[:, K], rows[:, LOW], rows[:, HIGH] = wanted[:3]
-    return plan._replace(rows=rows)
+def filled(rows: NDArray[np.int64], wanted: tuple[Any, ...]) -> NDArray[np.int64]:
+    """Return a copy of a plan's rows with their k, low and high: int64 [R], or integers for all rows."""
+    rows = rows.copy()
+    rows[:, K], rows[:, LOW], rows[:, HIGH] = wanted
+    return rows
 
 
 def _workers(compared: Comparison, rows: int, most: int) -> int:
@@ -83,7 +83,7 @@ def _workers(compared: Comparison, rows: int, most: int) -> int:
 
 
 def _common(compared: Comparison) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    query, keys, weights, lead = compared
+    query, keys, weights, lead = compared.query, compared.keys, compared.weights, compared.lead
     n, words = keys.shape[-2:]
     header = np.zeros(FIRST_WEIGHT + len(weights), np.int64)
     header[[N, WORDS, PLANES]] = n, words, len(weights)

@@ -7,23 +7,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from hashcore.cpu import launch_plan
 from hashcore.cpu.intrinsics import LANES, memory, stay_a_function, word_at
-from hashcore.cpu.launch_plan import (
-    BLOCK,
-    CHUNK,
-    FIRST_WEIGHT,
-    OUT,
-    PAGE,
-    PLANE_STEP,
-    PLANES,
-    QUERY,
-    STEP,
-    TOP,
-    WORD_STEP,
-    WORDS,
-    N,
-)
-from hashcore.cpu.launch_plan import KEYS as KEYS_AT
+from hashcore.cpu.launch_plan import BLOCK, CHUNK, PAGE
 from hashcore.cpu.parts import copy, hot, inner
 from hashcore.cpu.score_vectors import TILE_KEYS, score_columns, score_pairs, transpose
 
@@ -37,12 +23,12 @@ def _operands(header, block):
 
     Pairs are contiguous codes of two 64-bit words whose scores fit 16 bits.
     """
-    words32, planes, step = header[WORDS], header[PLANES], header[STEP]
+    words32, planes, step = header[launch_plan.WORDS], header[launch_plan.PLANES], header[launch_plan.STEP]
     words = (words32 + 1) // 2
     weights = np.empty(planes, np.uint32)
     for p in range(planes):
-        weights[p] = header[FIRST_WEIGHT + p]
-    pairs = words32 == 4 and step == 16 and header[TOP] < 1 << 16
+        weights[p] = header[launch_plan.FIRST_WEIGHT + p]
+    pairs = words32 == 4 and step == 16 and header[launch_plan.TOP] < 1 << 16
     if header[PAGE] % QUARTER or header[PAGE] & (header[PAGE] - 1):  # only such pages are read in place
         pairs = False
     own, tile = np.empty((block, planes, words), np.uint64), np.empty(((words + 3) // 4 * 4, TILE_KEYS), np.uint64)
@@ -57,10 +43,10 @@ def _copy_planes(address, header, own):
     """
     for p in range(own.shape[0]):
         for v in range(own.shape[1]):
-            place = address + p * header[PLANE_STEP] + 2 * v * header[WORD_STEP]
+            place = address + p * header[launch_plan.PLANE_STEP] + 2 * v * header[launch_plan.WORD_STEP]
             own[p, v] = np.uint32(~word_at(place))
-            if 2 * v + 1 < header[WORDS]:
-                own[p, v] |= np.uint64(np.uint32(~word_at(place + header[WORD_STEP]))) << np.uint64(32)
+            if 2 * v + 1 < header[launch_plan.WORDS]:
+                own[p, v] |= np.uint64(np.uint32(~word_at(place + header[launch_plan.WORD_STEP]))) << np.uint64(32)
 
 
 @hot
@@ -109,7 +95,7 @@ def score_tasks(
 
     header and rows are those of a plan; query, keys and out are the addresses to which its offsets are added.
     """
-    n, step = header[N], header[STEP]
+    n, step = header[launch_plan.N], header[launch_plan.STEP]
     weights, own, tile, codes = _operands(header, BLOCK)
     places, buffers = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     buffer = np.empty((BLOCK, TILE_KEYS), np.int32)
@@ -124,11 +110,11 @@ def score_tasks(
         end = min(row + BLOCK, len(rows))
         while row < end:
             same = np.int64(0)
-            while row + same < end and rows[row + same, KEYS_AT] == rows[row, KEYS_AT]:
-                _copy_planes(query + rows[row + same, QUERY], header, own[same])
-                places[same] = out + rows[row + same, OUT] + 4 * low
+            while row + same < end and rows[row + same, launch_plan.KEYS] == rows[row, launch_plan.KEYS]:
+                _copy_planes(query + rows[row + same, launch_plan.QUERY], header, own[same])
+                places[same] = out + rows[row + same, launch_plan.OUT] + 4 * low
                 same += 1
-            place = keys + rows[row, KEYS_AT] + low * step
+            place = keys + rows[row, launch_plan.KEYS] + low * step
             _score(place, codes, whole, tile, weights, own, np.int64(0), same, places, buffer)
             if whole < size:
                 place += whole * step

@@ -54,7 +54,8 @@ def score_pairs(
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         *quarters, planes, weights, count, threshold, out, _ = values
-        totals = _no_scores(builder)
+        totals = [cgutils.alloca_once(builder, SCORES) for _ in range(2)]
+        _clear(builder, totals)
         with cgutils.for_range(builder, count) as plane:
             pair = _load(builder, builder.add(planes, builder.shl(plane.index, WORD(4))), ir.VectorType(WORD, 2))
             matches = _matching_bytes(builder, quarters, builder.shuffle_vector(pair, pair, _indices([0, 1] * 4)))
@@ -91,12 +92,19 @@ def score_columns(
                 x = [_load(builder, _add(builder, column, 64 * i), WORDS) for i in range(len(totals))]
                 with cgutils.for_range(builder, count) as plane:
                     index = builder.add(builder.mul(row.index, count), plane.index)
-                    a = _plane(builder, planes, builder.add(builder.mul(index, words), word.index))
-                    weight = _weight(builder, weights, plane.index)
+                    index = builder.add(builder.mul(index, words), word.index)
+                    a = _load(builder, builder.add(planes, builder.shl(index, WORD(3))), WORD)
+                    weight = _load(builder, builder.add(weights, builder.shl(plane.index, WORD(2))), HALF)
+                    # Zero-extended, a weight's product with a popcount is one vpmuludq.
+                    a, weight = _splat(builder, a, 8), _splat(builder, builder.zext(weight, WORD), 8)
                     for total, key in zip(totals, x, strict=True):
                         matches = builder.mul(_popcount(builder, builder.xor(key, a)), weight)
                         builder.store(builder.add(builder.load(total), matches), total)
-            _write(builder, totals, out, row.index, offset, bits)
+            address = _load(builder, builder.add(out, builder.shl(row.index, WORD(3))), WORD)
+            address, vector = builder.add(address, offset), ir.VectorType(ir.IntType(bits), 8)
+            for i, total in enumerate(totals):
+                place = builder.inttoptr(_add(builder, address, bits * i), vector.as_pointer())
+                builder.store(builder.trunc(builder.load(total), vector), place).align = bits // 8
         return context.get_dummy_value()
 
     return types.void(*[POSITION] * 9, like), emit
@@ -121,14 +129,6 @@ def transpose(typing_context: Any, keys: Any, step: Any, last: Any, words32: Any
         return context.get_dummy_value()
 
     return types.void(*[POSITION] * 5), emit
-
-
-def _no_scores(builder: Any) -> list[Any]:
-    """Return two halves of LANES scores of 16 bits, in memory, all 0."""
-    halves = [cgutils.alloca_once(builder, SCORES) for _ in range(2)]
-    for half in halves:
-        builder.store(ir.Constant(SCORES, None), half)
-    return halves
 
 
 def _add_matches(builder: Any, totals: list[Any], matches: Any, weights: Any, plane: Any) -> None:
@@ -206,25 +206,6 @@ def _load_some(builder: Any, address: Any, mask: Any) -> Any:
     return builder.bitcast(builder.call(load, arguments), ir.VectorType(WORD, 4))
 
 
-def _plane(builder: Any, planes: Any, index: Any) -> Any:
-    return _splat(builder, _load(builder, builder.add(planes, builder.shl(index, WORD(3))), WORD), 8)
-
-
-def _weight(builder: Any, weights: Any, index: Any) -> Any:
-    """Return a weight in all lanes; zero-extended, its product with a popcount is one vpmuludq."""
-    weight = _load(builder, builder.add(weights, builder.shl(index, WORD(2))), HALF)
-    return _splat(builder, builder.zext(weight, WORD), 8)
-
-
 def _clear(builder: Any, totals: list[Any]) -> None:
     for total in totals:
-        builder.store(ir.Constant(WORDS, [0] * 8), total)
-
-
-def _write(builder: Any, totals: list[Any], out: Any, row: Any, offset: Any, bits: int) -> None:
-    """Store the totals as integers of `bits` bits at the address out[row] + offset."""
-    address = builder.add(_load(builder, builder.add(out, builder.shl(row, WORD(3))), WORD), offset)
-    vector = ir.VectorType(ir.IntType(bits), 8)
-    for i, total in enumerate(totals):
-        place = builder.inttoptr(_add(builder, address, bits * i), vector.as_pointer())
-        builder.store(builder.trunc(builder.load(total), vector), place).align = bits // 8
+        builder.store(ir.Constant(total.type.pointee, None), total)

@@ -27,50 +27,67 @@ one among the scores these waits add up; in a row they overlap.
 AT, FROM, TO, WANTED, FLOOR, KEPT, PAGES = range(7)
 
 
-# ---- Keys that lie side by side --------------------------------------------------------------------------------------
-
-
 @inner
-def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, kept, histogram, top, only):
+def _collect(r0, r1, a, b, state, codes, planes, weights, pages, only, work):
     """Score keys [a, b) for rows [r0, r1) of the block and append entries that reach their floors."""
     stay_a_function()
-    step, _, pairs = codes
-    for low in range(a, b, CHUNK):
+    tile, places, buffer, kept, histogram, top = work
+    beside, pairs = pages[0] == 0, codes[2]
+    for low in range(a if beside else a - a % LANES, b, CHUNK):
         size, r = min(CHUNK, b - low), r0
         if _count_chosen(only, low, low + size) == 0:
             continue
         while r < r1:
             same, seen = _same(state, r, r1, low, low + size)
-            if seen and not pairs:
-                _score(state[r, AT] + low * step, codes, size, tile, weights, planes, r, same, places, buffer)
+            if beside and seen and not pairs:
+                _score(state[r, AT] + low * codes[0], codes, size, tile, weights, planes, r, same, places, buffer)
             for q in range(r, r + same):
                 at, end = max(low, state[q, FROM]), min(low + size, state[q, TO])
                 if state[q, WANTED] == 0 or at >= end:
                     continue
-                count = _make_room(q, size, state, kept[q], top, histogram)
-                if pairs:
-                    keys = state[q, AT] + at * step
-                    floor = state[q, FLOOR]
-                    count = _append_pairs(keys, planes[q], weights, buffer[q], floor, at, end, kept[q], count, only)
-                    at += (end - at) // LANES * LANES
-                    if at < end:
-                        keys = state[q, AT] + at * step
-                        _score(keys, codes, end - at, tile, weights, planes, q, np.int64(1), places, buffer)
-                        count = _append(buffer[q, : end - at], floor, at, kept[q], count, only)
-                    state[q, KEPT] = count
-                else:
-                    floor = state[q, FLOOR]
+                count, floor = _make_room(q, size, state, kept[q], top, histogram), state[q, FLOOR]
+                if beside and not pairs:
                     state[q, KEPT] = _append(buffer[q, at - low : end - low], floor, at, kept[q], count, only)
+                    continue
+                first = last = end
+                if pairs:  # groups of LANES keys are read in place; in pages, those that begin at a multiple
+                    first = at if beside else min(end, (at + LANES - 1) // LANES * LANES)
+                    last = first + (end - first) // LANES * LANES
+                if at < first:
+                    count = _append_few(q, at, first, state, codes, planes, weights, pages, work, count, only)
+                if first < last:
+                    keys, table, to = state[q, AT] + 16 * first, state[q, PAGES], min(b, state[q, TO])
+                    if beside:  # arguments are no tuples, which would count references
+                        count = _append_pairs(
+                            keys, first, last, planes[q], weights, buffer[q], floor, kept[q], count, only
+                        )
+                    else:
+                        count = _append_pages(
+                            keys, first, last, planes[q], weights, buffer[q], floor, kept[q], count, pages, table, to
+                        )
+                if last < end:
+                    count = _append_few(q, last, end, state, codes, planes, weights, pages, work, count, only)
+                state[q, KEPT] = count
             r += same
 
 
-@hot
-def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count, only):
-    """Score keys [low, high) except a remainder below LANES, and append those that reach the floor."""
+@inner
+def _append_few(q, low, high, state, codes, planes, weights, pages, work, count, only):
+    """Score keys [low, high), at most CHUNK, copied if they are in pages, and append those that reach the floor."""
     stay_a_function()
-    threshold = np.uint16(floor)  # fits: a floor is at most one above the top score, bounded by validation.score_bits
+    tile, places, buffer, kept, _, _ = work
+    keys, laid = _laid(q, low, high - low, state, codes, pages)
+    _score(keys, laid, high - low, tile, weights, planes, q, np.int64(1), places, buffer)
+    return _append(buffer[q, : high - low], state[q, FLOOR], low, kept[q], count, only)
+
+
+@hot
+def _append_pairs(keys, low, high, planes, weights, buffer, floor, kept, count, only):
+    """Score keys [low, high), a multiple of LANES, in place, and append those that reach the floor."""
+    stay_a_function()
+    threshold = np.uint16(floor)  # fits: a floor is at most one above the top score, bounded by validation.searched
     p, w, out = _address(planes), _address(weights), _address(buffer)
-    for i in range(low, high - LANES + 1, LANES):
+    for i in range(low, high, LANES):
         mask = _chosen(only, i)
         if mask:
             mask &= _score_beside(keys, p, w, len(weights), threshold, out, buffer)
@@ -78,6 +95,40 @@ def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count, 
         if mask:
             count = _take(mask, buffer, np.int64(0), i, kept, count)
     return count
+
+
+@hot
+def _append_pages(keys, low, high, planes, weights, buffer, floor, kept, count, pages, at, end):
+    """Like `_append_pairs`, in pages; low is a multiple of LANES. What follows is prefetched, up to key `end`."""
+    stay_a_function()
+    keys, page, table = keys - 16 * low, pages[0], pages[1]
+    threshold, p, w, out = np.uint16(floor), _address(planes), _address(weights), _address(buffer)
+    last, shift, inside = end - 1, np.int64(0), page - 1
+    while np.int64(1) << shift < page:
+        shift += 1
+    blocks = memory(_address(table) + 8 * at, (last >> shift) + 1, table)
+    for i in range(low + TOUCHED, min(high + TOUCHED, end), page):
+        prefetch_far(_place(keys, blocks, i, shift, inside))
+    for i in range(low, high, LANES):
+        first, second = _place(keys, blocks, i, shift, inside), _place(keys, blocks, i + QUARTER, shift, inside)
+        third = _place(keys, blocks, i + 2 * QUARTER, shift, inside)
+        fourth = _place(keys, blocks, i + 3 * QUARTER, shift, inside)
+        for part in range(0, LANES, QUARTER):
+            near = _place(keys, blocks, min(i + SOON + part, last), shift, inside)
+            far = _place(keys, blocks, min(i + LATER + part, last), shift, inside)
+            for line in range(0, 16 * QUARTER, 64):
+                prefetch(near + line)
+                prefetch_far(far + line)
+        mask = score_pairs(first, second, third, fourth, p, w, len(weights), threshold, out, buffer)
+        if mask:
+            count = _take(mask, buffer, np.int64(0), i, kept, count)
+    return count
+
+
+@inner
+def _place(keys, blocks, i, shift, inside):
+    """Return the address of key i in pages of 2^shift keys of 16 bytes."""
+    return keys + blocks[np.uint64(i) >> np.uint64(shift)] + ((i & inside) << 4)
 
 
 @inner
@@ -101,9 +152,6 @@ def _same(state, r, end, low, high):
     return same, seen
 
 
-# ---- Keys in pages ---------------------------------------------------------------------------------------------------
-
-
 @inner
 def _pages(header, table):
     """Return the state of a search in pages: keys per page (0 without pages), page table, buffer, and its layout.
@@ -123,10 +171,12 @@ def _paged_address(r, i, state, step, pages):
 
 
 @inner
-def _lay_out(r, low, size, state, codes, pages):
-    """Copy keys [low, low + size) of row r from their pages to the buffer; return its address and layout."""
+def _laid(r, low, size, state, codes, pages):
+    """Return address and layout of keys [low, low + size) of row r, which are copied to the buffer from pages."""
     stay_a_function()
     page, _, room, laid = pages
+    if page == 0:
+        return state[r, AT] + low * codes[0], codes
     words, at = laid[1] // 32, np.int64(0)
     while at < size:
         inside = (low + at) % page
@@ -139,83 +189,6 @@ def _lay_out(r, low, size, state, codes, pages):
                 key += codes[0]
         at += count
     return _address(room), laid
-
-
-@inner
-def _collect_paged(r0, r1, a, b, state, codes, planes, weights, pages, work):
-    """Like `_collect`, for keys [a, b) in pages."""
-    stay_a_function()
-    _, _, buffer, kept, histogram, top = work
-    for low in range(a - a % LANES, b, CHUNK):
-        for q in range(r0, r1):
-            at, end = max(low, state[q, FROM]), min(low + CHUNK, b, state[q, TO])
-            if state[q, WANTED] == 0 or at >= end:
-                continue
-            count = _make_room(q, end - at, state, kept[q], top, histogram)
-            whole = whole_end = end
-            if codes[2]:  # whole groups of LANES keys are read in place
-                whole = min(end, (at + LANES - 1) // LANES * LANES)
-                whole_end = whole + (end - whole) // LANES * LANES
-            if at < whole:
-                count = _append_laid(q, at, whole, state, codes, planes, weights, pages, work, count)
-            if whole < whole_end:
-                floor = state[q, FLOOR]
-                where = state[q, AT], state[q, PAGES], whole, whole_end, min(b, state[q, TO])
-                count = _append_pages(where, planes[q], weights, buffer[q], floor, pages, kept[q], count)
-            if whole_end < end:
-                count = _append_laid(q, whole_end, end, state, codes, planes, weights, pages, work, count)
-            state[q, KEPT] = count
-
-
-@inner
-def _append_laid(q, low, high, state, codes, planes, weights, pages, work, count):
-    """Copy keys [low, high), at most CHUNK, from their pages, score them, and append those that reach the floor."""
-    stay_a_function()
-    tile, places, buffer, kept, _, _ = work
-    keys, laid = _lay_out(q, low, high - low, state, codes, pages)
-    _score(keys, laid, high - low, tile, weights, planes, q, np.int64(1), places, buffer)
-    return _append(buffer[q, : high - low], state[q, FLOOR], low, kept[q], count, pages[1][:0])
-
-
-@inner
-def _append_pages(where, planes, weights, buffer, floor, pages, kept, count):
-    """Score keys [low, high), multiples of LANES, in place in their pages and append those that reach the floor.
-
-    Prefetches what follows them, up to the last key of the row or part.
-    """
-    stay_a_function()
-    keys, at, low, high, end = where
-    page, table = pages[0], pages[1]
-    threshold, p, w, out = np.uint16(floor), _address(planes), _address(weights), _address(buffer)
-    last, shift, inside = end - 1, np.int64(0), page - 1
-    while np.int64(1) << shift < page:
-        shift += 1
-    blocks = memory(_address(table) + 8 * at, (last >> shift) + 1, table)
-    for i in range(low + TOUCHED, min(high + TOUCHED, end), page):
-        prefetch_far(_place(keys, blocks, i, shift, inside))
-    for i in range(low, high, LANES):
-        first, second = _place(keys, blocks, i, shift, inside), _place(keys, blocks, i + QUARTER, shift, inside)
-        third = _place(keys, blocks, i + 2 * QUARTER, shift, inside)
-        fourth = _place(keys, blocks, i + 3 * QUARTER, shift, inside)
-        for part in range(0, LANES, QUARTER):
-            near = _place(keys, blocks, min(i + SOON + part, last), shift, inside)
-            far = _place(keys, blocks, min(i + LATER + part, last), shift, inside)
-            for at in range(0, 16 * QUARTER, 64):
-                prefetch(near + at)
-                prefetch_far(far + at)
-        mask = score_pairs(first, second, third, fourth, p, w, len(weights), threshold, out, buffer)
-        if mask:
-            count = _take(mask, buffer, np.int64(0), i, kept, count)
-    return count
-
-
-@inner
-def _place(keys, blocks, i, shift, inside):
-    """Return the address of key i in pages of 2^shift keys of 16 bytes."""
-    return keys + blocks[np.uint64(i) >> np.uint64(shift)] + ((i & inside) << 4)
-
-
-# ---- The kernels -----------------------------------------------------------------------------------------------------
 
 
 @inner
@@ -241,10 +214,8 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
     histogram[: (top >> shift) + 1] = 0
     sampled = np.int64(0)
     for run in range(runs):
-        at, laid = low + run * (n - RUN) // (runs - 1), codes
-        place = keys + at * step
-        if pages[0]:
-            place, laid = _lay_out(r, at, np.int64(RUN), state, codes, pages)
+        at = low + run * (n - RUN) // (runs - 1)
+        place, laid = _laid(r, at, np.int64(RUN), state, codes, pages)
         _score(place, laid, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
         bits = _chosen(only, at)
         for i in range(RUN):
@@ -316,13 +287,7 @@ def search_tasks(
             )
         ends = np.int64(0), count
         while ends[0] < ends[1]:
-            if header[PAGE]:
-                _collect_paged(ends[0], ends[1], a, b, state, codes, own, weights, pages, work)
-            else:
-                _collect(
-                    *(ends[0], ends[1], a, b, state, codes, own, weights),
-                    *(tile, places, buffer, kept, histogram, top, only),
-                )
+            _collect(ends[0], ends[1], a, b, state, codes, own, weights, pages, only, work)
             ends = _misled(state, count)
         for r in range(count):
             found, wanted, floor = state[r, KEPT], min(state[r, WANTED], state[r, KEPT]), state[r, FLOOR]

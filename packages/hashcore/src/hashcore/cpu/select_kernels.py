@@ -205,12 +205,9 @@ def _sort(kept, wanted, base, top, histogram, scores, indices):
     rewritten at the end.
     """
     bins = top - base + 1
-    if bins <= LEVEL:
-        _count(kept, np.uint64(48), np.uint64(base), bins, histogram)
-    else:
-        histogram[:bins] = 0
-        for i in range(len(kept)):
-            histogram[(kept[i] >> np.uint64(48)) - np.uint64(base)] += 1
+    histogram[:bins] = 0
+    for i in range(len(kept)):
+        histogram[(kept[i] >> np.uint64(48)) - np.uint64(base)] += 1
     place, end, last = np.int64(0), wanted - 1, np.uint64(0)
     for step in range(bins - 1, -1, -1):  # counts to start positions
         histogram[step], place = place, place + histogram[step]

@@ -12,18 +12,20 @@ numba's own threading layer is not used: it is not safe to call from several thr
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 import functools
+import hashlib
 import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
 from hashcore.cpu import team
-from hashcore.cpu.compiler_cache import KernelCache
 
 GRAIN = 1 << 23
 """Popcounts, or 1/4 of the scores to select from, that justify a thread of ours: it takes up to 0.2 ms to start."""
@@ -79,6 +81,26 @@ def run(kernel: Callable[..., Any], tasks: int, threads: int, arguments: tuple[A
 def _helpers(process: int) -> ThreadPoolExecutor:
     """Return the threads of a process; a fork does not copy those of the parent."""
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1), most()), "hashcore")
+
+
+class KernelCache(FunctionCache):
+    """numba's cache of a kernel's machine code on disk, which also notices changes of what the kernel is made of.
+
+    numba compares the kernel's own file. A kernel inlines functions and constants of other files beside it, and of this
+    folder, which may be another package's: after an upgrade of that one alone, numba would run the old code.
+    """
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        super().__init__(kernel)
+        folders = {Path(kernel.__code__.co_filename).parent, Path(__file__).parent}
+        self._cache_file._source_stamp = self._cache_file._source_stamp, *sorted(map(_digest, folders))
+
+
+@functools.cache
+def _digest(folder: Path) -> str:
+    """Return a digest of the sources of a folder: more than what is compiled, so some changes compile it in vain."""
+    files = sorted(folder.glob("*.py"))
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
 
 
 @functools.cache

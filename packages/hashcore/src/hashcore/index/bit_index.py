@@ -178,7 +178,18 @@ class BitIndex:
             elif given.min() < before.next_id and (known := before.find(given) >= 0).any():
                 raise ValueError(f"ids must be new, got {given[known][0]}, which is in the index; remove it first")
             after = before.with_room(len(array))
-            self._fill(after, array, coded)
+            place = slice(after.count, after.count + len(array))
+            if coded:
+                after.codes[place] = array
+            else:
+                self._encoder.encode(array, after.codes[place])
+            if after.vectors is not None:
+                with np.errstate(over="ignore"):  # checked below
+                    after.vectors[place] = array
+                if not np.isfinite(after.vectors[place]).all():
+                    raise ValueError(
+                        f"vectors must fit {self.keep}, got larger numbers; scale them or use keep='float32'"
+                    )
             self._rows = after.appended(given)
 
     def remove(self, ids: Any) -> None:
@@ -186,12 +197,8 @@ class BitIndex:
 
         Raises: ValueError if one of them is not in the index; nothing is then removed.
         """
-        gone = rows.known_ids(ids)
         with self._changing:
-            positions = self._rows.find(gone)
-            if (positions < 0).any():
-                rows.refuse_unknown(int(gone[positions < 0][0]))
-            self._rows = self._rows.without(positions)
+            self._rows = self._rows.without(self._rows.require(ids))
 
     def encode(self, vectors: Array) -> Any:
         """Return the codes of vectors [..., D]: int32 [..., W], W the bits / 32, rounded up."""
@@ -263,10 +270,6 @@ class BitIndex:
             originals = self._originals(vectors, content)
             _, candidates = rows.best(codes, content, min(times * k, count), weights, only)
             at = candidates if vectors is None else content.ids[candidates]
-            if at.size and at.max() >= len(originals):
-                raise ValueError(
-                    f"vectors= must have a row for every id, got {len(originals)} rows and id {at.max()}; pass them all"
-                )
             scores, positions = best_vectors(array, originals, at, candidates, k, cosine)
         return restore(scores), restore(content.ids[positions])
 
@@ -306,19 +309,6 @@ class BitIndex:
             raise TypeError(f"vectors= must be floats, got {array.dtype}; pass the vectors that were added")
         validation.shape("vectors=", array, self.dim, rows=True)
         return np.asarray(array)  # a plain array, so that results are not of class np.memmap
-
-    def _fill(self, after: rows.Rows, array: NDArray[Any], coded: bool) -> None:
-        """Write codes and vectors after the last row."""
-        place = slice(after.count, after.count + len(array))
-        if coded:
-            after.codes[place] = array
-            return
-        self._encoder.encode(array, after.codes[place])
-        if after.vectors is not None:
-            with np.errstate(over="ignore"):  # checked below
-                after.vectors[place] = array
-            if not np.isfinite(after.vectors[place]).all():
-                raise ValueError(f"vectors must fit {self.keep}, got larger numbers; scale them or use keep='float32'")
 
     @property
     def dim(self) -> int:
@@ -365,14 +355,8 @@ class BitIndex:
         return bool(self._rows.find(np.array([number], np.int64))[0] >= 0)
 
     def __repr__(self) -> str:
-        encoder = self._encoder
-        how = f"rotation of {self.dim} dimensions" if encoder.matrix is not None else "signs"
-        seed = "" if encoder.seed is None else f", seed {encoder.seed}"
-        centred = "" if encoder.mean is None else ", centred"
         kept = "" if self.keep is None else f", {self.keep} vectors kept"
-        return (
-            f"BitIndex({len(self)} codes of {self.bits} bits, {how}{seed}{centred}{kept}, {self.nbytes / 1e6:.1f} MB)"
-        )
+        return f"BitIndex({len(self)} codes of {self.bits} bits, dim {self.dim}{kept}, {self.nbytes / 1e6:.1f} MB)"
 
 
 _indexes: weakref.WeakSet[BitIndex] = weakref.WeakSet()

@@ -136,7 +136,10 @@ def project(x: NDArray[np.float32], matrix: NDArray[np.float32]) -> NDArray[np.f
     tasks = -(-len(x) // ROWS)
     if tasks:
         workers = threads.count(x.size * matrix.shape[1] // 2)  # 2 additions take as long as a popcount
-        threads.run(_project_tasks, tasks, workers, (arguments.read_only(x), arguments.read_only(matrix), out))
+        given = x.view(), matrix.view()
+        for read in given:  # numba would compile again for every mix of writeable and read-only arguments
+            read.flags.writeable = False
+        threads.run(_project_tasks, tasks, workers, (*given, out))
     return out
 
 
@@ -185,6 +188,10 @@ def best_vectors(
         k: candidates to select. cosine: score by cosine instead of inner product.
     Returns: scores float32 and positions int64, both [..., k].
     """
+    if at.size and at.max() >= len(vectors):
+        raise ValueError(
+            f"vectors= must have a row for every id, got {len(vectors)} rows and id {at.max()}; pass them all"
+        )
     lead, width = candidates.shape[:-1], candidates.shape[-1]
     count = int(np.prod(lead))
     queries = np.ascontiguousarray(queries, np.float32).reshape(count, queries.shape[-1])
@@ -193,27 +200,24 @@ def best_vectors(
     step = max(1, GATHERED // max(1, width * queries.shape[-1]))
     for start in range(0, count, step):
         block = slice(start, start + step)
-        exact = _exact(queries[block], _gathered(vectors, at[block]), cosine)
+        exact = _exact(queries[block], vectors, at[block], cosine)
         order = np.lexsort((candidates[block], -exact), axis=-1)[:, :k]
         scores[block] = np.take_along_axis(exact, order, -1)
         positions[block] = np.take_along_axis(candidates[block], order, -1)
     return scores.reshape(*lead, k), positions.reshape(*lead, k)
 
 
-def _gathered(vectors: NDArray[Any], at: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return rows [Q, C] of vectors as float32 [Q, C, D]."""
+def _exact(
+    queries: NDArray[np.float32], vectors: NDArray[Any], at: NDArray[np.int64], cosine: bool
+) -> NDArray[np.float32]:
+    """Return inner products or cosines of [Q, D] and rows [Q, C] of vectors, float32 [Q, C]; 0 for a zero vector."""
     with np.errstate(over="ignore"):
-        chosen = vectors[at].astype(np.float32, copy=False)
-    good = np.isfinite(chosen).all(axis=-1)
+        candidates = vectors[at].astype(np.float32, copy=False)
+    good = np.isfinite(candidates).all(axis=-1)
     if not good.all():
         raise ValueError(
             f"vectors= must be finite in float32, got NaN or infinity in row {at[~good][0]}; remove, repair or scale it"
         )
-    return chosen
-
-
-def _exact(queries: NDArray[np.float32], candidates: NDArray[np.float32], cosine: bool) -> NDArray[np.float32]:
-    """Return inner products or cosines of [Q, D] and [Q, C, D], float32 [Q, C]; the cosine of a zero vector is 0."""
     products = np.einsum("qcd,qd->qc", candidates, queries, dtype=np.float64)
     if cosine:
         norms = np.sqrt(np.einsum("qcd,qcd->qc", candidates, candidates, dtype=np.float64))
