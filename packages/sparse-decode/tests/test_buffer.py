@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from sparse_decode.caches import huge_pages
-from sparse_decode.caches.buffer import GrowingBuffer
-from sparse_decode.caches.huge_pages import in_huge_pages
+from sparse_decode.caches import buffer as buffers
+from sparse_decode.caches.buffer import GrowingBuffer, in_huge_pages
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 MIB = 1 << 20
@@ -63,7 +62,7 @@ def test_rows_of_others_are_adopted_without_a_copy_and_never_written_to(host):
 
 def test_only_whole_huge_pages_of_long_rows_are_asked_for(monkeypatch):
     asked = []
-    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *given: asked.append(given))
+    monkeypatch.setattr(buffers, "_advise", lambda: lambda *given: asked.append(given))
     for size in (2 * MIB, 3 * MIB, 9 * MIB + 123):
         x = torch.empty(size, dtype=torch.uint8)
         assert in_huge_pages(x) is x

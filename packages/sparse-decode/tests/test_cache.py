@@ -8,10 +8,9 @@ import torch
 from fuzz_cache import ALL_KINDS, KINDS, ROOM, encode, run_round
 from sparse_decode import attach, interface
 from sparse_decode.budget import LayerBudget
+from sparse_decode.caches.cache import HostLayer, carry_codes, coded_type
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.caches.cache_types import carry_codes, coded_type
 from sparse_decode.caches.growing import GrowingLayer, grow, revert
-from sparse_decode.caches.offload import HostLayer
 from sparse_decode_doubles import RoundedLayer, SignHasher, prompts, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache

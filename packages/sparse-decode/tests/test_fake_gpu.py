@@ -22,8 +22,7 @@ from hashcore.cuda.program import require_compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach, budget, step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.hashers import QueryHeadHasher
-from sparse_decode.select import HashSelector, RecentSelector
+from sparse_decode.select import HashSelector, QueryHeadHasher, RecentSelector
 from sparse_decode_doubles import slow_but
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 

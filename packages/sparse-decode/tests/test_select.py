@@ -6,7 +6,7 @@ import hashcore
 import pytest
 import torch
 from sparse_decode import HashSelector, OracleSelector, RecentSelector, Rows, Selector
-from sparse_decode.oracle import best_floats
+from sparse_decode.select import best_floats
 from sparse_decode_doubles import PaperLikeHasher, SignHasher, as_sets
 
 N, ROWS = 50, 6

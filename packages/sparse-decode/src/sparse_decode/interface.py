@@ -20,9 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode.attend import without_backward
-from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer, Uncached
+from sparse_decode.caches.cache import Coded, CodedDynamicLayer, CodedStaticLayer, HostLayer, Uncached
 from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow
-from sparse_decode.caches.offload import HostLayer
 from sparse_decode.compiled import attend_step
 from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely, wants_weights
 from sparse_decode.inputs import Inputs, require
@@ -32,12 +31,13 @@ from sparse_decode.modes import autocasts, no_autocast, readable
 from sparse_decode.step import SparseLayer
 
 KEYWORD = "sparse_decode"
-Coded = Callable[[SparseLayer, Any], CacheLayerMixin]
+Carry = Callable[[SparseLayer, Any], CacheLayerMixin]
 Growing = WeakSet[CacheLayerMixin]
 _OTHERS = frozenset(OTHER_STATES)
 _SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
 
+@dataclass(slots=True)
 class Call:
     """What the attention function needs for one call: the sparse layer and its cache layer.
 
@@ -47,13 +47,10 @@ class Call:
         model's own attention is torch's.
     """
 
-    __slots__ = ("by_torch", "held", "layer", "short")
-
-    def __init__(self, layer: SparseLayer, held: Any, short: bool = False, by_torch: bool = False):
-        self.layer: SparseLayer = layer
-        self.held: Any = held
-        self.short: bool = short
-        self.by_torch: bool = by_torch
+    layer: SparseLayer
+    held: Any
+    short: bool = False
+    by_torch: bool = False
 
 
 class Hook:
@@ -67,21 +64,8 @@ class Hook:
         may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
-    __slots__ = (
-        "_arguments",
-        "_below",
-        "_coded",
-        "_config",
-        "_growing",
-        "_layer",
-        "_name",
-        "_settings",
-        "_short",
-        "plan",
-    )
-
     def __init__(
-        self, plan: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Coded, growing: Growing,
+        self, plan: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, growing: Growing,
         may_be_short: bool,
     ):  # fmt: skip
         self.plan: SparseLayer = plan
@@ -250,14 +234,15 @@ class _Given:
 
     def _view(self) -> Any:
         """Return the cache layer, or what stands in for one that carries no codes."""
-        if isinstance(self.held, CodedDynamicLayer | CodedStaticLayer):
+        if isinstance(self.held, Coded):
             return self.held
-        return Uncached(self.key, self.layer.encoder if self.layer.selector.needs_codes else None)
+        return Uncached(self.layer.encoder(self.key) if self.layer.selector.needs_codes else None)
 
     def _densely(self, rows: int | None = None) -> Output:
         """Attend as the model alone would, in the first `rows` rows; None: in all."""
-        host = isinstance(self.held, HostLayer)
-        q, (k, v), mask = self.query, self.held.all_on(self.query.device) if host else (self.key, self.value), self.mask
+        q, k, v, mask = self.query, self.key, self.value, self.mask
+        if isinstance(self.held, HostLayer):
+            k, v = k.to(q.device, non_blocking=True), v.to(q.device, non_blocking=True)
         if rows is not None:
             end = self._end() - q.shape[2] + rows
             q, k, v = q[:, :, :rows], k[:, :, :end], v[:, :, :end]
@@ -273,7 +258,8 @@ class _Given:
             layer.count_dense_rows(q, intervals_of(self.mask, q.shape[2], end), end)
             self._learn()
             return self._densely()
-        self._refuse_weights()
+        if wants_weights(self.kwargs) and self.module.config._attn_implementation == NAMES["eager"]:
+            raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
         interval = intervals_of(self.mask, q.shape[2], end)
         view = self._view()
         if isinstance(view, CodedStaticLayer) and not readable(q) and not view.sums.ready and layer.remainder:  # pyright: ignore[reportOptionalMemberAccess]
@@ -293,7 +279,7 @@ class _Given:
         step = static and x.q.is_cuda and x.q.shape[2] == 1 and is_interval(self.mask)
         if step and ready and layer.encoder.traceable(x.q):
             return layer.step(x, cast(Tensor, self.mask)[:, 0], held)
-        codes = held.codes if isinstance(held, CodedDynamicLayer | CodedStaticLayer) else None
+        codes = held.codes if isinstance(held, Coded) else None
         sums = held.sums.tensors if static and layer.remainder is not None and held.sums is not None else []
         given = codes, self.mask, self.length, x.sinks, [*sums, layer.placeholder], layer.number
         return attend_step(*x[:3], *given, x.scaling, x.softcap)
@@ -335,11 +321,6 @@ class _Given:
         if self.dropout and (sparse or not torch.is_grad_enabled()):  # dropout is fine in dense calls of training
             raise ValueError(f"sparse attention has no dropout, got {self.dropout}; call model.eval() first")
 
-    def _refuse_weights(self) -> None:
-        """Raise ValueError if the caller of the model wants attention weights, which eager attention returns."""
-        if wants_weights(self.kwargs) and self.module.config._attn_implementation == NAMES["eager"]:
-            raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
-
     def _require_serves(self) -> None:
         """Raise ValueError if a call of this form cannot be sparse, now or in a later step."""
         layer, held, query, key = self.layer, self.held, self.query, self.key
@@ -348,7 +329,7 @@ class _Given:
                 "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); "
                 "use a press that removes keys"
             )
-        coded = isinstance(held, CodedDynamicLayer | CodedStaticLayer)
+        coded = isinstance(held, Coded)
         if layer.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):
             own = cast(Tensor, held.keys)
             if key.shape != own.shape or not _same_memory(key, own):
