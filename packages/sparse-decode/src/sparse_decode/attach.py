@@ -228,8 +228,7 @@ class Attachment:
     def _grow_long(self, layer: int, cache: Any, hidden: Tensor) -> None:
         """Make the layers of a cache grow in place once this one is long."""
         held: Any = cache.layers[layer] if type(cache) is DynamicCache and layer < len(cache.layers) else None
-        filled = type(held) is DynamicLayer and held.is_initialized and held.keys is not None
-        if filled and held.keys.shape[2] >= FROM and may_grow(hidden):
+        if type(held) is DynamicLayer and held.get_seq_length() >= FROM and may_grow(hidden):
             self._grow(cache)
 
     def _grow(self, cache: Any) -> None:
@@ -245,7 +244,7 @@ class Attachment:
         """Return the bytes of a cache: keys and values of all layers; codes and sums of the remainder."""
         kv = codes = 0
         for layer in cache.layers:
-            held = layer.memory() if isinstance(layer, Coded) else (_kv_bytes(layer), 0)
+            held = cast(Any, layer).memory() if isinstance(layer, Coded) else (_kv_bytes(layer), 0)
             kv, codes = kv + held[0], codes + held[1]
         return kv, codes
 
@@ -314,7 +313,7 @@ def _warn_beyond(found: Attention, reach: int) -> RemovableHandle:
     def see(cache: Any, hidden: Tensor) -> None:
         held: Any = cache.layers[found.layer] if isinstance(cache, Cache) and found.layer < len(cache.layers) else None
         known = 0 if held is None else held.get_seq_length()
-        tokens = known + hidden.shape[1] if isinstance(known, int) else int(held.max_cache_len)
+        tokens = known + hidden.shape[1] if isinstance(known, int) else int(cast(Any, held).max_cache_len)
         if tokens > reach:
             handle.remove()
             warnings.warn(beyond(tokens, reach), stacklevel=3)

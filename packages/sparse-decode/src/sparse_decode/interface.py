@@ -279,7 +279,7 @@ class _Given:
         step = static and x.q.is_cuda and x.q.shape[2] == 1 and is_interval(self.mask)
         if step and ready and layer.encoder.traceable(x.q):
             return layer.step(x, cast(Tensor, self.mask)[:, 0], held)
-        codes = held.codes if isinstance(held, Coded) else None
+        codes = held.codes if isinstance(held, CodedDynamicLayer | CodedStaticLayer) else None
         sums = held.sums.tensors if static and layer.remainder is not None and held.sums is not None else []
         given = codes, self.mask, self.length, x.sinks, [*sums, layer.placeholder], layer.number
         return attend_step(*x[:3], *given, x.scaling, x.softcap)
@@ -329,7 +329,7 @@ class _Given:
                 "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); "
                 "use a press that removes keys"
             )
-        coded = isinstance(held, Coded)
+        coded = isinstance(held, CodedDynamicLayer | CodedStaticLayer)
         if layer.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):
             own = cast(Tensor, held.keys)
             if key.shape != own.shape or not _same_memory(key, own):

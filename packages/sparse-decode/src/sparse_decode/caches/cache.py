@@ -27,10 +27,6 @@ class Coded(Retyped):
 
     encoder: Encoder
 
-    def memory(self) -> tuple[int, int]:
-        """Return the bytes of keys and values, and of codes and sums."""
-        raise NotImplementedError
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Coded":
         self.wait()
         self.settle()

@@ -82,7 +82,7 @@ def attend_rows(
     out, group = torch.empty(batch, rows, hq, dim_v, dtype=q.dtype), hq // hkv
     laid_out = _laid_out(k, seen, True), _laid_out(v, seen, False)
     each = max(1, prompt_kernels.LINES // group) if fraction is None else prompt_kernels.ROWS
-    how = np.float32(1 if fraction is None else fraction), np.float32(scaling), np.float32(softcap or 0)
+    how = () if fraction is None else (np.float32(fraction),), np.float32(scaling), np.float32(softcap or 0)
     tasks, work = batch * hkv * -(-rows // each), batch * hq * rows * n * (dim + dim_v)
     given = *_place(q), LIKE[2], *laid_out, bounds.contiguous().numpy(), each, *how, _of_heads(sinks, hkv, group)
     run(

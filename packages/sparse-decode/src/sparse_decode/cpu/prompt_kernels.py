@@ -326,14 +326,15 @@ def _part(at, shape, kind):  # pragma: no cover - compiled
 def attend(
     first: int, last: int, tiled: bool, configuration: NDArray[np.uint8], q_address: int, q_reach: int,
     q_at: tuple[int, ...], like: NDArray[Any], k: NDArray[np.uint32], v: NDArray[np.uint32],
-    bounds: NDArray[np.int64], each: int, fraction: np.float32, scaling: np.float32, softcap: np.float32,
+    bounds: NDArray[np.int64], each: int, fraction: tuple[np.float32, ...], scaling: np.float32, softcap: np.float32,
     sinks: NDArray[np.float32], out: NDArray[np.uint16],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attend for tasks [first, last): the last rows, which see most, come first.
 
     q is at an address, q_at: strides of batch row, head and row; numbers of heads, rows and components. k and v as laid
-    out. bounds [B, Q, 2]. each: rows of a task. fraction: share of the granules to choose; 1: all tokens are read.
-    sinks [Hkv, G], -inf without learned sinks. out [B, Q, Hq, Dv], bfloat16 by its bits.
+    out. bounds [B, Q, 2]. each: rows of a task. fraction: share of the granules to choose; empty: all tokens are read,
+    and of the rest no code is made. sinks [Hkv, G], -inf without learned sinks. out [B, Q, Hq, Dv], bfloat16 by its
+    bits.
     """
     q, k_line, v_line = numba.carray(pointer(q_address), q_reach, like.dtype), k.reshape(-1), v.reshape(-1)
     (batch, heads, blocks, key_words), value_words = k.shape, v.shape[3]
@@ -357,7 +358,7 @@ def attend(
     chosen, at = _part(at, granules, np.int32)
     queries[:], probes[:] = 0, 0
     how, lines = (tiled, group, words, wide, scaling, softcap), (queries, logits, spare, stats, sums)
-    whole, grid = np.zeros((each, 2), np.int64), CHUNK if fraction >= 1 else BLOCK
+    whole = np.zeros((each, 2), np.int64)
     if tiled:
         configure(configuration)
     for task in range(first, last):
@@ -367,24 +368,27 @@ def attend(
         _load(q, q_at, b, h, start, end, group, words, queries)
         sums[:], stats[:, 0], stats[:, 1] = 0, np.float32(-np.inf), np.float32(0)
         low, high, shown_from, shown_to = extent(own)
-        between = (shown_from + SINK + GRANULE - 1) // GRANULE * GRANULE
-        recent = max(between, (shown_to - RECENT) // GRANULE * GRANULE)
-        count = (recent - between) // GRANULE
-        wanted = max(LEAST, math.ceil(fraction * count))
-        if wanted >= count:
-            between, recent, wanted = low, low, 0
-        for span in ((low, between), (recent, high)):
-            _attend_span(how, lines, k_line, k_at, v_line, v_at, own, span[0], span[1], grid)
-        if wanted:
-            probed = _probe(queries, end - start, group, words, stats, probes, least)
-            _score(how, lines, k_line, k_at, between, recent, probes, probed, least, best, bins)
-            _choose(bins, count, wanted, histogram, chosen)
+        if len(fraction) == 0:
+            _attend_span(how, lines, k_line, k_at, v_line, v_at, own, low, high, CHUNK)
+        else:
+            between = (shown_from + SINK + GRANULE - 1) // GRANULE * GRANULE
+            recent = max(between, (shown_to - RECENT) // GRANULE * GRANULE)
+            count = (recent - between) // GRANULE
+            wanted = max(LEAST, math.ceil(fraction[0] * count))
+            if wanted >= count:
+                between, recent, wanted = low, low, 0
+            for span in ((low, between), (recent, high)):
+                _attend_span(how, lines, k_line, k_at, v_line, v_at, own, span[0], span[1], BLOCK)
+            if wanted:
+                probed = _probe(queries, end - start, group, words, stats, probes, least)
+                _score(how, lines, k_line, k_at, between, recent, probes, probed, least, best, bins)
+                _choose(bins, count, wanted, histogram, chosen)
             for i in range(0, wanted, CHUNK // GRANULE):
                 some = chosen[i : min(wanted, i + CHUNK // GRANULE)]
                 _gather(k_line, k_at, v_line, v_at, between, words, wide, some, some_keys, some_values)
                 whole[:, 1] = len(some) * GRANULE
                 seen = whole[: end - start]
-                _attend_span(how, lines, some_keys, 0, some_values, 0, seen, 0, len(some) * GRANULE, grid)
+                _attend_span(how, lines, some_keys, 0, some_values, 0, seen, 0, len(some) * GRANULE, BLOCK)
         at = ((b * rows + start) * hq + h * group) * width
         steps = hq * width, width
         _write(sums, stats, sinks[h], wide, spare.view(np.uint32), target, at, steps, end - start, group, width)

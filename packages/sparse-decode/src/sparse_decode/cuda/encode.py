@@ -174,35 +174,31 @@ def hash_tokens(
         digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
     Returns: planes of the queries, int32 of shape `planes_shape(q, how)`.
     """
-    keys = None if of_keys is None else (of_keys[0], side_of(of_keys[1], digits), *of_keys[2:])
-    queries = None if of_queries is None else (of_queries[0], side_of(of_queries[1], digits), of_queries[2])
-    return _hash(keys, queries, run)
-
-
-def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
-    k, of_keys, q, of_queries = None, None, None, None
-    if keys is not None:
-        k = _readable(keys[0])
-        of_keys = k.shape, keys[1].form, keys[2].shape, keys[2].stride()
-    if queries is not None:
-        q = _readable(queries[0])
-        of_queries = q.shape, queries[1].form, queries[2]
-    x = k if q is None else q
-    assert x is not None
-    form = of_keys, of_queries, x.dtype, x.device
+    keys = queries = form_of_keys = form_of_queries = found = None
+    if of_keys is not None:
+        k, weights, codes, at = of_keys
+        keys = _readable(k), side_of(weights, digits), codes, at
+        form_of_keys = k.shape, keys[1].form, codes.shape, codes.stride()
+    if of_queries is not None:
+        q, weights, how = of_queries
+        queries = _readable(q), side_of(weights, digits), how
+        form_of_queries = q.shape, queries[1].form, how
+    x = keys[0] if queries is None else queries[0]  # pyright: ignore[reportOptionalSubscript]
+    form = form_of_keys, form_of_queries, x.dtype, x.device
     call = _calls.found.get(form)
     call = call or _calls.keep(form, _prepare(keys, queries))
-    found = None
-    if keys is not None and k is not None:
-        to, (codes, at) = call.codes, keys[2:]
+    if keys is not None:
+        k, side, codes, at = keys
+        to = call.codes
         call.k.value, to.words, to.at = k.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
         call.key_rows.batch, call.key_rows.head, call.key_rows.token, _ = k.stride()
-        call.of_keys[:], call.digits[:] = keys[1].functions, keys[1].described
-    if queries is not None and q is not None:
+        call.of_keys[:], call.digits[:] = side.functions, side.described
+    if queries is not None:
+        q, side, _ = queries
         found, planes = torch.empty_like(call.like), call.planes
         call.q.value, planes.words = q.data_ptr(), found.data_ptr()
         call.query_rows.batch, call.query_rows.head, call.query_rows.token, _ = q.stride()
-        call.of_queries[:], call.digits[:] = queries[1].functions, queries[1].described
+        call.of_queries[:], call.digits[:] = side.functions, side.described
         if call.words:
             planes.tickets = address = zeroed(call.words, x.device).address
             planes.numbers = address + 4 * TICKETS
