@@ -13,7 +13,7 @@ from evals.results import Result, Row
 from evals.rivals import RIVALS
 from evals.tables import percent, protocol, signed_percent
 from hashtrain.run.settings import PAPER
-from sparse_decode.costs import state_bytes
+from sparse_decode.sums import state_bytes
 
 from readme_tables.stored import load, stored
 

@@ -27,7 +27,7 @@ import torch
 from hashtrain import Hasher
 from results import machine, store
 from shapes import make_hasher, make_model
-from sparse_decode import attach, prompt
+from sparse_decode import attach, dense
 from transformers import DynamicCache, PreTrainedModel
 
 LENGTHS = [4096, 8192, 16384, 32768]
@@ -81,7 +81,7 @@ def again(model: PreTrainedModel, hasher: Hasher, folder: pathlib.Path) -> Answe
         with attach(model, hasher) as attachment:
             if not path.exists():
                 cache = DynamicCache(config=model.config)
-                for chunk in given.split(prompt.CHUNK, 1):
+                for chunk in given.split(dense.CHUNK, 1):
                     model(chunk, past_key_values=cache, logits_to_keep=1)
                 attachment.save(cache, path, given)
                 del cache

@@ -22,11 +22,11 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
 from sparse_decode import HashSelector
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches.cache import CodedDynamicLayer
-from sparse_decode.caches.cache_types import carry_codes
-from sparse_decode.costs import CODE, state_bytes
+from sparse_decode.caches.cache import CodedDynamicLayer, carry_codes
 from sparse_decode.inputs import Inputs
+from sparse_decode.planning import CODE
 from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.sums import state_bytes
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 

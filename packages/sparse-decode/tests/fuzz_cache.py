@@ -20,11 +20,9 @@ from weakref import WeakSet
 import hashcore
 import numpy as np
 import torch
-from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer
+from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer, HostLayer, carry_codes
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.caches.cache_types import carry_codes
 from sparse_decode.caches.growing import grow
-from sparse_decode.caches.offload import HostLayer
 from sparse_decode.sums import Sums
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, StaticLayer

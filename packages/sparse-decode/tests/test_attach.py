@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers
 from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
-from sparse_decode.attach import attach_rows
-from sparse_decode.removed import OF_ATTACH
+from sparse_decode.attach import OF_ATTACH, attach_rows
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer

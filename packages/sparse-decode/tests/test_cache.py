@@ -7,13 +7,11 @@ import torch
 from fuzz_cache import ALL_KINDS, KINDS, ROOM, encode, run_round
 from sparse_decode import attach, interface
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches import huge_pages
-from sparse_decode.caches.buffer import GrowingBuffer
+from sparse_decode.caches import buffer as buffers
+from sparse_decode.caches.buffer import GrowingBuffer, in_huge_pages
+from sparse_decode.caches.cache import HostLayer, carry_codes, coded_type
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.caches.cache_types import carry_codes, coded_type
 from sparse_decode.caches.growing import GrowingLayer, revert
-from sparse_decode.caches.huge_pages import in_huge_pages
-from sparse_decode.caches.offload import HostLayer
 from sparse_decode_doubles import RoundedLayer, SignHasher, prompts, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
@@ -201,7 +199,7 @@ def test_rows_are_on_their_device_or_the_host_and_pinned_only_there(host, device
 
 def test_only_whole_huge_pages_of_long_rows_are_asked_for(monkeypatch):
     asked = []
-    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *given: asked.append(given))
+    monkeypatch.setattr(buffers, "_advise", lambda: lambda *given: asked.append(given))
     x = torch.empty(9 * MIB + 123, dtype=torch.uint8)
     assert in_huge_pages(x) is x
     start, length, _ = asked.pop()

@@ -195,7 +195,7 @@ def test_a_fork_counts_while_another_thread_does():
 
     def count():
         while not stop.is_set():
-            tally.totals()
+            tally.add(1, 2)
 
     thread = threading.Thread(target=count)
     thread.start()

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from sparse_decode import Budget, attach, interface
 from sparse_decode import dense as dense_step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.cpu import bfloat_lanes, dense, prompt, tiles
-from sparse_decode.cpu.dense import attend_all
-from sparse_decode.cpu.prompt import attend_rows
+from sparse_decode.cpu import bfloat_lanes, dense
+from sparse_decode.cpu.dense import attend_all, attend_rows
 from sparse_decode.intervals import visible
 from sparse_decode_doubles import QUICK, UNUSUAL, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
@@ -73,16 +72,14 @@ def _our_kernel_at_any_length(monkeypatch):
 def kernel(name):
     """Give a kernel's function and the type that it multiplies; skip where the processor lacks it."""
     with pytest.MonkeyPatch.context() as patch:
-        if name == "widened":
+        if name in ("widened", "rows: blocks"):
             patch.setattr(dense, "supported", lambda: False)
-        if name == "rows: tiles" and not tiles.granted():
+        if name == "rows: tiles" and not bfloat_lanes.granted():
             pytest.skip("needs a processor with AMX for bfloat16")
         if name == "rows: pairs":
-            patch.setattr(tiles, "granted", lambda: False)
+            patch.setattr(dense, "granted", lambda: False)
         if name in ("rows: tiles", "rows: pairs") and not bfloat_lanes.supported():
             pytest.skip("needs a processor with AVX512_BF16")
-        if name == "rows: blocks":
-            patch.setattr(prompt, "supported", lambda: False)
         yield attend_all if name in STEPS else attend_rows, KERNELS[name]
 
 
@@ -125,7 +122,7 @@ def test_equals_the_reference(name, shape):
 )
 def test_equals_the_reference_whatever_the_shape_and_the_rows_see(sizes, name, window, softcap, sunk, seed):
     batch, group, hkv, rows, n, dim, dim_v = sizes
-    name = "rows: tiles" if name == "rows: pairs" and tiles.granted() and seed % 2 else name
+    name = "rows: tiles" if name == "rows: pairs" and bfloat_lanes.granted() and seed % 2 else name
     rows = min(rows, n, 6 if name in STEPS else n)
     options = {"softcap": softcap, "sinks": torch.linspace(-4, 4, group * hkv) if sunk else None}
     interval = drawn_intervals(batch, rows, n, window, seed)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sparse_decode.cpu.encode import MAX_TOKENS, CpuEncoder
 from sparse_decode.cuda import encode as encode_cuda
 from sparse_decode.cuda import encode_weights
-from sparse_decode.hashers import PerHead, QueryHeadHasher
+from sparse_decode.select import PerHead, QueryHeadHasher
 from sparse_decode_simulated import device, inside
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -90,14 +90,14 @@ def on_cuda(hasher, k, q, per_query_head, order=0, narrow=False):
     of_keys, of_queries = ([inside(x) for x in weights] for weights in sides)
     digits, k, q = [inside(x) for x in known.digits], inside(k), inside(q)
     codes = inside(torch.full((len(k), heads, k.shape[2], words), -2, dtype=torch.int32))
-    planes = encode_cuda.hash_step(k, of_keys, q, of_queries, digits, codes, how, run=device(order))
+    planes = encode_cuda.hash_tokens((k, of_keys, codes, None), (q, of_queries, how), digits, device(order))
     for x in (codes, k, q, *of_keys, *of_queries, *digits):
         check_slack((x.view(torch.int16) if x.element_size() == 2 else x).numpy())
-    assert torch.equal(encode_cuda.hash_queries(q, of_queries, digits, how, run=device(7)), planes)
+    assert torch.equal(encode_cuda.hash_tokens(None, (q, of_queries, how), digits, device(7)), planes)
     for at in (None, torch.tensor(2)):
         room = torch.zeros(len(k), heads, k.shape[2] + 5, words, dtype=torch.int32)
         to = room[:, :, 2 : 2 + k.shape[2]]
-        encode_cuda.hash_keys(k, of_keys, digits, to if at is None else room, at, run=device(7))
+        encode_cuda.hash_tokens((k, of_keys, to if at is None else room, at), None, digits, device(7))
         assert torch.equal(to, codes)
         assert not torch.cat([room[:, :, :2], room[:, :, 2 + k.shape[2] :]], 2).any()
     tickets = encode_cuda.zeroed(1, torch.device("cpu")).tensor[: encode_cuda.TICKETS]

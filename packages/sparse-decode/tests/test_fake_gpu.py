@@ -21,8 +21,7 @@ from fake_gpu import (
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach, budget, step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.hashers import QueryHeadHasher
-from sparse_decode.select import HashSelector
+from sparse_decode.select import HashSelector, QueryHeadHasher
 from sparse_decode_doubles import slow_but
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 

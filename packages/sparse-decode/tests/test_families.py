@@ -218,7 +218,8 @@ def test_what_the_config_does_not_say_is_refused_at_prefill(family, changes, bel
 def test_what_no_kernel_takes_on_cuda_is_refused_when_attaching(monkeypatch, kind, changes, sentence):
     config = transformers.LlamaConfig(**{**SIZES, "head_dim": 16, **changes})
     model = transformers.LlamaForCausalLM(config).to(kind)
-    monkeypatch.setattr(model_module, "_device", lambda *arguments: torch.device("cuda"))  # a GPU that is not there
+    require = model_module.require
+    monkeypatch.setattr(model_module, "require", lambda _, *how: require(torch.device("cuda"), *how))  # it is not there
     if sentence is None:
         return attach(model, LshSelector(config)).detach()
     with pytest.raises(ValueError, match=sentence):

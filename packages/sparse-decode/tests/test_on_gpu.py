@@ -14,7 +14,7 @@ from hashtrain.hasher import make_layer
 from paged_cases import BUDGETS, LENGTHS, SIZES, Batch, layer_of
 from sparse_decode import HashSelector, attend
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.caches.cache import carry_codes
 from sparse_decode.cuda import encode, encode_weights
 from sparse_decode.cuda import pages as cuda_pages
 from sparse_decode.inputs import Inputs

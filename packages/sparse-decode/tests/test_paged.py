@@ -16,11 +16,10 @@ from sparse_decode.caches.cache import Uncached
 from sparse_decode.cuda import gather
 from sparse_decode.cuda import pages as cuda_pages
 from sparse_decode.cuda.pages import DeviceStep
-from sparse_decode.hashers import QueryHeadHasher
 from sparse_decode.intervals import causal
 from sparse_decode.pages import PagedLayer, Step
 from sparse_decode.reference import step_reference, tokens_read
-from sparse_decode.select import HashSelector
+from sparse_decode.select import HashSelector, QueryHeadHasher
 from sparse_decode.step import RowRule, SparseLayer
 from sparse_decode_simulated import inside, steps
 
@@ -89,7 +88,7 @@ def test_a_row_in_pages_is_the_row_alone(backend, name, size):
             x = batch.alone(row, layer)
             expected = step_reference(own, x, causal(1, 1, n, x.q.device))[0, 0]
             torch.testing.assert_close(out[row], expected, rtol=1e-2, atol=CLOSE[dtype])
-            alone = own.step(x, None, Uncached(x.k, own.encoder))[0, 0]
+            alone = own.step(x, None, Uncached(own.encoder(x.k)))[0, 0]
             assert not cpu or torch.equal(out[row], alone)
         assert (layer.selected, layer.visible) == own.counts()
 

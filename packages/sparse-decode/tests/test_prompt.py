@@ -8,12 +8,11 @@ import torch
 from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, attach, dense, sums
-from sparse_decode import prompt as prompts_of_models
 from sparse_decode.caches import cache_encoder, growing
+from sparse_decode.caches.cache import carry_codes
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.caches.cache_types import carry_codes
-from sparse_decode.cpu import bfloat_lanes, granule_kernels
-from sparse_decode.cpu.prompt import attend_rows
+from sparse_decode.cpu import bfloat_lanes, prompt_kernels
+from sparse_decode.cpu.dense import attend_rows
 from sparse_decode.intervals import visible
 from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, generate, prompts, slow_but, tiny_model
 from test_dense import attend_reference, case, close, drawn_intervals, kernel
@@ -125,7 +124,7 @@ def test_no_tensor_has_a_number_for_each_row_and_token(family, hasher, implement
 
 def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
     model, (ids, mask) = tiny_model(), prompts()
-    monkeypatch.setattr(prompts_of_models, "CHUNK", 16)
+    monkeypatch.setattr(dense, "CHUNK", 16)
     expected, rows = generate(model, ids, mask), []
     model.register_forward_pre_hook(lambda _, args, given: rows.append(given["input_ids"].shape[1]), with_kwargs=True)
     with attach(model):
@@ -146,7 +145,7 @@ def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
 def test_a_prompt_in_chunks_leaves_no_more_room_than_one_at_once(monkeypatch):
     """Growing by an eighth, a cache of 32,768 tokens would take up to an eighth more memory, and copies of itself."""
     model, rooms = tiny_model(max_position_embeddings=4096), []
-    monkeypatch.setattr(prompts_of_models, "CHUNK", 700)
+    monkeypatch.setattr(dense, "CHUNK", 700)
     buffer = growing.GrowingBuffer
     made = buffer._room
     monkeypatch.setattr(buffer, "_room", lambda self, like, n, kind: (rooms.append(n), made(self, like, n, kind))[1])
@@ -158,9 +157,9 @@ def test_a_prompt_in_chunks_leaves_no_more_room_than_one_at_once(monkeypatch):
 def planted(n, rows, starts, fraction, seed):
     """Draw a batch with heavy granules, as many as a block of rows chooses.
 
-    Returns: q, k, v, intervals, and read [B, Q, N]: the tokens that a row reads by the rules of granule_kernels.py.
+    Returns: q, k, v, intervals, and read [B, Q, N]: the tokens that a row reads by the rules of prompt_kernels.py.
     """
-    batch, block, grain = len(starts), granule_kernels.ROWS, granule_kernels.GRANULE
+    batch, block, grain = len(starts), prompt_kernels.ROWS, prompt_kernels.GRANULE
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
     q, k, v = draw(batch, 6, rows, 64), 0.3 * draw(batch, 2, n, 64), draw(batch, 2, n, 64)
@@ -171,11 +170,11 @@ def planted(n, rows, starts, fraction, seed):
     order = torch.randperm(n // grain, generator=generator)
     for b, start in enumerate(starts):
         heavy = [g for g in order.tolist() if start + 64 <= g * grain < n - rows - 400]
-        first = -(-(start + granule_kernels.SINK) // grain) * grain
+        first = -(-(start + prompt_kernels.SINK) // grain) * grain
         for r in range(0, rows, block):
-            last = max(first, (n - rows + r + 1 - granule_kernels.RECENT) // grain * grain)
+            last = max(first, (n - rows + r + 1 - prompt_kernels.RECENT) // grain * grain)
             count = (last - first) // grain
-            wanted = max(granule_kernels.LEAST, -(-int(fraction * count * 1000) // 1000))
+            wanted = max(prompt_kernels.LEAST, -(-int(fraction * count * 1000) // 1000))
             if r == 0:
                 chosen = heavy[:wanted]
                 for g in chosen:  # in one KV head's keys the granules of the other hide
@@ -240,6 +239,6 @@ def test_sparse_prompts_are_refused_where_there_is_no_kernel(monkeypatch):
         attach(tiny_model(), prompt="sparse")
     with pytest.raises(ValueError, match=r"prompt must be .* got 'dense'"):
         attach(tiny_model(), prompt="dense")
-    monkeypatch.setattr(prompts_of_models, "supported", lambda: False)
+    monkeypatch.setattr(dense, "supported", lambda: False)
     with pytest.raises(ValueError, match="bfloat16 on a CPU without it"):
         attach(tiny_model().bfloat16(), prompt="sparse")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sparse_decode import OracleSelector, RecentSelector, Rows
-from sparse_decode.oracle import best_floats
+from sparse_decode.select import best_floats
 from sparse_decode_doubles import as_sets
 
 N, ROWS = 50, 6

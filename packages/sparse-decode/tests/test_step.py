@@ -12,8 +12,7 @@ from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import HashSelector, QueryHeadHasher, step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches.cache import Uncached
-from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.caches.cache import Uncached, carry_codes
 from sparse_decode.cuda import gather as cuda_gather
 from sparse_decode.cuda import sums as cuda_sums
 from sparse_decode.inputs import Inputs
@@ -134,7 +133,7 @@ def test_every_budget(backend, budget, padded, options):
         q, k, v = drawn(3, 1, 110, dtype)
         interval = padding(3, 1, 110) if padded else None
         x = Inputs(q, k, v, 0.25, **options)
-        check(layer, x, interval, layer.step(x, interval, Uncached(k, layer.encoder)))
+        check(layer, x, interval, layer.step(x, interval, Uncached(layer.encoder(k))))
 
 
 @pytest.mark.parametrize("remainder", [False, True])
@@ -148,16 +147,16 @@ def test_rows_of_a_chunk(backend, remainder, start, hasher, monkeypatch):
             layer = layer_of(HASHERS[hasher](), BUDGETS["tenth"], remainder, start)
             q, k, v = drawn(2, 20, 70, dtype)
             interval, x = padding(2, 20, 70) if padded else None, Inputs(q, k, v, 0.25)
-            check(layer, x, interval, layer.step(x, interval, Uncached(k, layer.encoder)))
+            check(layer, x, interval, layer.step(x, interval, Uncached(layer.encoder(k))))
 
 
 def test_other_rows_of_a_batch_do_not_matter(backend):
     """A sequence with NaN everywhere leaves the others as they are, to the bit."""
     layer = layer_of(HASHERS["planes"](), BUDGETS["tenth"])
     q, k, v = drawn(3, 1, 90, torch.bfloat16)
-    expected = layer.step(Inputs(q, k, v, 0.25), None, Uncached(k, layer.encoder))
+    expected = layer.step(Inputs(q, k, v, 0.25), None, Uncached(layer.encoder(k)))
     k[1], v[1] = torch.nan, torch.inf
-    out = layer.step(Inputs(q, k, v, 0.25), None, Uncached(k, layer.encoder))
+    out = layer.step(Inputs(q, k, v, 0.25), None, Uncached(layer.encoder(k)))
     assert torch.equal(out[::2], expected[::2])
 
 
@@ -184,14 +183,14 @@ def test_a_wide_search_is_divided_among_threads(monkeypatch):
     """With fewer sequences and heads than threads, the search runs by itself; the result is the same to the bit."""
     layer = layer_of(HASHERS["planes"](), BUDGETS["tenth"], remainder=True)
     q, k, v = drawn(1, 1, 3000, torch.float32)
-    expected = layer.step(Inputs(q, k, v, 0.25), None, Uncached(k, layer.encoder))
+    expected = layer.step(Inputs(q, k, v, 0.25), None, Uncached(layer.encoder(k)))
     few = SimpleNamespace(GRAIN=1 << 10, TEAM_GRAIN=1 << 10, most=lambda: 4, count=lambda *_: 1, run=threads.run)
     monkeypatch.setattr("sparse_decode.cpu.step.threads", few)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     selected = []
     select = HashSelector.select
     monkeypatch.setattr(HashSelector, "select", lambda own, rows: (selected.append(rows), select(own, rows))[1])
-    assert torch.equal(layer.step(Inputs(q, k, v, 0.25), None, Uncached(k, layer.encoder)), expected)
+    assert torch.equal(layer.step(Inputs(q, k, v, 0.25), None, Uncached(layer.encoder(k))), expected)
     assert selected
 
 
@@ -206,4 +205,4 @@ def test_new_weights_are_used_at_once():
             hasher.layer(0).query.r.data.neg_()
         if change == "replaced":
             hasher.layer(0).query.r = torch.nn.Parameter(-hasher.layer(0).query.r.detach(), requires_grad=False)
-        check(layer, x, None, layer.step(x, None, Uncached(k, layer.encoder)))
+        check(layer, x, None, layer.step(x, None, Uncached(layer.encoder(k))))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from serve_doubles import DIM, HEADS, QUERIES, SIZE, FullAttentionSpec, Requests, built, engine, impls
-from sparse_decode.caches import huge_pages
+from sparse_decode.caches import buffer
 
 PAGES = 24
 
@@ -109,8 +109,8 @@ def test_codes_are_those_of_the_keys_whenever_they_are_hashed(backend, asked):
 
 def test_a_cache_is_put_in_huge_pages_before_its_first_step_and_not_again(backend, asked, monkeypatch):
     advised = []
-    monkeypatch.setattr(huge_pages, "_SIZE", 4096)
-    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *given: advised.append(given))
+    monkeypatch.setattr(buffer, "_SIZE", 4096)
+    monkeypatch.setattr(buffer, "_advise", lambda: lambda *given: advised.append(given))
     layer = Layer(backend, asking(asked, dense_below=1), 0)
     layer.requests.begin("a", 3)
     for counts in (3, 1, 1):

@@ -8,10 +8,18 @@ if TYPE_CHECKING:
     from sparse_decode.attach import Attachment, attach
     from sparse_decode.attend import attend
     from sparse_decode.budget import Budget
-    from sparse_decode.hashers import KeyQueryHasher, QueryHeadHasher
-    from sparse_decode.oracle import OracleSelector
     from sparse_decode.reference import attend_reference
-    from sparse_decode.select import AttendingSelector, HashSelector, LshSelector, RecentSelector, Rows, Selector
+    from sparse_decode.select import (
+        AttendingSelector,
+        HashSelector,
+        KeyQueryHasher,
+        LshSelector,
+        OracleSelector,
+        QueryHeadHasher,
+        RecentSelector,
+        Rows,
+        Selector,
+    )
 
 export(
     __name__,
@@ -19,10 +27,11 @@ export(
         "attach": ("Attachment", "attach"),
         "attend": ("attend",),
         "budget": ("Budget",),
-        "hashers": ("KeyQueryHasher", "QueryHeadHasher"),
-        "oracle": ("OracleSelector",),
         "reference": ("attend_reference",),
-        "select": ("AttendingSelector", "HashSelector", "LshSelector", "RecentSelector", "Rows", "Selector"),
+        "select": (
+            *("AttendingSelector", "HashSelector", "KeyQueryHasher", "LshSelector", "OracleSelector"),
+            *("QueryHeadHasher", "RecentSelector", "Rows", "Selector"),
+        ),
     },
 )
 __all__ = [

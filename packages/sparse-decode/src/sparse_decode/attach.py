@@ -6,11 +6,13 @@
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
 from hashtrain.adapters import other_adapter
+from hashtrain.data.offsets import beyond
 from hashtrain.models import text_decoder
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -18,12 +20,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sparse_decode import session
-from sparse_decode.budget import Budget
-from sparse_decode.caches.cache import CodedDynamicLayer
-from sparse_decode.caches.cache_types import CODED, cache_layer, carry_codes
-from sparse_decode.caches.growing import GrowHook, GrowingLayer, grow, revert
-from sparse_decode.caches.offload import HostLayer
-from sparse_decode.hashers import KeyQueryHasher
+from sparse_decode.budget import ADVANCED, Budget, refuse
+from sparse_decode.caches.cache import Coded, CodedDynamicLayer, HostLayer, cache_layer, carry_codes
+from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow, revert
+from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
     NAMES,
@@ -37,11 +37,18 @@ from sparse_decode.model import (
     sparse_modules,
 )
 from sparse_decode.planning import Options, plan_layers, require_rows
-from sparse_decode.prompt import feed_in_chunks, mark_sparse, require_sparse_prompts
-from sparse_decode.reach import ReachHook
-from sparse_decode.removed import OF_ATTACH, refuse
-from sparse_decode.select import Selector
+from sparse_decode.select import KeyQueryHasher, Selector
 from sparse_decode.step import RowRule, SparseLayer
+
+_ROWS = "evaluations call sparse_decode.attach.attach_rows"
+OF_ATTACH = {
+    "backend": 'load the model with attn_implementation="flash_attention_2" for dense calls by flash-attn, and omit it',
+    "exact": "exact mode was at most 1.23 times as fast as dense steps; omit it, or leave the model dense",
+    "layer_budgets": f"a hasher's shares divide a budget among layers; omit it, or list dense_layers ({ADVANCED})",
+    "max_decode_rows": f"calls of several tokens are dense; omit it ({_ROWS})",
+    "sparse_rows": f"prompts are dense and steps are sparse; omit it ({_ROWS})",
+}
+"""What to do instead of each argument that left `attach`."""
 
 
 def attach(
@@ -78,7 +85,7 @@ def attach(
             a GPU; codes stay on the device, and a sparse step copies only the selected rows to it.
         prompt: "sparse": in the full-attention layers that `dense_layers` does not name, blocks of 32 rows of a prompt
             read the first 16 and last 256 tokens that they see, and a tenth of the others, found by exact products of
-            every second row (kernels in cpu/granule_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
+            every second row (cpu/prompt_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
         removed: arguments of earlier versions; each is refused with what to do instead.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
@@ -149,7 +156,7 @@ class Attachment:
         if modules or selector is None:
             self._switch_on(modules, how)
             if modules and (reach := getattr(selector, "reach", None)) is not None:
-                self._handles.append(ReachHook(modules[min(modules)], reach).handle)
+                self._handles.append(_warn_beyond(modules[min(modules)], reach))
             if (words := other_adapter(selector, model)) is not None:
                 warnings.warn(words, stacklevel=4)  # where `attach` is called
 
@@ -167,7 +174,7 @@ class Attachment:
         dense_ones = dense_modules(model, modules)
         self._dense = tuple(found.layer for found in dense_ones)
         if not modules and dense_ones:
-            self._handles.append(GrowHook(dense_ones[0], self._grow).handle)
+            self._handles.append(dense_ones[0].watch(partial(self._grow_long, dense_ones[0].layer)))
         ways = (self._config, name), self._held, self._growing, not self._on_host
         for layer, found in modules.items():
             hook = Hook(self._plans[layer], found.arguments, *ways)
@@ -218,6 +225,12 @@ class Attachment:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
+    def _grow_long(self, layer: int, cache: Any, hidden: Tensor) -> None:
+        """Make the layers of a cache grow in place once this one is long."""
+        held: Any = cache.layers[layer] if type(cache) is DynamicCache and layer < len(cache.layers) else None
+        if type(held) is DynamicLayer and held.get_seq_length() >= FROM and may_grow(hidden):
+            self._grow(cache)
+
     def _grow(self, cache: Any) -> None:
         """Make the filled cache layers of dense layers grow in place, on the CPU."""
         if type(cache) is not DynamicCache:
@@ -231,7 +244,7 @@ class Attachment:
         """Return the bytes of a cache: keys and values of all layers; codes and sums of the remainder."""
         kv = codes = 0
         for layer in cache.layers:
-            held = layer.memory() if isinstance(layer, CODED) else (_kv_bytes(layer), 0)
+            held = cast(Any, layer).memory() if isinstance(layer, Coded) else (_kv_bytes(layer), 0)
             kv, codes = kv + held[0], codes + held[1]
         return kv, codes
 
@@ -289,3 +302,21 @@ class Attachment:
 
 def _kv_bytes(layer: Any) -> int:
     return sum(x.nbytes for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None)
+
+
+def _warn_beyond(found: Attention, reach: int) -> RemovableHandle:
+    """Warn once when the context of a call is longer than a hasher was made for, in tokens, of which only sizes tell.
+
+    A static cache counts as long as it has room, because the number of its tokens is on the device.
+    """
+
+    def see(cache: Any, hidden: Tensor) -> None:
+        held: Any = cache.layers[found.layer] if isinstance(cache, Cache) and found.layer < len(cache.layers) else None
+        known = 0 if held is None else held.get_seq_length()
+        tokens = known + hidden.shape[1] if isinstance(known, int) else int(cast(Any, held).max_cache_len)
+        if tokens > reach:
+            handle.remove()
+            warnings.warn(beyond(tokens, reach), stacklevel=3)
+
+    handle = found.watch(see)
+    return handle

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from threading import Lock
 from typing import Any, Literal, Self, cast
@@ -12,11 +13,27 @@ from hashtrain.config import RECENT, SINK, are_shares
 from torch import Tensor
 
 from sparse_decode.modes import in_graph, ordinary_tensors
-from sparse_decode.removed import OF_BUDGET, refuse
 
-_STEPS = 256  # a tally adds up the counts of so many steps at once
 _LOCK = Lock()  # of all tallies; held for microseconds
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+ADVANCED = "evaluations pass a sparse_decode.budget.LayerBudget as the budget"
+OF_BUDGET = {
+    "shortlist": "no decode step was faster with it; omit it",
+    "values": "no decode step was faster with it; omit it, or lower fraction",
+    "by_layer": f"budgets are divided among layers if the hasher has shares; omit it ({ADVANCED})",
+    "by_head": f"budgets are divided among heads if the hasher has shares; omit it ({ADVANCED})",
+    "dense_below": f"attach without a budget keeps short contexts dense; omit one of both ({ADVANCED})",
+    "of": f"a fraction is of the visible tokens; omit it ({ADVANCED})",
+}
+"""What to do instead of each field that left `Budget`."""
+
+
+def refuse(name: str, left: Mapping[str, str], given: Mapping[str, object]) -> None:
+    """Raise ValueError for an argument that has left a function, and TypeError for one that it never had."""
+    for argument in given:
+        if argument not in left:
+            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
+        raise ValueError(f"{name} no longer takes {argument}: {left[argument]}")
 
 
 @dataclass(frozen=True)
@@ -146,20 +163,16 @@ class Tally:
 
     def __init__(self, device: torch.device | None = None):
         self.tensor: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        self._later: list[tuple[Tensor, int]] = []  # counts of steps for each query head, not yet in `tensor`
         self._selected = self._visible = 0
 
     def totals(self) -> tuple[int, int]:
         """Return tokens selected and visible so far."""
-        with _LOCK:
-            self._add_up()
         selected, visible = cast(list[int], self.tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
         return selected + self._selected, visible + self._visible
 
     def reset(self) -> None:
         """Reset the counts to zero."""
         with _LOCK:
-            self._later.clear()
             self.tensor.zero_()
             self._selected = self._visible = 0
 
@@ -170,7 +183,7 @@ class Tally:
             self._visible += visible
 
     def add_step(self, counts: Tensor, heads: int) -> None:
-        """Add what a step selected and saw for each query head, int64 [2]; a launch adds up many steps at once."""
+        """Add what a step selected and saw for each query head, int64 [2], on a device."""
         if in_graph(counts.device):
             self.tensor.add_(counts, alpha=heads)
             return
@@ -178,15 +191,7 @@ class Tally:
             if self.tensor.device != counts.device:
                 with ordinary_tensors():
                     self.tensor = self.tensor.to(counts.device)
-            self._later.append((counts, heads))
-            if len(self._later) == _STEPS:
-                self._add_up()
-
-    def _add_up(self) -> None:
-        for heads in {heads for _, heads in self._later}:
-            counts = [x.to(self.tensor.device) for x, own in self._later if own == heads]
-            self.tensor.add_(torch.stack(counts).sum(0), alpha=heads)
-        self._later.clear()
+            self.tensor.add_(counts, alpha=heads)
 
 
 def _is_int(value: object) -> bool:

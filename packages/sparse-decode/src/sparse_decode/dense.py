@@ -1,25 +1,31 @@
 """Dense calls of an attached model: on the CPU with our own kernels where they are faster, else as the model does them.
 
 The model's own attention is for other devices, training, dropout, returned weights, biases and masks with holes.
+
+`generate` feeds long prompts in chunks, and on a CPU they may be sparse. All layers run on one chunk before the next,
+so that memory does not grow with a prompt's length: what a chunk needs beside its keys and values is CHUNK rows of
+activations. Matrix products of CHUNK rows are also faster than those of all rows, which do not fit the CPU's caches.
 """
 
 import copy
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
+from sparse_decode.caches.buffer import coming
 from sparse_decode.cpu.bfloat_lanes import supported
-from sparse_decode.cpu.dense import attend_all
-from sparse_decode.cpu.prompt import attend_rows
+from sparse_decode.cpu.dense import attend_all, attend_rows
 from sparse_decode.inputs import KINDS
 from sparse_decode.intervals import causal, is_interval, visible
-from sparse_decode.model import FLASH, NAMES
+from sparse_decode.model import FLASH, NAMES, Attention
 
 Output = tuple[Tensor, Tensor | None]
 """Of an attention function: [B, Q, Hq, D], and the attention weights [B, Hq, Q, N] or None."""
@@ -41,6 +47,12 @@ PROMPT_FROM = 512
 """Tokens from which our kernel attends for rows of prompts that torch could attend for without a mask."""
 MASKED_FROM = 256
 """The same for rows that torch needs a mask for, and computes all of, visible or not."""
+CHUNK = 2048
+"""Rows of a prompt at a time."""
+FRACTION = 0.1
+"""Share of the tokens that a sparse prompt reads, of those that it does not always read."""
+_PREFILL = "_prefill"
+"""The method of `generate` that runs the prompt. It can split it, but has to be told."""
 
 
 def own_from() -> dict[torch.dtype, int]:
@@ -166,3 +178,59 @@ def _by_flash(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     own, own_config = copy.copy(module), copy.copy(module.config)
     own.config, own_config._attn_implementation_internal = own_config, FLASH  # by this name it finds the library
     return ALL_ATTENTION_FUNCTIONS[FLASH](own, q, k, v, mask, **options)
+
+
+# ---- Prompts ---------------------------------------------------------------------------------------------------------
+
+
+def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
+    """Make `generate` split prompts of more than CHUNK tokens on the CPU, unless the caller gives a chunk size.
+
+    Prompts with images or embeddings, and other caches than a DynamicCache, stay whole.
+
+    Returns: a function that undoes it.
+    """
+    own, kind = weakref.ref(model), type(model)
+
+    def prefill(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **how: Any) -> Any:
+        cache = model_kwargs.get("past_key_values")
+        text = type(cache) is DynamicCache and model_kwargs.get("inputs_embeds") is None
+        if text and input_ids.is_cpu and input_ids.shape[1] > CHUNK and generation_config.prefill_chunk_size is None:
+            generation_config = copy.copy(generation_config)
+            generation_config.prefill_chunk_size = CHUNK
+        tokens = input_ids.shape[1]  # and those of the answer, unless they may be very many
+        before = coming.set(min(generation_config.max_length or tokens, tokens + tokens // 8) if text else 0)
+        try:
+            return getattr(kind, _PREFILL)(own(), input_ids, generation_config, model_kwargs, *args, **how)
+        finally:
+            coming.reset(before)
+
+    def undo() -> None:
+        if vars(model).get(_PREFILL) is prefill:
+            delattr(model, _PREFILL)
+
+    if hasattr(kind, _PREFILL) and not getattr(model.config, "is_encoder_decoder", False):
+        setattr(model, _PREFILL, prefill)
+    return undo
+
+
+def require_sparse_prompts(model: PreTrainedModel) -> None:
+    """Raise ValueError if the kernel of sparse prompts does not support the model's device, dtype or processor."""
+    place = "a CPU without it" if model.device.type == "cpu" and not supported() else f"device {model.device}"
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not supported():
+        raise ValueError(
+            f"sparse prompts need a model in bfloat16 on a CPU with AVX512_BF16, got {model.dtype} on {place}; leave "
+            "`prompt` out"
+        )
+
+
+def mark_sparse(modules: Mapping[int, Attention]) -> Callable[[], None]:
+    """Make the prompts of these attention modules sparse. Returns: a function that undoes it."""
+    for found in modules.values():
+        vars(found.module)[PROMPT_FRACTION] = FRACTION
+
+    def undo() -> None:
+        for found in modules.values():
+            vars(found.module).pop(PROMPT_FRACTION, None)
+
+    return undo

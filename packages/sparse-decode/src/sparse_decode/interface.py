@@ -20,9 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode.attend import without_backward
-from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer, Uncached
+from sparse_decode.caches.cache import Coded, CodedDynamicLayer, CodedStaticLayer, HostLayer, Uncached
 from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow
-from sparse_decode.caches.offload import HostLayer
 from sparse_decode.compiled import attend_step
 from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely, wants_weights
 from sparse_decode.inputs import Inputs, require
@@ -32,12 +31,13 @@ from sparse_decode.modes import autocasts, no_autocast, readable
 from sparse_decode.step import SparseLayer
 
 KEYWORD = "sparse_decode"
-Coded = Callable[[SparseLayer, Any], CacheLayerMixin]
+Carry = Callable[[SparseLayer, Any], CacheLayerMixin]
 Growing = WeakSet[CacheLayerMixin]
 _OTHERS = frozenset(OTHER_STATES)
 _SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
 
+@dataclass(slots=True)
 class Call:
     """What the attention function needs for one call: the sparse layer and its cache layer.
 
@@ -47,13 +47,10 @@ class Call:
         model's own attention is torch's.
     """
 
-    __slots__ = ("by_torch", "held", "layer", "short")
-
-    def __init__(self, layer: SparseLayer, held: Any, short: bool = False, by_torch: bool = False):
-        self.layer: SparseLayer = layer
-        self.held: Any = held
-        self.short: bool = short
-        self.by_torch: bool = by_torch
+    layer: SparseLayer
+    held: Any
+    short: bool = False
+    by_torch: bool = False
 
 
 class Hook:
@@ -67,21 +64,8 @@ class Hook:
         may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
-    __slots__ = (
-        "_arguments",
-        "_below",
-        "_coded",
-        "_config",
-        "_growing",
-        "_layer",
-        "_name",
-        "_settings",
-        "_short",
-        "plan",
-    )
-
     def __init__(
-        self, plan: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Coded, growing: Growing,
+        self, plan: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, growing: Growing,
         may_be_short: bool,
     ):  # fmt: skip
         self.plan: SparseLayer = plan
@@ -250,14 +234,15 @@ class _Given:
 
     def _view(self) -> Any:
         """Return the cache layer, or what stands in for one that carries no codes."""
-        if isinstance(self.held, CodedDynamicLayer | CodedStaticLayer):
+        if isinstance(self.held, Coded):
             return self.held
-        return Uncached(self.key, self.layer.encoder if self.layer.selector.needs_codes else None)
+        return Uncached(self.layer.encoder(self.key) if self.layer.selector.needs_codes else None)
 
     def _densely(self, rows: int | None = None) -> Output:
         """Attend as the model alone would, in the first `rows` rows; None: in all."""
-        host = isinstance(self.held, HostLayer)
-        q, (k, v), mask = self.query, self.held.all_on(self.query.device) if host else (self.key, self.value), self.mask
+        q, k, v, mask = self.query, self.key, self.value, self.mask
+        if isinstance(self.held, HostLayer):
+            k, v = k.to(q.device, non_blocking=True), v.to(q.device, non_blocking=True)
         if rows is not None:
             end = self._end() - q.shape[2] + rows
             q, k, v = q[:, :, :rows], k[:, :, :end], v[:, :, :end]
@@ -273,7 +258,8 @@ class _Given:
             layer.count_dense_rows(q, intervals_of(self.mask, q.shape[2], end), end)
             self._learn()
             return self._densely()
-        self._refuse_weights()
+        if wants_weights(self.kwargs) and self.module.config._attn_implementation == NAMES["eager"]:
+            raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
         interval = intervals_of(self.mask, q.shape[2], end)
         view = self._view()
         if isinstance(view, CodedStaticLayer) and not readable(q) and not view.sums.ready and layer.remainder:  # pyright: ignore[reportOptionalMemberAccess]
@@ -334,11 +320,6 @@ class _Given:
             raise ValueError("sparse attention is causal, got is_causal=False; leave this model dense")
         if self.dropout and (sparse or not torch.is_grad_enabled()):  # dropout is fine in dense calls of training
             raise ValueError(f"sparse attention has no dropout, got {self.dropout}; call model.eval() first")
-
-    def _refuse_weights(self) -> None:
-        """Raise ValueError if the caller of the model wants attention weights, which eager attention returns."""
-        if wants_weights(self.kwargs) and self.module.config._attn_implementation == NAMES["eager"]:
-            raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
 
     def _require_serves(self) -> None:
         """Raise ValueError if a call of this form cannot be sparse, now or in a later step."""

@@ -7,6 +7,7 @@ keyword arguments that it was given.
 
 import gc
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from hashcore.cuda.program import require_compiler
 from hashtrain import ModelShape
 from hashtrain.config import compresses_keys
 from hashtrain.models import text_decoder
-from torch import nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from sparse_decode.inputs import require
@@ -118,6 +120,12 @@ class Attention:
         return self.module.layer_idx
 
     @property
+    def device(self) -> torch.device | None:
+        """Device of its weights; None if there are none."""
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())  # quantised weights are buffers
+        return next((x.device for x in tensors), None)
+
+    @property
     def crosses(self) -> bool:
         """Whether it is cross attention. Classes that can be both are told apart by the module's name."""
         if (said := getattr(self.module, "is_cross_attention", None)) is not None:
@@ -130,6 +138,25 @@ class Attention:
         """Whether it calls attention through transformers' interface and passes on its keyword arguments."""
         code = inspect.unwrap(type(self.module).forward).__code__
         return "get_interface" in code.co_names and bool(code.co_flags & _PASSES_KEYWORDS)
+
+    def watch(self, see: Callable[[Any, Tensor], None]) -> RemovableHandle:
+        """Call `see` with the cache and the hidden states of each call of the module, outside of compiled graphs."""
+        return self.module.register_forward_pre_hook(_Watch(self.arguments, see), with_kwargs=True)
+
+
+class _Watch:
+    """The forward pre-hook of `Attention.watch`."""
+
+    def __init__(self, arguments: tuple[str, ...], see: Callable[[Any, Tensor], None]):
+        self._arguments, self._see = arguments, see
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
+        if not torch.compiler.is_compiling() and (hidden := given.get("hidden_states")) is not None:
+            self._see(given.get(CACHE_NAMES[0]) or given.get(CACHE_NAMES[1]), hidden)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
 
 
 def attention_modules(model: PreTrainedModel) -> list[Attention]:
@@ -202,7 +229,7 @@ def require_kernels(
 ) -> None:
     """Raise ValueError if the kernels do not support the model's device, dtype or heads, or cannot be compiled."""
     for layer, found in modules.items():
-        device = _device(found.module, model)
+        device = found.device or model.device
         if device.type == "meta" or autocasts(device):  # device or dtype will differ when it attends
             continue
         # Weights may be quantised, so that keys may have another dtype; the first call checks that.
@@ -211,10 +238,6 @@ def require_kernels(
         if device.type == "cuda":
             require_compiler()
         require(device, dtype, (heads.head_dim,), 1 if per_query_head else heads.group)
-
-
-def _device(module: nn.Module, model: PreTrainedModel) -> torch.device:
-    return next((x.device for x in module.parameters()), model.device)
 
 
 def require_own_keys(model: PreTrainedModel) -> None:

@@ -3,8 +3,8 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
-import itertools
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,18 +13,24 @@ import torch
 from hashcore.cuda.program import require_compiler
 from hashtrain import ModelShape
 from hashtrain.models import text_decoder
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_decode.budget import Budget, LayerBudget, Tally
-from sparse_decode.costs import predicted
-from sparse_decode.hashers import KeyQueryHasher
 from sparse_decode.intervals import Memo
 from sparse_decode.model import Attention, require_kernels, require_own_keys, require_whole, sparse_modules
-from sparse_decode.select import AttendingSelector, HashSelector, Selector
+from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
 from sparse_decode.step import RowRule, SparseLayer
 
 Modules = Mapping[int, Attention]
+NEVER = 1 << 40
+"""Longer than any context."""
+EARNS = 11 << 18
+"""Fixed cost of a sparse step (hashing, search, selection), as the bytes of keys and values that a dense step reads in
+that time: 2.75 MiB, slightly more than the break-even of whole steps on the CPU."""
+CODE = 16
+"""Bytes of a code, per KV head."""
+FAR = 2
+"""Reading scattered rows takes this many times as long as reading consecutive ones."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,13 @@ def _budgets(
     return found
 
 
+def predicted(heads: ModelShape, budget: LayerBudget, dtype: torch.dtype) -> int:
+    """Predict the break-even of one layer on the CPU from the bytes that sparse and dense steps read."""
+    dense = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize
+    saved = dense - heads.num_kv_heads * CODE - FAR * budget.mean_fraction * dense
+    return math.ceil(EARNS / saved) if saved > 0 else NEVER
+
+
 def _layers(
     modules: Modules, budgets: Mapping[int, LayerBudget], selector: Selector, how: Options, shape: ModelShape
 ) -> dict[int, SparseLayer]:
@@ -129,14 +142,9 @@ def _layers(
                 "the remainder is fitted to softmax attention over a selection, got "
                 f"{type(selector).__name__}, which has its own attention; attach with remainder=False"
             )
-        device = _device_of(modules[layer].module)
+        device = modules[layer].device
+        if device is None or device.type == "meta":  # of a layer that is loaded only when called
+            device = torch.device("cpu")
         counts = shared.setdefault((budget, device, shape.at(layer).num_query_heads), Tally(device))
         found[layer] = SparseLayer(layer, selector, budget, how.rule, left_out, memo, counts, device)
     return found
-
-
-def _device_of(module: Any) -> torch.device:
-    """Return the device of a layer; the CPU for a layer that is loaded only when called (meta tensors)."""
-    tensors: Iterator[Tensor] = itertools.chain(module.parameters(), module.buffers())  # quantised weights are buffers
-    device = next((x.device for x in tensors), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device

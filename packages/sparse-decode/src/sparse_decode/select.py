@@ -1,15 +1,24 @@
-"""The `Selector` protocol, which chooses the tokens each row attends to, and its basic implementations."""
+"""The `Selector` protocol, which chooses the tokens each row attends to; selectors by hash codes, and without."""
+
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import hashcore
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.layers import LayerHasher
 from torch import Tensor
 
-from sparse_decode.hashers import KeyQueryHasher, OfHasher, PerHead, QueryHeadHasher
+from sparse_decode.cpu.encode import CpuEncoder, supports
+from sparse_decode.cuda import encode as encode_cuda
+from sparse_decode.cuda.encode import PlacedHasher
+from sparse_decode.cuda.encode_weights import code_shape
 from sparse_decode.intervals import visible
+
+_WIDENED = 1 << 28  # bytes of keys that the oracle converts to float32 per chunk
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,127 @@ class AttendingSelector(Selector, Protocol):
         ...
 
 
+# ---- Selectors by hash codes -----------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class KeyQueryHasher(Protocol):
+    """The methods that a hasher needs; `hashtrain.Hasher` has them."""
+
+    def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
+        ...
+
+    def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights.
+
+        Also queries that are not finite: an error would stop all sequences of the batch.
+        """
+        ...
+
+    def require_match(self, model_config: Any) -> None:
+        """Raise ValueError if this hasher was made for another model."""
+
+
+_FACTS = frozenset({"dense_layers", "reach", "adapter", "layer_shares", "head_shares", "remainder"})
+
+
+class OfHasher:
+    """What wraps a hasher and says what it says of itself besides its functions, as `hashtrain.Hasher` does."""
+
+    hasher: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FACTS:
+            return getattr(self.hasher, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+
+
+class PerHead(OfHasher):
+    """Applies a `hashtrain.Hasher` in deployment: codes per KV head, weights on the device of the keys."""
+
+    per_query_head = False
+
+    def __init__(self, hasher: Hasher):
+        self.hasher: Hasher = hasher
+        self.placed: PlacedHasher = PlacedHasher(hasher)
+        self._cpu_encoder = CpuEncoder()
+
+    def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
+        own = self._of_keys(layer, k)
+        if encode_cuda.supports(own, k):
+            heads, words = code_shape(own, self.per_query_head)
+            codes = k.new_empty(k.shape[0], heads, k.shape[2], words, dtype=torch.int32)
+            encode_cuda.write_keys(own, k, codes, None)
+            return codes
+        if not supports(own, k):
+            return own.encode_keys(k, per_query_head=self.per_query_head)
+        codes = self._cpu_encoder.keys(own, k)
+        return codes.repeat_interleave(own.group, 1) if self.per_query_head else codes
+
+    def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
+        own = self.placed.layer(layer, q.device)
+        if encode_cuda.supports(own, q):
+            return encode_cuda.queries(own, q, self.per_query_head)
+        if not supports(own, q):
+            return own.encode_queries(q, per_query_head=self.per_query_head)
+        return self._cpu_encoder.queries(own, q, self.per_query_head)
+
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
+        """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
+
+        Returns: whether one operator does this; if not, nothing was written.
+        """
+        own = self._of_keys(layer, k)
+        if not encode_cuda.supports(own, k):
+            return False
+        encode_cuda.write_keys(own, k, codes, at)
+        return True
+
+    @torch.no_grad()
+    def encode_step(self, layer: int, k: Tensor, codes: Tensor, q: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+        """Hash the new keys of a step [B, Hkv, 1, D] into codes [B, H, 1, W], and its queries [B, Hq, 1, D], at once.
+
+        Returns: planes and weights as `encode_queries`; None if one operator does not do it: nothing was written.
+        """
+        if not encode_cuda.supports(own := self._of_keys(layer, k), k):
+            return None
+        return encode_cuda.step(own, k, codes, q, self.per_query_head)
+
+    def _of_keys(self, layer: int, k: Tensor) -> LayerHasher:
+        """Return the hasher of a layer on the device of its keys [B, Hkv, T, D], after checking their heads."""
+        self.require_heads(layer, k)
+        return self.placed.layer(layer, k.device)
+
+    def require_heads(self, layer: int, k: Tensor) -> None:
+        """Raise ValueError if the hasher is for another number of KV heads than that of keys [B, Hkv, T, D]."""
+        if k.shape[1] != (heads := self.hasher.layer(layer).hkv):
+            raise ValueError(
+                f"layer {layer} must have the {heads} KV heads that the hasher is for, got keys of {k.shape[1]}; the "
+                "head count in the model's config is wrong"
+            )
+
+    def traceable(self, layer: int, x: Tensor) -> bool:
+        """Whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph can contain."""
+        return encode_cuda.supports(self.placed.layer(layer, x.device), x)
+
+    def require_match(self, model_config: Any) -> None:
+        """Raise ValueError if the hasher is for another model, or stores no codes."""
+        if not self.hasher.layer(0).has_codes:
+            raise ValueError(
+                f"decoding needs a hasher that stores codes, got variant {self.hasher.config.variant}; use another"
+            )
+        self.hasher.require_match(model_config)
+
+
+class QueryHeadHasher(PerHead):
+    """A `hashtrain.Hasher` with codes and selections per query head, not per KV head: the paper's protocol."""
+
+    per_query_head = True
+
+
 class HashSelector(OfHasher):
     """Selects by plane scores between query planes and key codes (eq. 4 and 6), of any hasher.
 
@@ -158,6 +288,9 @@ class LshSelector(HashSelector):
         super().__init__(QueryHeadHasher(hasher) if per_query_head else hasher)
 
 
+# ---- Selectors without codes -----------------------------------------------------------------------------------------
+
+
 class NoCodes:
     """Base class of selectors that store no codes."""
 
@@ -178,3 +311,44 @@ class RecentSelector(NoCodes):
         first = (rows.span[..., 1] - rows.recent - rows.counts)[..., None]
         chosen = torch.where(slots < rows.counts[..., None], first + slots, -1)
         return chosen[:, None].expand(-1, rows.k.shape[1], -1, -1)
+
+
+class OracleSelector(NoCodes):
+    """Selects by the exact attention probabilities (eq. 9), as a perfect selector would.
+
+    Args: per_query_head: one index set per query head; by default one per KV head, by its group's summed probabilities.
+    """
+
+    def __init__(self, per_query_head: bool = False):
+        self.per_query_head = per_query_head
+
+    def select(self, rows: Rows) -> Tensor:
+        (batch, hq, n_rows, dim), (hkv, n) = rows.q.shape, rows.k.shape[1:3]
+        grouped = rows.q.detach().float().reshape(batch, hkv, -1, dim)
+        tokens = n if rows.k.dtype == torch.float32 else max(1, _WIDENED // (4 * rows.k[:, :, :1].numel() + 1))
+        chunks = cast("tuple[Tensor, ...]", rows.k.detach().split(tokens, dim=2))
+        parts = [grouped @ chunk.float().transpose(-1, -2) for chunk in chunks]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        logits = logits.mul_(rows.scaling).view(batch, hq, n_rows, n)
+        if rows.softcap is not None:
+            logits = logits.div_(rows.softcap).tanh_().mul_(rows.softcap)
+        logits.masked_fill_(~rows.visible, -torch.inf)
+        p = logits.softmax(-1)
+        if rows.sinks is not None:  # a head's sink takes part of its probability, the same for every token
+            p *= (logits.logsumexp(-1, keepdim=True) - rows.sinks.float()[:, None, None]).sigmoid()
+        if not self.per_query_head:
+            p = cast(Tensor, p.unflatten(1, (hkv, hq // hkv))).sum(2)
+        p = p.masked_fill_(~rows.candidates(), -1.0)  # below every candidate, even if p rounds to 0
+        return best_floats(p, rows.counts[:, None].expand(p.shape[:-1]))
+
+
+def best_floats(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the indices of the largest values of each row.
+
+    Args:
+        values: float32 [..., N] without NaN.
+        counts: number of indices per row, integers [...], at most N.
+    Returns: int64 [..., K], K the largest count: ascending indices, then -1; ties go to the lowest index.
+    """
+    bits = (values + 0.0).view(torch.int32)  # -0 becomes 0
+    return hashcore.topk(torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits), counts)[1]  # integers of the same order

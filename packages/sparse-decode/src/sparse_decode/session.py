@@ -34,14 +34,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from sparse_decode.caches.cache import CodedDynamicLayer
-from sparse_decode.caches.cache_types import carry_codes
+from sparse_decode.caches.cache import CodedDynamicLayer, HostLayer, carry_codes
 from sparse_decode.caches.growing import GrowingLayer, grow
-from sparse_decode.caches.offload import HostLayer
-from sparse_decode.hashers import PerHead
 from sparse_decode.model import attention_modules
 from sparse_decode.modes import ordinary_tensors
-from sparse_decode.select import HashSelector, Selector
+from sparse_decode.select import HashSelector, PerHead, Selector
 from sparse_decode.step import SparseLayer
 
 if TYPE_CHECKING:
@@ -149,7 +146,7 @@ def _of_layer(layer: Any, plan: SparseLayer | None, n: int, room: int) -> dict[s
     room = room if type(layer) in _WHOLE else 0
     found = {"keys": _Array(keys, room), "values": _Array(values, room)}
     if isinstance(layer, HostLayer):
-        layer._wait()
+        layer.wait()
     if plan is not None and isinstance(layer, CodedDynamicLayer):
         codes, sums = layer.codes, layer.sums
         if plan.remainder is not None and not sums.length:  # no step has needed them yet
@@ -224,9 +221,7 @@ def load(
         kept = n if tokens is None else _common(file, ids, _as_ids(tokens))
         cache = DynamicCache(config=attachment.model.config)
         own = attachment.model.device
-        placed = {
-            x.layer: next((p.device for p in x.module.parameters()), own) for x in attention_modules(attachment.model)
-        }
+        placed = {found.layer: found.device or own for found in attention_modules(attachment.model)}
         for index, layer in enumerate(cache.layers):
             if f"layers.{index}.keys" in file:
                 _fill(attachment, file, index, layer, (n, kept), placed.get(index, own))

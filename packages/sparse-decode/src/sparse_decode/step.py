@@ -23,17 +23,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.budget import LayerBudget, Tally
-from sparse_decode.caches.cache import Compiled
+from sparse_decode.caches.cache import Uncached
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.compiled import register
 from sparse_decode.cpu.step import Block, CpuStep, Given
 from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.cuda.sums import add_token
-from sparse_decode.hashers import PerHead
 from sparse_decode.inputs import Inputs
 from sparse_decode.intervals import Memo, Numbers, Seen, causal, intervals_of, seen_on_device
 from sparse_decode.modes import in_graph, readable
-from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
+from sparse_decode.select import AttendingSelector, HashSelector, PerHead, Rows, Selector
 from sparse_decode.sums import FOLD, Coefficients, Sums, means_of_rows
 
 ROWS_AT_ONCE = 64
@@ -128,9 +127,8 @@ class SparseLayer:
         x = Inputs(q, k[:, :, :n], v[:, :, :n], scaling, softcap, sinks)
         if codes is None and self.selector.needs_codes:
             codes = self.encoder(x.k)
-        return self.step(
-            x, intervals_of(mask, q.shape[2], n), Compiled(None if codes is None else codes[:, :, :n], state)
-        )
+        held = Uncached(None if codes is None else codes[:, :, :n], Sums.from_tensors(state) if state else None)
+        return self.step(x, intervals_of(mask, q.shape[2], n), held)
 
     def step(self, x: Inputs, interval: Tensor | None, held: Any) -> Tensor:
         """Attend in all rows of a call; rows that the rule does not make sparse read all visible tokens.

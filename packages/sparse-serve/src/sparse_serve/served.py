@@ -143,7 +143,7 @@ class Served:
     @staticmethod
     def move_to_huge_pages(cache: Tensor) -> int:
         """Put the memory of a layer's cache in huge pages, because tokens are read far apart; return its address."""
-        from sparse_decode.caches.huge_pages import in_huge_pages
+        from sparse_decode.caches.buffer import in_huge_pages
 
         in_huge_pages(torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()), written=True)
         return cache.data_ptr()

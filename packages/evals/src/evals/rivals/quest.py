@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from sparse_decode import Rows
-from sparse_decode.oracle import best_floats
-from sparse_decode.select import NoCodes
+from sparse_decode.select import NoCodes, best_floats
 from torch import Tensor
 
 from evals.rivals.seen import listed, ranks, seen_by

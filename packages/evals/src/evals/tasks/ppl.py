@@ -15,7 +15,7 @@ from hashtrain.run.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget, attach
 from sparse_decode.budget import LayerBudget
-from sparse_decode.prompt import CHUNK
+from sparse_decode.dense import CHUNK
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 

@@ -1,14 +1,19 @@
 """A tensor that grows along its token dimension without copying earlier tokens at each step."""
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparse_decode.caches.huge_pages import in_huge_pages
 from sparse_decode.modes import ordinary_tensors
 
+_SIZE = 1 << 21  # of a huge page
+_ADVICE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE and MADV_COLLAPSE of Linux
 _SLACK = 64  # rows, or an eighth of the tokens: growing then copies each row eight times on average
 coming: ContextVar[int] = ContextVar("sparse_decode_coming", default=0)
 """Number of tokens that the sequence being run is known to get: room for all of them is made at once."""
@@ -144,3 +149,29 @@ class GrowingBuffer:
                 return torch.empty(shape, dtype=kind, device="cpu", pin_memory=pinned).permute(1, 2, 0, 3)
             rows = torch.empty(batch, heads, tokens, width, dtype=kind, device=like.device, pin_memory=False)
             return in_huge_pages(rows)
+
+
+def in_huge_pages(x: Tensor, written: bool = False) -> Tensor:
+    """Ask Linux to put a contiguous tensor's memory in pages of 2 MB, and return the tensor; elsewhere, do nothing.
+
+    The rows of a selection are far apart. With pages of 4 KB nearly each of them needs another page's entry of the page
+    table, which is often in none of the CPU's caches. A system that refuses keeps small pages, which are only slower.
+
+    Args: written: also move what was written before; Linux does so from 6.1 on.
+    """
+    advise = _advise()
+    if advise is not None and x.nbytes >= _SIZE and x.device.type == "cpu" and type(x) is Tensor:
+        start, end = -(-x.data_ptr() // _SIZE) * _SIZE, (x.data_ptr() + x.nbytes) // _SIZE * _SIZE
+        for advice in (_ADVICE, _COLLAPSE)[: 1 + written]:
+            advise(start, max(0, end - start), advice)
+    return x
+
+
+@functools.cache
+def _advise() -> Any:
+    """Return libc's madvise on Linux, None elsewhere."""
+    if sys.platform != "linux":
+        return None
+    found = ctypes.CDLL(None).madvise
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    return found

@@ -1,20 +1,22 @@
 """Cache layers that carry codes besides keys and values, through all operations of Hugging Face's caches.
 
-`cache_types.carry_codes` re-types a layer in place, so that the cache and all references to it stay valid; `revert`
-restores its type. If others change keys and values, a layer rebuilds its codes (`growing.Retyped`).
+`carry_codes` re-types a layer in place, so that the cache and all references to it stay valid; `revert` restores its
+type. If others change keys and values, a layer rebuilds its codes (`growing.Retyped`).
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, StaticLayer
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from sparse_decode.caches.buffer import GrowingBuffer
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.caches.growing import FEW, GrowingLayer, Retyped
+from sparse_decode.caches.growing import FEW, GrowingLayer, Retyped, revert
 from sparse_decode.compiled import write_codes
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.sums import Sums
@@ -26,6 +28,7 @@ class Coded(Retyped):
     encoder: Encoder
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Coded":
+        self.wait()
         self.settle()
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -77,10 +80,10 @@ class CodedDynamicLayer(Coded, GrowingLayer):
 
         If it is, the buffer has room for it: write it there and add 1 to its `length`. Not for compiled graphs.
         """
-        (_, keys, at), (_, values, then) = self._marks  # `_settle`, without the call where nothing has changed
+        (_, keys, at), (_, values, then) = self._marks  # `settle`, without the call where nothing has changed
         same = keys is self.keys and values is self.values and at is not None and then is not None
         if not same or keys._version != at or values._version != then:
-            self._settle()
+            self.settle()
         codes = self._codes
         if self._keys.length - codes.length == 1 and (room := codes.room(1)) is not None:
             return room, codes
@@ -108,18 +111,14 @@ class CodedDynamicLayer(Coded, GrowingLayer):
         """Append keys and values [B, Hkv, t, D] and hash the new keys; few keys on the device are hashed later."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            self._settle()
+        self.settle()
         if self.on_host or key_states.shape[2] > FEW:
             if self._codes.length < self._keys.length:
                 _ = self.codes  # hash earlier keys first
             self._hash(key_states)
-        keys, values = self._keys.append(key_states), self._values.append(value_states)
-        self.keys, self.values = keys, values
-        if not compiling:
-            self._mark()
-        return keys, values
+        self.keys, self.values = found = self._keys.append(key_states), self._values.append(value_states)
+        self.mark()
+        return found
 
     def crop(self, tokens_to_remove: int) -> None:
         self.settle()
@@ -156,6 +155,15 @@ class CodedDynamicLayer(Coded, GrowingLayer):
                 held.map_batch(change)
             self.keys, self.values = self._keys.view(), self._values.view()
             self.mark()
+
+
+class HostLayer(CodedDynamicLayer):
+    """One whose keys and values are in host memory, pinned if the model is on a GPU, and which `update` returns there.
+
+    The GPU's attention kernel reads selected rows from host memory, without a copy and without making the host wait.
+    """
+
+    on_host = True
 
 
 class CodedStaticLayer(Coded, StaticLayer):
@@ -247,23 +255,91 @@ class CodedStaticLayer(Coded, StaticLayer):
 
 
 class Uncached:
-    """What a step asks of a cache layer, for a call without one that carries codes: everything is made now.
+    """What a step asks of a cache layer, for a call without one that carries codes.
 
-    Args: keys: [B, Hkv, N, D]; encoder: hashes them; None if the selector needs no codes.
+    Args: codes: of all keys, int32 [B, H, N, W]; None if the selector needs none. sums: None: they are made now.
     """
 
-    def __init__(self, keys: Tensor, encoder: Encoder | None):
-        self.codes: Tensor | None = None if encoder is None else encoder(keys)
-        self.sums: Sums = Sums()
+    def __init__(self, codes: Tensor | None, sums: Sums | None = None):
+        self.codes = codes
+        self.sums: Sums = sums or Sums()
 
     def room_for_code(self) -> tuple[Tensor | None, None]:
         """Return the codes, of which none is missing."""
         return self.codes, None
 
 
-class Compiled(Uncached):
-    """The same for a static cache in a compiled graph, given what it carries. Args: state: `Sums.tensors`, or none."""
+# ---- The class of a layer that carries codes, for every class of Hugging Face's, and how a layer gets it -------------
 
-    def __init__(self, codes: Tensor | None, state: list[Tensor]):
-        self.codes = codes
-        self.sums = Sums.from_tensors(state) if state else Sums()
+_NAMES = "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer"
+HYBRIDS = tuple(getattr(cache_utils, name) for name in _NAMES if hasattr(cache_utils, name))
+"""Layer classes that also store a recurrent state."""
+
+
+@functools.cache
+def _hybrid(plain: type[CacheLayerMixin]) -> type[Coded]:
+    coded = CodedDynamicLayer if issubclass(plain, DynamicLayer) else CodedStaticLayer
+
+    def reorder_cache(layer: Any, beam_idx: Tensor) -> None:
+        """Take the batch rows `beam_idx` of both parts, as beam search asks."""
+        if coded is CodedDynamicLayer:  # the static class calls `super`, which reorders both parts
+            cache_utils.LinearAttentionLayer.reorder_cache(layer, beam_idx)  # pyright: ignore[reportArgumentType]
+        coded.reorder_cache(layer, beam_idx)
+
+    own = {"plain": plain, "reorder_cache": reorder_cache}
+    return cast("type[Coded]", type(f"Coded{plain.__name__}", (coded, plain), own))
+
+
+def coded_type(plain: type) -> type[Coded] | None:
+    """Return the class that carries codes for a plain layer class; None for a class that is not supported."""
+    if plain in (DynamicLayer, GrowingLayer):
+        return CodedDynamicLayer
+    if plain is StaticLayer:
+        return CodedStaticLayer
+    return _hybrid(plain) if plain in HYBRIDS else None
+
+
+def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[Coded] | None = None) -> Any:
+    """Make a cache layer, plain or with another encoder's codes, carry the codes of its present and future keys.
+
+    Args: coded: the new class; by default `coded_type` of the layer's class.
+    Returns: the same object, re-typed.
+    Raises: ValueError if there is no such class.
+    """
+    if isinstance(layer, Retyped):
+        revert(layer)
+    coded = coded or coded_type(type(layer))
+    if coded is None:
+        raise ValueError(f"expected a cache layer that can carry codes, got {type(layer).__name__}")
+    layer.__class__ = coded
+    assert isinstance(layer, Coded)
+    layer.encoder = encoder
+    layer.begin()
+    layer.mark()
+    encoder.adopt(layer)
+    return layer
+
+
+def cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
+    """Return one layer of a cache, created if the cache creates its layers lazily.
+
+    Raises: ValueError if it cannot carry codes.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values must be a transformers Cache, got {type(cache).__name__}; use DynamicCache()"
+        )
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if getattr(cache, "offloading", False):
+        raise ValueError("a cache that offloads its layers is not supported yet; use DynamicCache()")
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= layer:
+            cache.layers.append(cache.layer_class_to_replicate())
+    held = cache.layers[layer]
+    if not hasattr(held, "encoder") and coded_type(type(held)) is None:
+        raise ValueError(
+            f"cache layers must be of type DynamicLayer or StaticLayer, or hybrid, got {type(held).__name__} in layer "
+            f"{layer}; use DynamicCache(config=model.config), the default of generate"
+        )
+    return cast(CacheLayerMixin, held)

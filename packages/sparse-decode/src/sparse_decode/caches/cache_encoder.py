@@ -43,40 +43,28 @@ class Encoder:
 
     def __call__(self, keys: Tensor, device: torch.device | None = None) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W], on `device` if given."""
-        device, n = keys.device if device is None else device, keys.shape[2]
+        device, (batch, heads, n, dim) = keys.device if device is None else device, keys.shape
+        codes, done = None, 0
         with no_autocast(device):
-            first = self._learn(self._encode(keys[:, :, : self._tokens_at_once(keys)].to(device)))
-            if (done := first.shape[2]) == n:
-                return first
-            # Allocated once: pieces between temporaries would fragment the memory, which could then not be freed.
-            codes = first.new_empty(*first.shape[:2], n, first.shape[3])
-            codes[:, :, :done] = first
-            while done < n:
-                end = min(n, done + self._tokens_at_once(keys))
-                codes[:, :, done:end] = self._encode(keys[:, :, done:end].to(device))
-                done = end
-        return codes
+            while True:
+                bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
+                end = min(n, done + max(1, _CHUNK // (batch * max(heads * dim, bits) * 4 * _WIDTHS + 1)))
+                part = self._encode(keys[:, :, done:end].to(device))
+                self._shape = part.shape[1], part.shape[3]
+                if end - done == n:
+                    return part
+                # Allocated once: pieces between temporaries would fragment the memory, which could then not be freed.
+                codes = part.new_empty(*part.shape[:2], n, part.shape[3]) if codes is None else codes
+                codes[:, :, done:end] = part
+                if (done := end) == n:
+                    return codes
 
     def code_shape(self, keys: Tensor) -> tuple[int, int]:
         """Return the heads and int32 words of codes of keys [B, Hkv, T, D]; the first call hashes a key of zeros."""
         if self._shape is None:
-            with no_autocast(keys.device):
-                self._learn(self._encode(keys.new_zeros(1, keys.shape[1], 1, keys.shape[3])))
+            self(keys.new_zeros(1, keys.shape[1], 1, keys.shape[3]))
         assert self._shape is not None
         return self._shape
-
-    def _learn(self, codes: Tensor) -> Tensor:
-        self._shape = codes.shape[1], codes.shape[3]
-        return codes
-
-    def _tokens_at_once(self, keys: Tensor) -> int:
-        return max(1, _CHUNK // (self._bytes_per_token(keys) + 1))
-
-    def _bytes_per_token(self, keys: Tensor) -> int:
-        """Return the bytes of temporaries per token; until the size of a code is known, an upper bound."""
-        batch, heads, _, dim = keys.shape
-        bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
-        return batch * max(heads * dim, bits) * 4 * _WIDTHS
 
     def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None) -> None:
         """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on; None: into all."""

@@ -1,7 +1,7 @@
 """Cache layers of our classes in place of plain ones, and the simplest of them: a dynamic layer that grows in place.
 
 transformers' `DynamicLayer` copies all keys and values at each step. `grow` re-types a layer that stays dense, so that
-its tokens have spare room behind them; `cache_types.carry_codes` one that also carries codes.
+its tokens have spare room behind them; `cache.carry_codes` one that also carries codes.
 
 Others may change keys and values: a press prunes them, a caller crops them. Each layer therefore remembers its tensors
 and their versions, which torch increments with every write. If they differ from what it left, it begins anew with what
@@ -9,17 +9,14 @@ is there. Two kinds of writes are not noticed, because torch does not count them
 through `tensor.data`.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from sparse_decode.caches.buffer import GrowingBuffer
-from sparse_decode.model import CACHE_NAMES, NO_COPY, Attention
 
 FROM = 512
 """Below this many tokens, copying all of them takes less time than the Python code that avoids it."""
@@ -46,29 +43,27 @@ class Retyped(CacheLayerMixin):
 
     def mark(self) -> None:
         """Record the layer's tensors and versions, after its own changes."""
-        if not torch.compiler.is_compiling():
-            self._mark()
-
-    def settle(self) -> None:
-        """Begin anew if the layer's tensors were changed from outside since `mark`."""
-        if not torch.compiler.is_compiling():
-            self._settle()
-
-    def _mark(self) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._marks: list[tuple[str, Any, int | None]] = []
         for name in self._watched:
             x = getattr(self, name)
             counted = isinstance(x, Tensor) and not x.is_inference()  # torch counts no writes in inference mode
             self._marks.append((name, x, x._version if counted else None))
 
-    def _settle(self) -> None:
-        for name, was, version in self._marks:
+    def settle(self) -> None:
+        """Begin anew if the layer's tensors were changed from outside since `mark`."""
+        for name, was, version in () if torch.compiler.is_compiling() else self._marks:
             if getattr(self, name) is not was or (version is not None and was._version != version):
                 self.begin()
-                return self._mark()
+                return self.mark()
+
+    def wait(self) -> None:
+        """Wait until a GPU has written all keys and values, before they are read on the CPU."""
 
     def plainly(self) -> CacheLayerMixin:
         """Return a plain layer with the same keys and values, without spare room and codes."""
+        self.wait()
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         revert(twin)
@@ -109,6 +104,10 @@ class GrowingLayer(Retyped, DynamicLayer):
     def end(self) -> None:
         del self._keys, self._values
 
+    def wait(self) -> None:
+        self._keys.wait()
+        self._values.wait()
+
     def hold(self, keys: Tensor, values: Tensor, length: int, device: torch.device) -> None:
         """Fill an empty layer of a model on `device` with the first tokens of buffers, whose others are room."""
         like = keys.new_empty(0, device=device)
@@ -140,9 +139,9 @@ class GrowingLayer(Retyped, DynamicLayer):
             alike = alike and x.dtype == held.dtype and x.shape[:2] == held.shape[:2]  # pyright: ignore[reportOptionalMemberAccess]
         if not alike:  # torch concatenates them, or raises the error
             return DynamicLayer.update(self, key_states, value_states)
-        self._settle()
+        self.settle()
         self.keys, self.values = found = self._keys.append(key_states), self._values.append(value_states)
-        self._mark()
+        self.mark()
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayerMixin:
@@ -169,29 +168,6 @@ def _append_both(
     b.narrow(2, n, tokens).copy_(more)
     first.length = second.length = end
     return a.narrow(2, 0, end), b.narrow(2, 0, end)
-
-
-class GrowHook:
-    """The forward pre-hook of the first layer of a model without sparse layers: its filled caches grow in place.
-
-    Args: found: the attention module; grow: makes the layers of a cache grow.
-    """
-
-    def __init__(self, found: Attention, grow: Callable[[Any], None]):
-        self._layer, self._arguments, self._grow = found.layer, found.arguments, grow
-        self.handle: RemovableHandle = found.module.register_forward_pre_hook(self, with_kwargs=True)
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
-        cache: Any = given.get(CACHE_NAMES[0])
-        if type(cache) is not DynamicCache or self._layer >= len(cache.layers) or not may_grow(given["hidden_states"]):
-            return
-        held = cache.layers[self._layer]
-        if type(held) is DynamicLayer and held.is_initialized and held.keys is not None and held.keys.shape[2] >= FROM:
-            self._grow(cache)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(NO_COPY)
 
 
 def may_grow(hidden: Tensor) -> bool:

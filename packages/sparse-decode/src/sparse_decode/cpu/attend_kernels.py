@@ -4,16 +4,12 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
 import math
-from typing import Any
 
 import numba
 import numpy as np
-from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import copy, hot, inner
-from numpy.typing import NDArray
 
-from sparse_decode.cpu.lanes import TOKENS, WIDTH, dot, prefetch, weigh
-from sparse_decode.cpu.softmax import cap, exponentials, greatest
+from sparse_decode.cpu.lanes import TOKENS, WIDTH, cap, dot, exponentials, greatest, prefetch, weigh
 
 TILE = 16
 """Rows of keys or values that are copied together as float32, a multiple of TOKENS: 8 KiB at 128 components. The rows
@@ -54,10 +50,10 @@ def _places(tokens, table, at):  # pragma: no cover - compiled
     places = np.empty(len(tokens), np.int64)
     if len(table) == 0:
         for j in range(len(tokens)):
-            places[j] = tokens[j] * at[2]
+            places[j] = tokens[j] * at[1]
         return places
     for j in range(len(tokens)):
-        places[j] = table[tokens[j] // at[4]] * at[0] + tokens[j] % at[4] * at[2]
+        places[j] = table[tokens[j] // at[2]] * at[0] + tokens[j] % at[2] * at[1]
     return places
 
 
@@ -146,9 +142,15 @@ def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - com
 
 
 @hot(fastmath={"reassoc", "contract", "nsz"})
-def _attend(
+def attend(
     q, k, k_at, v, v_at, table, indices, out, scaling, softcap, sinks, kind, coefficients, mean_key, rest, visible
 ):  # pragma: no cover - compiled
+    """Attend with the queries q [G, D] of one row to the tokens in `indices`, which are valid; write out [G, Dv].
+
+    k and v: the memory from the head's first row on, of 16-bit or 32-bit words. k_at and v_at: strides of a page and of
+    a token, and tokens of a page, for the page table of the row; without a table, tokens are contiguous. Without
+    coefficients [G, 5] there is no remainder.
+    """
     heads, used = len(q), len(indices)
     wide, wide_v = (q.shape[1] + WIDTH - 1) // WIDTH * WIDTH, (out.shape[1] + WIDTH - 1) // WIDTH * WIDTH
     logits, stats = np.empty((heads, (used + TILE - 1) // TILE * TILE), np.float32), np.empty((2, heads), np.float32)
@@ -169,23 +171,3 @@ def _attend(
             line, value = out[g], rest[g]
             for i in range(len(line)):
                 line[i] += share * (value[i] - line[i])
-
-
-def attend_task(
-    q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...], v_address: int, v_reach: int,
-    v_at: tuple[int, ...], like: NDArray[Any], table: NDArray[np.int64], indices: NDArray[np.int64],
-    out: NDArray[np.float32], scaling: np.float32, softcap: np.float32, sinks: NDArray[np.float32], kind: int,
-    coefficients: NDArray[np.float32], mean_key: NDArray[np.float32], rest: NDArray[np.float32], visible: int,
-) -> int:  # pragma: no cover - compiled  # fmt: skip
-    """Attend with the queries q [G, D] of one row to the tokens in `indices`, which are valid; write out [G, Dv].
-
-    Keys and values of the head are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and
-    v_at are (_, _, stride of a token, _, _). With a table, the page table of the row, they are (stride of a page, _,
-    stride of a token, _, tokens per page). Without coefficients [G, 4] there is no remainder.
-    """
-    k = numba.carray(pointer(k_address), k_reach, like.dtype)
-    v = numba.carray(pointer(v_address), v_reach, like.dtype)
-    _attend(
-        q, k, k_at, v, v_at, table, indices, out, scaling, softcap, sinks, kind, coefficients, mean_key, rest, visible
-    )
-    return 0

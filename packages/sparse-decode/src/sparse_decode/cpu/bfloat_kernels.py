@@ -25,9 +25,8 @@ from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.bfloat_lanes import BLOCK, VECTORS, products, weigh
-from sparse_decode.cpu.lanes import LANES, MOST_ROWS
+from sparse_decode.cpu.lanes import LANES, MOST_ROWS, cap, extent, hide
 from sparse_decode.cpu.prompt_kernels import lay_out_block, soften_line
-from sparse_decode.cpu.softmax import cap, extent, hide
 
 CHUNK = 256
 """Tokens whose logits are in the cache at a time."""

@@ -1,4 +1,4 @@
-"""SIMD operations on bfloat16 for numba, by the dot product of AVX512_BF16: two products a lane and instruction.
+"""SIMD operations on bfloat16 for numba: the dot product of AVX512_BF16, and the tiles of Intel's AMX.
 
     sums[lane] += a[2 lane + 1] b[2 lane + 1] + a[2 lane] b[2 lane]      products and sums in float32, subnormal ones 0
 
@@ -8,6 +8,10 @@ A word is two neighbours of a sum: components 2i and 2i + 1 of a query or key, o
     turn   keys [16, 32 n]  -> tile [16 n, BLOCK] of words       a lane is a token: no sum within a vector
     pair   values [2, 32 n] -> tile [32 n] of words              a lane is a component
 
+A register of AMX has 16 rows of 64 bytes: rows of A are lines of words, and rows of B words of LANES tokens or
+components. Linux grants them to a process that asks; each kernel configures them at its start and releases them at its
+end.
+
 Arrays are contiguous and one-dimensional; 16-bit rows are uint16, words uint32. Offsets and steps count elements and
 are not checked. Sums have one order, whatever the number of lines.
 """
@@ -15,8 +19,10 @@ are not checked. Sums have one order, whatever the number of lines.
 # llvmlite and numba are untyped.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
+import ctypes
 import functools
 import math
+import sys
 from typing import Any
 
 import numba
@@ -24,36 +30,26 @@ import numpy as np
 from hashcore.cpu.parts import inner
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from sparse_decode.cpu.lanes import (
-    _FLOATS,
-    _WORDS,
-    LANES,
-    WIDTH,
-    _by_rows,
-    _call,
-    _data,
-    _fused,
-    _lines,
-    _Numbers,
-    _prefetch,
-    _spread,
-    _vector,
-)  # fmt: skip
-from sparse_decode.cpu.softmax import _all, _reduced
+from sparse_decode.cpu.lanes import FLOATS, LANES, WIDTH, WORD, WORDS, Code, all_lanes, emitted, offset
 
 BLOCK = 64
 """Tokens of a tile."""
 VECTORS = BLOCK // LANES
 """Vectors of a tile's row: with MOST_ROWS lines, half of the registers hold sums."""
+SIDE = 2 * LANES
+"""Most rows of a product of AMX per call: two registers of A."""
 POWERS = [0.009582853, 0.055906425, 0.240240986, 0.693124193, 1.0]
 """Coefficients of 2^r for |r| <= 1/2, highest first, to a relative error of 3e-6."""
 LEAST = -126.0
 """Least exponent of a weight that is not 0: a smaller one, a subnormal number, would take thirty times as long."""
-_ONES = 0x3F803F80  # twice 1 in bfloat16
-_HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
+CONFIGURATION = np.zeros(64, np.uint8)
+"""What `configure` loads: palette 1, and eight registers of 16 rows of 64 bytes."""
+CONFIGURATION[0], CONFIGURATION[16:32:2], CONFIGURATION[48:56] = 1, 64, 16
+_SYSTEM_CALL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) of x86-64
+_A, _B, _C = (0, 1), (2, 3), (4, 5, 6, 7)
+_ONES = ir.Constant(WORDS, [0x3F803F80] * LANES)  # twice 1 in bfloat16
+_BYTE, _HALF = ir.IntType(8), ir.IntType(16)
 
 
 class _BFloat(ir.HalfType):
@@ -79,23 +75,15 @@ def supported() -> bool:
     return "+avx512bf16" in features()
 
 
-def _paired(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """Return total + the products of two vectors of words."""
-    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, [total, a, b])
+@functools.cache
+def granted() -> bool:
+    """Whether the processor has AMX for bfloat16, and the system lets this process use it."""
+    if not sys.platform.startswith("linux") or not {"+amx-tile", "+amx-bf16"} <= features():
+        return False
+    return ctypes.CDLL(None).syscall(_SYSTEM_CALL, _REQUEST, _TILE_DATA) == 0
 
 
-def _words(builder: Any, data: Any, at: Any) -> Any:
-    return builder.load(_vector(builder, data, at, _WORDS), align=2)
-
-
-def _rounded(builder: Any, first: Any, second: Any) -> Any:
-    """Return two vectors of float32 as one of words of bfloat16, rounded to nearest, ties to even."""
-    numbers = _call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _NUMBERS, [second, first])
-    return builder.bitcast(numbers, _WORDS)
-
-
-def _shuffled(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+# ---- Words in order --------------------------------------------------------------------------------------------------
 
 
 def _in_four(of: int) -> tuple[list[int], list[int]]:
@@ -105,56 +93,42 @@ def _in_four(of: int) -> tuple[list[int], list[int]]:
     return lower, [lane + 2 for lane in lower]
 
 
-@intrinsic
-def turn(typing_context: Any, x: Any, at: Any, step: Any, count: Any, tile: Any, to: Any):
+@emitted()
+def turn(code: Code, x: Any, at: Any, step: Any, count: Any, tile: Any, to: Any) -> None:
     """Write the words of rows [16, 32 count] of x to columns of tile [16 count, BLOCK], from `to` on."""
-    _lines(x, tile)
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, tile = (_data(context, builder, signature.args[i], values[i]) for i in (0, 4))
-        at, step, count, to = values[1], values[2], values[3], values[5]
-        by, four = _Numbers(builder, at.type), ir.VectorType(ir.IntType(32), 4)
-        with by.loop(count) as loop:
-            for q in range(4):  # words 4q to 4q + 3
-                rows = [by.sum(at, by.times(step, t), by.times(loop.index, WIDTH), 8 * q) for t in range(LANES)]
-                parts = [builder.load(_vector(builder, x, row, four), align=2) for row in rows]
-                held = []
-                for i in range(4):  # group l of 4 lanes: token 4l + i
-                    halves = [
-                        _shuffled(builder, parts[i + 8 * h], parts[i + 8 * h + 4], list(range(8))) for h in (0, 1)
-                    ]
-                    held.append(_shuffled(builder, *halves, list(range(16))))
-                mixed = [_shuffled(builder, held[i], held[i + 1], side) for i in (0, 2) for side in _in_four(1)]
-                found = [_shuffled(builder, mixed[i], mixed[i + 2], side) for i in (0, 1) for side in _in_four(2)]
-                for w, line in enumerate(found):
-                    place = by.sum(to, by.times(by.sum(by.times(loop.index, LANES), 4 * q + w), BLOCK))
-                    builder.store(line, _vector(builder, tile, place, _WORDS), align=4)
-        return context.get_dummy_value()
-
-    n = types.intp
-    return types.void(x, n, n, n, tile, n), emit
+    with code.loop(count) as loop:
+        for q in range(4):  # words 4q to 4q + 3
+            rows = [code.sum(at, code.times(step, t), code.times(loop.index, WIDTH), 8 * q) for t in range(LANES)]
+            parts = [code.read(x, row, ir.VectorType(WORD, 4)) for row in rows]
+            held = []
+            for i in range(4):  # group l of 4 lanes: token 4l + i
+                halves = [code.shuffled(parts[i + 8 * h], parts[i + 8 * h + 4], list(range(8))) for h in (0, 1)]
+                held.append(code.shuffled(*halves, list(range(16))))
+            mixed = [code.shuffled(held[i], held[i + 1], side) for i in (0, 2) for side in _in_four(1)]
+            found = [code.shuffled(mixed[i], mixed[i + 2], side) for i in (0, 1) for side in _in_four(2)]
+            for w, line in enumerate(found):
+                row = code.sum(code.times(loop.index, LANES), 4 * q + w)
+                code.write(line, tile, code.sum(to, code.times(row, BLOCK)))
 
 
-@intrinsic
-def pair(typing_context: Any, x: Any, at: Any, step: Any, count: Any, tile: Any, to: Any):
+@emitted()
+def pair(code: Code, x: Any, at: Any, step: Any, count: Any, tile: Any, to: Any) -> None:
     """Write the components of rows [2, 32 count] of x to tile as words of one component each, from `to` on."""
-    _lines(x, tile)
+    with code.loop(count) as loop:
+        i = code.times(loop.index, WIDTH)
+        rows = [code.read(x, code.sum(at, i, s), ir.VectorType(_HALF, 2 * LANES)) for s in (0, step)]
+        for half in range(2):
+            lanes = [LANES * half + lane + side for lane in range(LANES) for side in (0, WIDTH)]
+            line = code.bitcast(code.shuffled(*rows, lanes), WORDS)
+            code.write(line, tile, code.sum(to, i, LANES * half))
 
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, tile = (_data(context, builder, signature.args[i], values[i]) for i in (0, 4))
-        at, step, count, to = values[1], values[2], values[3], values[5]
-        by = _Numbers(builder, at.type)
-        with by.loop(count) as loop:
-            i = by.times(loop.index, WIDTH)
-            rows = [builder.load(_vector(builder, x, by.sum(at, i, s), _HALVES), align=2) for s in (0, step)]
-            for half in range(2):
-                lanes = [LANES * half + lane + side for lane in range(LANES) for side in (0, WIDTH)]
-                line = builder.bitcast(_shuffled(builder, *rows, lanes), _WORDS)
-                builder.store(line, _vector(builder, tile, by.sum(to, i, LANES * half), _WORDS), align=4)
-        return context.get_dummy_value()
 
-    n = types.intp
-    return types.void(x, n, n, n, tile, n), emit
+# ---- Products --------------------------------------------------------------------------------------------------------
+
+
+def _paired(code: Code, total: Any, a: Any, b: Any) -> Any:
+    """Return total + the products of two vectors of words."""
+    return code.instruct("x86.avx512bf16.dpbf16ps.512", FLOATS, total, a, b)
 
 
 def _summing(fresh: bool) -> Any:
@@ -164,49 +138,33 @@ def _summing(fresh: bool) -> Any:
     x_at on, a cache line of each quarter at a step. Spread like this, prefetches do not wait for one another.
     """
 
-    @intrinsic
+    @emitted()
     def product(
-        typing_context: Any, rows: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any,
+        code: Code, rows: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any,
         factor: Any, c: Any, c_at: Any, c_step: Any, x: Any, x_at: Any, x_step: Any, quarters: Any,
-    ) -> Any:  # fmt: skip
-        _lines(a, b, c, x)
+    ) -> None:  # fmt: skip
+        def emit(count: int) -> None:
+            cells = [(row, i) for row in range(count) for i in range(VECTORS)]
+            places = {(row, i): code.sum(c_at, code.times(c_step, row), LANES * i) for row, i in cells}
+            sums = {cell: code.held(all_lanes(0) if fresh else code.read(c, places[cell])) for cell in cells}
+            with code.loop(depth) as loop:
+                line, row = code.udiv(loop.index, offset(LANES)), code.and_(loop.index, offset(LANES - 1))
+                later = code.sum(x_at, code.times(x_step, row), code.times(line, WIDTH))
+                with code.loop(quarters) as quarter:
+                    code.prefetch(x, code.sum(later, code.times(code.times(x_step, LANES), quarter.index)), 2)
+                words = code.sum(b_at, code.times(b_step, loop.index))
+                right = [code.read(b, code.sum(words, LANES * i), WORDS) for i in range(VECTORS)]
+                for row in range(count):
+                    left = code.element(a, code.sum(a_at, code.times(a_step, row), loop.index), WORDS)
+                    for i in range(VECTORS):
+                        sums[row, i].set(_paired(code, sums[row, i].get(), left, right[i]))
+            for cell, place in places.items():
+                total = sums[cell].get()
+                code.write(code.fmul(total, code.spread(factor)) if fresh else total, c, place)
 
-        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            a, b, c, x = (_data(context, builder, signature.args[i], values[i]) for i in (1, 4, 9, 12))
-            given = (a, *values[2:4]), (b, *values[5:7]), values[7:9], (c, *values[10:12]), (x, *values[13:])
-            _by_rows(builder, values[0], lambda count: _sum(builder, count, fresh, *given))
-            return context.get_dummy_value()
-
-        n = types.intp
-        return types.void(n, a, n, n, b, n, n, n, types.float32, c, n, n, x, n, n, n), emit
+        code.by_rows(rows, emit)
 
     return product
-
-
-def _sum(builder: Any, rows: int, fresh: bool, *given: Any) -> None:
-    """Emit the code of `_summing` for a number of rows."""
-    (a, a_at, a_step), (b, b_at, b_step), (depth, factor), (c, c_at, c_step), (x, x_at, x_step, quarters) = given
-    by, cells = _Numbers(builder, a_at.type), [(row, i) for row in range(rows) for i in range(VECTORS)]
-    places = {(row, i): by.sum(c_at, by.times(c_step, row), LANES * i) for row, i in cells}
-    places = {cell: _vector(builder, c, place, _FLOATS) for cell, place in places.items()}
-    first = {cell: _all(0) if fresh else builder.load(place, align=4) for cell, place in places.items()}
-    sums = {cell: cgutils.alloca_once_value(builder, value) for cell, value in first.items()}
-    with by.loop(depth) as loop:
-        sixteenth, rest = by.parts(loop.index)
-        later = by.sum(x_at, by.times(x_step, rest), by.times(sixteenth, WIDTH))
-        with by.loop(quarters) as quarter:
-            _prefetch(builder, x, by.sum(later, by.times(by.times(x_step, LANES), quarter.index)), 2)
-        line = by.sum(b_at, by.times(b_step, loop.index))
-        right = [_words(builder, b, by.sum(line, LANES * i)) for i in range(VECTORS)]
-        for row in range(rows):
-            one = by.sum(a_at, by.times(a_step, row), loop.index)
-            left = _spread(builder, builder.load(builder.gep(a, [one])), _WORDS)
-            for i in range(VECTORS):
-                held = sums[row, i]
-                builder.store(_paired(builder, builder.load(held), left, right[i]), held)
-    for cell, place in places.items():
-        total = builder.load(sums[cell])
-        builder.store(builder.fmul(total, _spread(builder, factor)) if fresh else total, place, align=4)
 
 
 products: Any = _summing(fresh=True)
@@ -227,116 +185,133 @@ def weigh(
         weighed(rows, weights, at, step, tile, i, wide, depth, one, out, to + i, wide, x, x_at + i, x_step, quarters)
 
 
-def _power(builder: Any, y: Any) -> Any:
+@emitted()
+def configure(code: Code, configuration: Any) -> None:
+    """Load CONFIGURATION on this thread."""
+    code.instruct("x86.ldtilecfg", ir.VoidType(), configuration)
+
+
+@emitted()
+def release(code: Code) -> None:
+    """Release the registers of AMX of this thread."""
+    code.instruct("x86.tilerelease", ir.VoidType())
+
+
+def _tiled(fresh: bool, tall: bool) -> Any:
+    """Return an intrinsic: C = A B if fresh, else C + A B, of A [rows, depth] and B [depth, columns]; depth in words.
+
+    tall: 2 LANES rows and columns, else LANES rows and 4 LANES columns. A and B are arrays of words, C of float32;
+    LANES divides depth.
+    """
+    cells = [(i, j) for i in range(2 if tall else 1) for j in range(2 if tall else 4)]
+
+    @emitted()
+    def product(
+        code: Code, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any, c: Any, c_at: Any,
+        c_step: Any,
+    ) -> None:  # fmt: skip
+        def instruct(name: str, *given: Any) -> None:
+            tiles = [ir.Constant(_BYTE, x) if isinstance(x, int) else x for x in given]
+            code.instruct(f"x86.{name}", ir.VoidType(), *tiles)
+
+        def load(tile: int, x: Any, place: Any, step: Any) -> None:
+            instruct("tileloadd64", tile, code.at(x, place, _BYTE), code.times(step, 4))
+
+        places = [code.sum(c_at, code.times(c_step, LANES * i), LANES * j) for i, j in cells]
+        for tile, place in zip(_C, places, strict=True):
+            instruct("tilezero", tile) if fresh else load(tile, c, place, c_step)
+        with code.loop(depth, LANES) as loop:
+            word = code.times(loop.index, LANES)
+            for i in sorted({i for i, _ in cells}):
+                load(_A[i], a, code.sum(a_at, code.times(a_step, LANES * i), word), a_step)
+            for j in sorted({j for _, j in cells}):
+                load(_B[j % 2], b, code.sum(b_at, code.times(b_step, word), LANES * j), b_step)
+                for tile, cell in zip(_C, cells, strict=True):
+                    if cell[1] == j:
+                        instruct("tdpbf16ps", tile, _A[cell[0]], _B[j % 2])
+        for tile, place in zip(_C, places, strict=True):
+            instruct("tilestored64", tile, code.at(c, place, _BYTE), code.times(c_step, 4))
+
+    return product
+
+
+tile_products, tile_sums = _tiled(fresh=True, tall=True), _tiled(fresh=False, tall=True)
+flat_products, flat_sums = _tiled(fresh=True, tall=False), _tiled(fresh=False, tall=False)
+
+
+# ---- Lines of logits -------------------------------------------------------------------------------------------------
+
+
+def _rounded(code: Code, first: Any, second: Any) -> Any:
+    """Return two vectors of float32 as one of words of bfloat16, rounded to nearest, ties to even."""
+    return code.bitcast(code.instruct("x86.avx512bf16.cvtne2ps2bf16.512", _NUMBERS, second, first), WORDS)
+
+
+def _power(code: Code, y: Any) -> Any:
     """Return 2^y to a relative error of 3e-6; NaN stays NaN, and less than 2^LEAST is 0."""
-    normal = builder.bitcast(builder.fcmp_unordered(">=", y, _all(LEAST)), ir.IntType(16))
-    n = _call(builder, f"llvm.roundeven.v{LANES}f32", _FLOATS, [y])
-    r, p = builder.fsub(y, n), _all(POWERS[0])
+    normal = code.bitcast(code.fcmp_unordered(">=", y, all_lanes(LEAST)), _HALF)
+    n = code.instruct(f"roundeven.v{LANES}f32", FLOATS, y)
+    r, p = code.fsub(y, n), all_lanes(POWERS[0])
     for coefficient in POWERS[1:]:
-        p = _fused(builder, p, r, _all(coefficient))
-    current = ir.Constant(ir.IntType(32), 4)
-    return _call(builder, "llvm.x86.avx512.mask.scalef.ps.512", _FLOATS, [p, n, _all(0), normal, current])
+        p = code.fused(p, r, all_lanes(coefficient))
+    current = ir.Constant(WORD, 4)
+    return code.instruct("x86.avx512.mask.scalef.ps.512", FLOATS, p, n, all_lanes(0), normal, current)
 
 
-@intrinsic
-def _soften(typing_context: Any, x: Any, at: Any, count: Any, top: Any, factor: Any):
-    _lines(x)
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, (at, count, top, factor) = _data(context, builder, signature.args[0], values[0]), values[1:]
-        by, binary = _Numbers(builder, at.type), _all(1 / math.log(2))
-        scale = builder.fmul(_spread(builder, factor), binary)
-        most, total = builder.fmul(_spread(builder, top), binary), cgutils.alloca_once_value(builder, _all(0))
-        with by.loop(count, WIDTH) as loop:
-            found = []
-            for half in range(2):
-                here = by.sum(at, by.times(loop.index, WIDTH), LANES * half)
-                logit = builder.load(_vector(builder, x, here, _FLOATS), align=4)
-                less = builder.fneg(most)
-                found.append(_power(builder, _fused(builder, logit, scale, less)))
-            words = _rounded(builder, *found)
-            place = _vector(builder, x, by.sum(at, by.times(loop.index, LANES)), _WORDS)
-            builder.store(words, place, align=4)
-            builder.store(_paired(builder, builder.load(total), words, ir.Constant(_WORDS, [_ONES] * LANES)), total)
-        return _reduced(builder, builder.load(total), builder.fadd)
-
-    return types.float32(x, types.intp, types.intp, types.float32, types.float32), emit
+@emitted(types.float32)
+def _soften(code: Code, x: Any, at: Any, count: Any, top: Any, factor: Any) -> Any:
+    binary, total = all_lanes(1 / math.log(2)), code.held(all_lanes(0))
+    scale, less = code.fmul(code.spread(factor), binary), code.fneg(code.fmul(code.spread(top), binary))
+    with code.loop(count, WIDTH) as loop:
+        places = [code.sum(at, code.times(loop.index, WIDTH), half) for half in (0, LANES)]
+        words = _rounded(code, *(_power(code, code.fused(code.read(x, place), scale, less)) for place in places))
+        code.write(words, x, code.sum(at, code.times(loop.index, LANES)))
+        total.set(_paired(code, total.get(), words, _ONES))
+    return code.joined(total.get(), code.fadd)
 
 
-@intrinsic
-def narrow(typing_context: Any, x: Any, at: Any, count: Any, factor: Any, words: Any):
+@emitted()
+def narrow(code: Code, x: Any, at: Any, count: Any, factor: Any, words: Any) -> None:
     """Write factor times the numbers of x, `count` from `at` on, as bfloat16 to words; WIDTH divides count."""
-    _lines(x, words)
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, words = (_data(context, builder, signature.args[i], values[i]) for i in (0, 4))
-        (at, count, factor), by = values[1:4], _Numbers(builder, values[1].type)
-        with by.loop(count, WIDTH) as loop:
-            places = [by.sum(at, by.times(loop.index, WIDTH), LANES * half) for half in range(2)]
-            found = [builder.load(_vector(builder, x, place, _FLOATS), align=4) for place in places]
-            found = [builder.fmul(line, _spread(builder, factor)) for line in found]
-            place = _vector(builder, words, by.times(loop.index, LANES), _WORDS)
-            builder.store(_rounded(builder, *found), place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(x, types.intp, types.intp, types.float32, words), emit
+    with code.loop(count, WIDTH) as loop:
+        places = [code.sum(at, code.times(loop.index, WIDTH), half) for half in (0, LANES)]
+        found = [code.fmul(code.read(x, place), code.spread(factor)) for place in places]
+        code.write(_rounded(code, *found), words, code.times(loop.index, LANES))
 
 
-@intrinsic
-def _largest(typing_context: Any, x: Any, at: Any, count: Any):
-    _lines(x)
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, (at, count) = _data(context, builder, signature.args[0], values[0]), values[1:]
-        by = _Numbers(builder, at.type)
-
-        def join(first: Any, second: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(">", second, first), second, first)
-
-        most = [cgutils.alloca_once_value(builder, _all(-math.inf)) for _ in range(VECTORS)]
-        with by.loop(count, BLOCK) as loop:
-            for i, held in enumerate(most):
-                here = by.sum(at, by.times(loop.index, BLOCK), LANES * i)
-                line = builder.load(_vector(builder, x, here, _FLOATS), align=4)
-                builder.store(join(builder.load(held), line), held)
-        return _reduced(builder, functools.reduce(join, [builder.load(held) for held in most]), join)
-
-    return types.float32(x, types.intp, types.intp), emit
+def _larger(code: Code, a: Any, b: Any) -> Any:
+    """Return the larger numbers of two vectors; those of `a` where b is NaN."""
+    return code.select(code.fcmp_ordered(">", b, a), b, a)
 
 
-@intrinsic
+@emitted(types.float32)
+def _largest(code: Code, x: Any, at: Any, count: Any) -> Any:
+    most = [code.held(all_lanes(-math.inf)) for _ in range(VECTORS)]
+    with code.loop(count, BLOCK) as loop:
+        for i, held in enumerate(most):
+            line = code.read(x, code.sum(at, code.times(loop.index, BLOCK), LANES * i))
+            held.set(_larger(code, held.get(), line))
+    join = functools.partial(_larger, code)
+    return code.joined(functools.reduce(join, [held.get() for held in most]), join)
+
+
+@emitted()
 def raised(
-    typing_context: Any, x: Any, step: Any, lines: Any, count: Any, factor: Any, less: Any, first: Any, best: Any
-):
+    code: Code, x: Any, step: Any, lines: Any, count: Any, factor: Any, less: Any, first: Any, best: Any
+) -> None:
     """Raise best [count] to the largest of factor x - less over `lines` lines, `step` apart, and each LANES numbers.
 
     less [first + lines] has a number for each line. NaN does not count.
     """
-    _lines(x, less, best)
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, less, best = (_data(context, builder, signature.args[i], values[i]) for i in (0, 5, 7))
-        step, lines, count, factor, first = values[1], values[2], values[3], values[4], values[6]
-        by, scale = _Numbers(builder, step.type), _spread(builder, factor)
-
-        def join(a: Any, b: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(">", b, a), b, a)
-
-        with by.loop(count) as loop:
-            most = cgutils.alloca_once_value(builder, _all(-math.inf))
-            builder.store(_all(-math.inf), most)
-            with by.loop(lines) as line:
-                here = by.sum(by.times(step, line.index), by.times(loop.index, LANES))
-                number = builder.load(builder.gep(less, [by.sum(first, line.index)]))
-                numbers = builder.load(_vector(builder, x, here, _FLOATS), align=4)
-                score = _fused(builder, numbers, scale, builder.fneg(_spread(builder, number)))
-                builder.store(join(builder.load(most), score), most)
-            found, place = _reduced(builder, builder.load(most), join), builder.gep(best, [loop.index])
-            builder.store(join(builder.load(place), found), place)
-        return context.get_dummy_value()
-
-    n = types.intp
-    return types.void(x, n, n, n, types.float32, less, n, best), emit
+    scale, join = code.spread(factor), functools.partial(_larger, code)
+    with code.loop(count) as loop:
+        most = code.held(all_lanes(-math.inf))
+        with code.loop(lines) as line:
+            place = code.sum(code.times(step, line.index), code.times(loop.index, LANES))
+            number = code.fneg(code.element(less, code.sum(first, line.index)))
+            most.set(join(most.get(), code.fused(code.read(x, place), scale, number)))
+        found, place = code.joined(most.get(), join), code.gep(best, [loop.index])
+        code.store(join(code.load(place), found), place)
 
 
 # Functions of their own, not inlined by numba: fastmath of a caller would change the order of sums.

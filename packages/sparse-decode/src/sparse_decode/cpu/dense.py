@@ -1,11 +1,12 @@
-"""Dense softmax attention of decode steps on the CPU: each key and value is read once, for all heads that share it.
+"""Dense softmax attention on the CPU: of decode steps, and of prompts, which may read a fraction of the tokens.
 
     out_h = sum_{j visible} exp(l_j) v_j / (exp(s_h) + sum_{j visible} exp(l_j)),  l_j = scaling q_h . k_j, soft-capped
 
     q [B, Hq, R, D]   k, v [B, Hkv, N, D]   an interval for each row   out [B, R, Hq, Dv]
 
-The equation is that of `sparse_decode.attend` with all visible tokens selected, without a list of indices. torch's own
-attention repeats the keys for each query head, or uses too few threads for so few rows.
+The equation is that of `sparse_decode.attend` with all visible tokens selected, without a list of indices. For few rows
+each key and value is read once, for all heads that share it: torch's own attention repeats the keys for each query
+head, or uses too few threads. For many rows products take most of the time, not reading keys.
 """
 
 # Some methods of torch have no types.
@@ -20,11 +21,11 @@ from hashcore.cpu.threads import compiled
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_decode.cpu import bfloat_kernels, dense_kernels
-from sparse_decode.cpu.bfloat_lanes import BLOCK, supported
+from sparse_decode.cpu import bfloat_kernels, dense_kernels, prompt_kernels
+from sparse_decode.cpu.bfloat_lanes import BLOCK, CONFIGURATION, granted, supported
 from sparse_decode.cpu.kernel_threads import run
 from sparse_decode.cpu.lanes import LANES, WIDTH
-from sparse_decode.inputs import KINDS, LIKE
+from sparse_decode.inputs import KINDS, LIKE, reach
 from sparse_decode.intervals import causal
 
 
@@ -54,17 +55,57 @@ def attend_all(
     lines, step = (batch, hkv, -(-n // part), n_rows * group), BLOCK if paired else WIDTH
     sums, stats = np.empty((*lines, -(-dim_v // step) * step), np.float32), np.empty((*lines, 2), np.float32)
     out = np.empty((batch, n_rows, hkv, group, dim_v), np.float32)
-    limit = np.full((hkv, group), -np.inf, np.float32)
-    if sinks is not None:
-        limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
-    (k_address, k_reach, k_at), (v_address, v_reach, v_at) = place(k), place(v)
-    where = k_address, k_reach, (*k_at, dim), v_address, v_reach, (*v_at, dim_v), LIKE[k.element_size()]
+    where = *_place(k), *_place(v), LIKE[k.element_size()]
     kind = 0 if paired else KINDS[k.dtype]  # of the order of components in sums
     factors = np.float32(scaling), np.float32(softcap or 0), *(() if paired else (kind,))
     work = batch * hq * n_rows * n * (dim + dim_v)
     run(kernels.tasks, math.prod(lines[:3]), work, queries, *where, bounds.numpy(), *factors, sums, stats)
-    compiled(dense_kernels.combine)(0, batch, sums, stats, limit, out, kind)
+    compiled(dense_kernels.combine)(0, batch, sums, stats, _of_heads(sinks, hkv, group), out, kind)
     return torch.from_numpy(out.reshape(batch, n_rows, hq, dim_v)).to(q.dtype)
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, interval: Tensor | None = None, *,
+    softcap: float | None = None, sinks: Tensor | None = None, fraction: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend to all visible tokens, for any number of rows, or to a fraction of them.
+
+    Args, returns and source: those of `attend_all`. In bfloat16, if the processor has AVX512_BF16, keys and values are
+    laid out once for all rows; otherwise, rows go through `attend_all` in blocks, whatever the fraction.
+    fraction: of the tokens before the recent ones, that a block of rows reads (see prompt_kernels.py); None: all.
+    """
+    (batch, hq, rows, dim), (hkv, n), dim_v = q.shape, k.shape[1:3], v.shape[3]
+    bounds = causal(batch, rows, n, q.device) if interval is None else interval.expand(batch, -1, -1)
+    if q.dtype != torch.bfloat16 or not supported() or not scaling > 0:
+        return torch.cat([_block(q, k, v, scaling, bounds, r, softcap, sinks) for r in range(0, rows, BLOCK)], 1)
+    seen = torch.stack([bounds[..., 0].amin(1), bounds[..., 1].amax(1)], 1).clamp(0, n).numpy()
+    out, group = torch.empty(batch, rows, hq, dim_v, dtype=q.dtype), hq // hkv
+    laid_out = _laid_out(k, seen, True), _laid_out(v, seen, False)
+    each = max(1, prompt_kernels.LINES // group) if fraction is None else prompt_kernels.ROWS
+    how = () if fraction is None else (np.float32(fraction),), np.float32(scaling), np.float32(softcap or 0)
+    tasks, work = batch * hkv * -(-rows // each), batch * hq * rows * n * (dim + dim_v)
+    given = *_place(q), LIKE[2], *laid_out, bounds.contiguous().numpy(), each, *how, _of_heads(sinks, hkv, group)
+    run(
+        prompt_kernels.attend,
+        tasks,
+        work,
+        granted(),
+        CONFIGURATION,
+        *given,
+        out.view(torch.int16).numpy().view(np.uint16),
+    )
+    return out
+
+
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, bounds: Tensor, first: int, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attend for BLOCK rows from `first` on, to the part of the tokens that they see."""
+    own = bounds[:, first : first + BLOCK]
+    low, high = int(own[..., 0].min()), max(int(own[..., 1].max()), int(own[..., 0].min()) + 1)
+    part = k[:, :, low:high], v[:, :, low:high]
+    return attend_all(q[:, :, first : first + BLOCK], *part, scaling, own - low, softcap=softcap, sinks=sinks)
 
 
 def _queries(q: Tensor, hkv: int, paired: bool) -> NDArray[Any]:
@@ -82,8 +123,23 @@ def _queries(q: Tensor, hkv: int, paired: bool) -> NDArray[Any]:
     return queries.reshape(batch, hkv, n_rows * group, -1)
 
 
-def place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    """Return the address of x [B, Hkv, N, D], its extent in elements, and its strides and sizes."""
-    (batch, heads, tokens, width), (row, head, token, component) = x.shape, x.stride()
-    extent = 1 + (batch - 1) * row + (heads - 1) * head + (tokens - 1) * token + (width - 1) * component
-    return x.data_ptr(), extent, (row, head, token, heads, tokens)
+def _laid_out(x: Tensor, seen: NDArray[np.int64], turned: bool) -> NDArray[np.uint32]:
+    """Return x [B, H, N, D] as the kernel of prompts reads it: [B, H, blocks, words of a block]."""
+    batch, heads, n, width = x.shape
+    step, lines = WIDTH if turned else BLOCK, (batch, heads, -(-n // BLOCK))
+    make = torch.zeros if width % step else torch.empty
+    out = make(*lines, -(-width // step) * step * BLOCK // 2, dtype=torch.int32).numpy().view(np.uint32)
+    run(prompt_kernels.lay_out, math.prod(lines), x.numel() * 16, *_place(x), LIKE[2], seen, turned, out)
+    return out
+
+
+def _place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    """Return the address of x [B, H, N, D], its extent in elements, and its first three strides and last sizes."""
+    return x.data_ptr(), reach(x), (*x.stride()[:3], *x.shape[1:])
+
+
+def _of_heads(sinks: Tensor | None, hkv: int, group: int) -> NDArray[np.float32]:
+    """Return the sink of each query head, [Hkv, G], -inf without learned sinks."""
+    if sinks is None:
+        return np.full((hkv, group), -np.inf, np.float32)
+    return np.ascontiguousarray(sinks.detach().float().numpy().reshape(hkv, group))

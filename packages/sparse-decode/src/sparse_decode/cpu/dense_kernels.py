@@ -28,8 +28,7 @@ from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.attend_kernels import _fetch, _widen
-from sparse_decode.cpu.lanes import TOKENS, WIDTH, dot, place, weigh
-from sparse_decode.cpu.softmax import cap, exponentials, extent, greatest, hide
+from sparse_decode.cpu.lanes import TOKENS, WIDTH, cap, dot, exponentials, extent, greatest, hide, place, weigh
 
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after

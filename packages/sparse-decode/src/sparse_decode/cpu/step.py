@@ -14,9 +14,8 @@ from torch import Tensor
 
 from sparse_decode.cpu import encode, step_kernels
 from sparse_decode.cpu.step_kernels import FORM
-from sparse_decode.hashers import PerHead
-from sparse_decode.inputs import KINDS, Inputs, reach
-from sparse_decode.select import HashSelector
+from sparse_decode.inputs import KINDS, LIKE, Inputs, reach
+from sparse_decode.select import HashSelector, PerHead
 
 Fitted = tuple[Tensor, Tensor] | None
 """What `Coefficients.on` returns; None without a remainder."""
@@ -142,7 +141,9 @@ class CpuStep:
         used = np.zeros(tasks, np.int64)
         shared = block.spans, block.reads, np.empty((grown, most), np.int64), np.zeros(tasks, np.int64), used
         factors = np.float32(scaling), np.float32(softcap or 0)
-        wrong = threads.run(step_kernels.tasks, steps, workers, (form.values, call, *factors, *shared))
+        wrong = threads.run(
+            step_kernels.tasks, steps, workers, (form.values, call, LIKE[k.element_size()], *factors, *shared)
+        )
         del keep
         if given is not None and any(wrong):
             raise ValueError(f"indices must be below N = {block.end}, got {int(given.indices.max())}")
@@ -196,7 +197,7 @@ class CpuStep:
             found |= _of_hasher(hashes)
         if left_out is not None:
             found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), left_out, strict=True)}
-        found |= step_kernels.addresses(KINDS[q.dtype], hashes is not None)
+        found |= {} if hashes is None else step_kernels.addresses()
         bits = found.get("BITS", 0) * found.get("PLANES", 0)
         return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), bits, left_out, hashes)
 

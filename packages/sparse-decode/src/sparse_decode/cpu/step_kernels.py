@@ -1,8 +1,8 @@
 """Rows of one layer on the CPU in one call: hash, search, sum, attend, for each (row, set of query heads).
 
-What a caller has already, a selection or means, is not computed. Hashing, searching and attending are kernels of their
-own, called at their addresses: one call saves Python's, which take microseconds each once the other layers of the model
-have evicted the CPU's caches.
+What a caller has already, a selection or means, is not computed. Hashing, searching and attending are parts of
+it, or kernels of their own, called at their addresses: one call saves Python's, which take microseconds each once the
+other layers of the model have evicted the CPU's caches.
 """
 
 # numba is untyped.
@@ -19,7 +19,6 @@ from numba import types
 
 from sparse_decode.cpu import attend_kernels, encode
 from sparse_decode.cpu.attend_kernels import _widen
-from sparse_decode.cpu.sums_kernels import means
 
 FORM = (
     *("SETS", "GROUP", "SHARE", "DIM", "DIM_V", "KIND", "BITS", "PLANES", "COORDINATES", "SPREAD", "QUERY_HIDDEN"),
@@ -27,14 +26,14 @@ FORM = (
     *(f"{name}_{step}" for name in ("Q", "K", "V", "CODE") for step in ("BATCH", "HEAD", "TOKEN")),
     *(f"QUERY_{name.upper()}" for name in encode.NAMES),
     *(f"KEY_{name.upper()}" for name in encode.NAMES),
-    *("COORDINATE", "POWER", "LIMIT", "COEFFICIENTS", "SLOPES", "SEARCH", "HASH", "ATTEND"),
+    *("COORDINATE", "POWER", "LIMIT", "COEFFICIENTS", "SLOPES", "SEARCH", "HASH"),
 )
 """Names of the int64 arguments that are constant over steps, in order: sizes, strides in elements, addresses."""
 (
     SETS, GROUP, SHARE, DIM, DIM_V, KIND, BITS, PLANES, COORDINATES, SPREAD, QUERY_HIDDEN, KEY_HIDDEN, SINK, RECENT,
     REMAINDER, Q_BATCH, Q_HEAD, Q_TOKEN, K_BATCH, K_HEAD, K_TOKEN, V_BATCH, V_HEAD, V_TOKEN, CODE_BATCH, CODE_HEAD,
     CODE_TOKEN, QUERY_R, _QUERY_W1, _QUERY_B1, _QUERY_W2, _QUERY_B2, KEY_R, _KEY_W1, _KEY_B1, _KEY_W2, _KEY_B2,
-    COORDINATE, POWER, LIMIT, COEFFICIENTS, SLOPES, SEARCH, HASH, ATTEND,
+    COORDINATE, POWER, LIMIT, COEFFICIENTS, SLOPES, SEARCH, HASH,
 ) = range(len(FORM))  # fmt: skip
 CALL = (
     *("ROWS", "Q_AT", "K_AT", "V_AT", "CODES_AT", "OUT_AT", "SINKS_AT", "PENDING", "SUMMED", "KEYS_AT", "VALUES_AT"),
@@ -60,31 +59,19 @@ def _of(kind: Any, ndim: int) -> types.Array:
 
 
 _WEIGHTS = _of(_F, 3)
-_STRIDES = types.UniTuple(_I, 5)
 # The arguments of the kernels that are called, which are those with which they are called elsewhere.
 _SEARCHED = (_I, _I, _of(_I, 1), _of(_I, 2), _of(_I, 1), _I, _I, _I, _I)
 _HASHED = (
     *(_I, _I, _of(_F, 4), *[_WEIGHTS] * 5, _of(types.int32, 2), _of(_F, 2), _of(_F, 2), _I, _I),
     *(_of(_F, 4), _of(types.int32, 5)),
 )
-_ATTENDED = tuple(
-    (
-        *(_of(_F, 2), _I, _I, _STRIDES, _I, _I, _STRIDES, _of(kind, 1), _of(_I, 1), _of(_I, 1), _of(_F, 2), _F, _F),
-        *(_of(_F, 1), _I, _of(_F, 2), _of(_F, 1), _of(_F, 2), _I),
-    )
-    for kind in (types.uint32, types.uint16)
-)
 _search_tasks, _hash_tasks = map(kernel_calls.caller, (_SEARCHED, _HASHED))
-_attend_whole, _attend_halves = map(kernel_calls.caller, _ATTENDED)
 
 
-def addresses(kind: int, hashes: bool) -> dict[str, int]:
+def addresses() -> dict[str, int]:
     """Return the addresses of the kernels that are called, by their names in FORM; compiles them at first use."""
-    found = {"ATTEND": kernel_calls.address(attend_kernels.attend_task, _ATTENDED[kind > 0])}
-    if not hashes:
-        return found
     searched = kernel_calls.address(search_kernels.search_tasks, _SEARCHED)
-    return found | {"SEARCH": searched, "HASH": kernel_calls.address(encode._tasks, _HASHED)}
+    return {"SEARCH": searched, "HASH": kernel_calls.address(encode._tasks, _HASHED)}
 
 
 @inner
@@ -160,6 +147,62 @@ def _select(form, call, b, s, span, low, count, q, key, code, planes, scores, in
 
 
 @inner
+def _centre(n, before, x, sums, mean, drift, far):  # pragma: no cover - compiled
+    """Write the mean of sums [D] and new tokens x [T, D], how far it moves, and the new tokens' deviations."""
+    for d in range(len(sums)):
+        total = sums[d]
+        old = total / before
+        for t in range(len(x)):
+            far[t, d] = np.float32(x[t, d] - old)
+            total += x[t, d]
+        mean[d] = np.float32(total / n)
+        drift[d] = np.float32(total / n - old)
+
+
+@inner(fastmath={"contract", "nsz"})
+def _lean(q, slope, levels, scales, n, far_k, far_v, drift_k, drift_v, out):  # pragma: no cover - compiled
+    """Add the terms in q of the equation of `_means` to out [Dv]."""
+    along = np.float32(0)
+    for d in range(len(q)):
+        weight, row = np.float32(q[d] * slope / n) * scales[d], levels[d]
+        along += q[d] * drift_k[d]
+        for i in range(len(out)):
+            out[i] += weight * np.float32(row[i])
+    along *= slope
+    for i in range(len(out)):
+        out[i] -= along * drift_v[i]
+    for t in range(len(far_k)):
+        dot = np.float32(0)
+        for d in range(len(q)):
+            dot += q[d] * far_k[t, d]
+        weight = np.float32(dot * slope / n)
+        for i in range(len(out)):
+            out[i] += weight * far_v[t, i]
+
+
+@inner
+def _means(n, k, v, keys, values, levels, scales, q, slopes, mean_key, rest):  # pragma: no cover - compiled
+    """Write the mean key [D] of n visible tokens and the values [G, Dv] of eq. 16 of query heads q [G, D].
+
+    With S the spread, m and d the means of the tokens in the sums and how far they move when the last T are added, and
+    n the number of all of them (`sparse_decode.sums`):
+
+        rest = mean v + slope / n (q S + sum over the last T of q (k - m_k) (v - m_v)) - slope (q d_k) d_v
+
+    k, v: the last tokens [T, D] and [T, Dv], which are not in the sums: keys [D], values [Dv], levels [D, Dv] and
+    scales [D].
+    """
+    far_k, far_v = np.empty(k.shape, np.float32), np.empty(v.shape, np.float32)
+    drift_k, drift_v = np.empty(len(keys), np.float32), np.empty(len(values), np.float32)
+    mean_v, before = np.empty(len(values), np.float32), max(float(n - len(k)), 1.0)
+    _centre(float(n), before, k, keys, mean_key, drift_k, far_k)
+    _centre(float(n), before, v, values, mean_v, drift_v, far_v)
+    for g in range(len(q)):
+        copy(mean_v, rest[g])
+        _lean(q[g], slopes[g], levels, scales, np.float32(n), far_k, far_v, drift_k, drift_v, rest[g])
+
+
+@inner
 def _sum(form, call, b, t, s, span, q, new_k, new_v, mean_key, rest):  # pragma: no cover - compiled
     """Write the remainder's mean key [D] and values [G, Dv] for the queries q [G, D] of a set."""
     dim, dim_v, kind, kv = form[DIM], form[DIM_V], form[KIND], s // form[SHARE]
@@ -182,35 +225,31 @@ def _sum(form, call, b, t, s, span, q, new_k, new_v, mean_key, rest):  # pragma:
     levels = numba.carray(pointer(call[LEVELS_AT] + task * dim * dim_v), (dim, dim_v), np.int8)
     scales = _floats(call[SCALES_AT] + 4 * task * dim, (dim,))
     slopes = _floats(form[SLOPES] + 4 * s * form[GROUP], (form[GROUP],))
-    means(span[2] - span[0], new_k[:new], new_v[:new], keys, values, levels, scales, q, slopes, mean_key, rest)
+    _means(span[2] - span[0], new_k[:new], new_v[:new], keys, values, levels, scales, q, slopes, mean_key, rest)
 
 
 @inner
 def _attend(
-    form, call, b, s, span, q, indices, out, scaling, softcap, sinks, table, given, whole, halves
+    form, call, b, s, span, q, indices, out, scaling, softcap, sinks, table, given, like
 ):  # pragma: no cover - compiled
     """Attend to the tokens in `indices`; given: coefficients, mean key and values of the remainder."""
     dim, dim_v, item, kv = form[DIM], form[DIM_V], 2 if form[KIND] else 4, s // form[SHARE]
-    coefficients, mean_key, rest = given
     page = b if call[TABLE_AT] == 0 else 0
     own_k = call[K_AT] + item * (page * form[K_BATCH] + kv * form[K_HEAD])
     own_v = call[V_AT] + item * (page * form[V_BATCH] + kv * form[V_HEAD])
-    reach = (span[2] - 1) * form[K_TOKEN] + dim, (span[2] - 1) * form[V_TOKEN] + dim_v
-    k_at, v_at = (0, 0, form[K_TOKEN], 1, span[2]), (0, 0, form[V_TOKEN], 1, span[2])
+    reach_k, reach_v = (span[2] - 1) * form[K_TOKEN] + dim, (span[2] - 1) * form[V_TOKEN] + dim_v
     if call[TABLE_AT]:
-        reach = call[K_REACH] - kv * form[K_HEAD], call[V_REACH] - kv * form[V_HEAD]
-        k_at = form[K_BATCH], 0, form[K_TOKEN], 1, call[PAGE]
-        v_at = form[V_BATCH], 0, form[V_TOKEN], 1, call[PAGE]
-    where = own_k, reach[0], k_at, own_v, reach[1], v_at
-    options = scaling, softcap, sinks, form[KIND], coefficients, mean_key, rest, span[2] - span[0]
-    if form[KIND] == 0:
-        return _attend_whole(form[ATTEND], (q, *where, whole, table, indices, out, *options))
-    return _attend_halves(form[ATTEND], (q, *where, halves, table, indices, out, *options))
+        reach_k, reach_v = call[K_REACH] - kv * form[K_HEAD], call[V_REACH] - kv * form[V_HEAD]
+    k = numba.carray(pointer(own_k), reach_k, like.dtype)
+    v = numba.carray(pointer(own_v), reach_v, like.dtype)
+    k_at, v_at = (form[K_BATCH], form[K_TOKEN], call[PAGE]), (form[V_BATCH], form[V_TOKEN], call[PAGE])
+    options = scaling, softcap, sinks, form[KIND], *given, span[2] - span[0]
+    attend_kernels.attend(q, k, k_at, v, v_at, table, indices, out, *options)
 
 
 def tasks(
-    first: int, last: int, form: Any, call: Any, scaling: Any, softcap: Any, spans: Any, reads: Any, selected: Any,
-    ready: Any, used: Any,
+    first: int, last: int, form: Any, call: Any, like: Any, scaling: Any, softcap: Any, spans: Any, reads: Any,
+    selected: Any, ready: Any, used: Any,
 ) -> int:  # pragma: no cover - compiled  # fmt: skip
     """Run tasks [first, last) of T, for T rows and sets, or of 2 T without a given selection.
 
@@ -218,7 +257,7 @@ def tasks(
     for the same time. No task waits for another: one that attends before its selection is ready selects itself.
 
     Args:
-        form, call: int64, in the order of FORM and CALL.
+        form, call: int64, in the order of FORM and CALL. like: an array of words as wide as those of keys and values.
         spans: for each row the start and end of what it sees, with where the always-read last tokens begin between
             them: int64 [R, 3].
         reads: numbers of tokens that sets read, int64 [R or 1, SETS or 1]; without a given selection.
@@ -239,7 +278,6 @@ def tasks(
     new_k, new_v = np.empty((new, dim), np.float32), np.empty((new, dim_v), np.float32)
     mean_key, rest = np.zeros(dim, np.float32), np.zeros((group, dim_v), np.float32)
     sinks = np.full(group, np.float32(-np.inf), np.float32)
-    whole, halves = np.empty(0, np.uint32), np.empty(0, np.uint16)
     wrong = 0
     for step in range(first, last):
         task = step % count_tasks
@@ -288,7 +326,5 @@ def tasks(
             _sum(form, call, b, t, s, span, queries, new_k, new_v, mean_key, rest)
         table = numba.carray(pointer(call[TABLE_AT] + 8 * b * call[PAGES]), (call[PAGES],), np.int64)
         means_given = coefficients, mean_key, rest
-        _attend(
-            form, call, b, s, span, queries, indices, out, scaling, softcap, sinks, table, means_given, whole, halves
-        )
+        _attend(form, call, b, s, span, queries, indices, out, scaling, softcap, sinks, table, means_given, like)
     return wrong

@@ -110,7 +110,7 @@ def fits(layer: LayerHasher, x: Tensor) -> bool:
 
 
 def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
-    """Hash keys [B, Hkv, T, D] into codes int32 [B, H, N, W] of `code_shape`, as `hash_keys`."""
+    """Hash keys [B, Hkv, T, D] into codes int32 [B, H, N, W] of `code_shape`, from token `at` on."""
     known = placed.get(id(layer)) or found_in(layer)
     OPERATORS.hash_keys(k, known.key, known.digits, codes, at)
 
@@ -133,33 +133,6 @@ def step(
     how = known.hows[per_query_head]
     found = OPERATORS.hash_step(k, known.key, q, known.query, known.digits, codes, *how)
     return found, known.planes[per_query_head]
-
-
-def hash_keys(
-    x: Tensor, weights: Tensors, digits: Tensors, codes: Tensor, at: Tensor | None = None, run: Run | None = None
-) -> None:
-    """Hash x [B, Hkv, T, D], not empty, into codes int32 [B, H, N, W].
-
-    Args:
-        weights: see `encode_weights.NAMES`, without gaps.
-        digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
-        codes: their words must be contiguous (stride 1). With more heads than the functions, each code is written to
-            as many; with fewer, the codes of several functions lie side by side.
-        at: the token to start at, int64 []; None: the first.
-    """
-    _hash((x, side_of(weights, digits), codes, at), None, run)
-
-
-def hash_queries(x: Tensor, weights: Tensors, digits: Tensors, how: How, run: Run | None = None) -> Tensor:
-    """Hash x [B, Hq, T, D], not empty, to planes int32 of shape `planes_shape(x, how)`. Args: as `hash_keys`."""
-    return _hash(None, (x, side_of(weights, digits), how), run)
-
-
-def hash_step(
-    k: Tensor, of_k: Tensors, q: Tensor, of_q: Tensors, digits: Tensors, codes: Tensor, how: How, run: Run | None = None
-) -> Tensor:
-    """Do both in one launch: keys k [B, Hkv, T, D] into all of `codes`, and queries q [B, Hq, T, D] to planes."""
-    return _hash((k, side_of(of_k, digits), codes, None), (q, side_of(of_q, digits), how), run)
 
 
 class _Call(NamedTuple):
@@ -186,31 +159,46 @@ _Keys = tuple[Tensor, Side, Tensor, Tensor | None]
 _Queries = tuple[Tensor, Side, How]
 
 
-def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
-    """Launch one side, or both with the same number of tokens; return the planes of queries."""
-    k, of_keys, q, of_queries = None, None, None, None
-    if keys is not None:
-        k = _readable(keys[0])
-        of_keys = k.shape, keys[1].form, keys[2].shape, keys[2].stride()
-    if queries is not None:
-        q = _readable(queries[0])
-        of_queries = q.shape, queries[1].form, queries[2]
-    x = k if q is None else q
-    assert x is not None
-    form = of_keys, of_queries, x.dtype, x.device
+def hash_tokens(
+    of_keys: tuple[Tensor, Tensors, Tensor, Tensor | None] | None, of_queries: tuple[Tensor, Tensors, How] | None,
+    digits: Tensors, run: Run | None = None,
+) -> Any:  # fmt: skip
+    """Hash keys or queries, or both with the same number of tokens, none of them empty, in one launch.
+
+    Args:
+        of_keys: k [B, Hkv, T, D], weights, codes int32 [B, H, N, W] to write to, and the token to start at, int64 [];
+            None: the first. Weights are without gaps, see `encode_weights.NAMES`. The words of a code must be
+            contiguous (stride 1). With more heads of codes than functions, each code is written to as many; with fewer,
+            the codes of several functions lie side by side.
+        of_queries: q [B, Hq, T, D], weights, and how planes come from them.
+        digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
+    Returns: planes of the queries, int32 of shape `planes_shape(q, how)`.
+    """
+    keys = queries = form_of_keys = form_of_queries = found = None
+    if of_keys is not None:
+        k, weights, codes, at = of_keys
+        keys = _readable(k), side_of(weights, digits), codes, at
+        form_of_keys = k.shape, keys[1].form, codes.shape, codes.stride()
+    if of_queries is not None:
+        q, weights, how = of_queries
+        queries = _readable(q), side_of(weights, digits), how
+        form_of_queries = q.shape, queries[1].form, how
+    x = keys[0] if queries is None else queries[0]  # pyright: ignore[reportOptionalSubscript]
+    form = form_of_keys, form_of_queries, x.dtype, x.device
     call = _calls.found.get(form)
     call = call or _calls.keep(form, _prepare(keys, queries))
-    found = None
-    if keys is not None and k is not None:
-        to, (codes, at) = call.codes, keys[2:]
+    if keys is not None:
+        k, side, codes, at = keys
+        to = call.codes
         call.k.value, to.words, to.at = k.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
         call.key_rows.batch, call.key_rows.head, call.key_rows.token, _ = k.stride()
-        call.of_keys[:], call.digits[:] = keys[1].functions, keys[1].described
-    if queries is not None and q is not None:
+        call.of_keys[:], call.digits[:] = side.functions, side.described
+    if queries is not None:
+        q, side, _ = queries
         found, planes = torch.empty_like(call.like), call.planes
         call.q.value, planes.words = q.data_ptr(), found.data_ptr()
         call.query_rows.batch, call.query_rows.head, call.query_rows.token, _ = q.stride()
-        call.of_queries[:], call.digits[:] = queries[1].functions, queries[1].described
+        call.of_queries[:], call.digits[:] = side.functions, side.described
         if call.words:
             planes.tickets = address = zeroed(call.words, x.device).address
             planes.numbers = address + 4 * TICKETS
@@ -280,16 +268,18 @@ _HOW = "int bits, int group, int planes, int join"
 operator(
     "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at) -> ()",
     lambda *_: None,
-    cuda=hash_keys,
+    cuda=lambda x, weights, digits, codes, at: hash_tokens((x, weights, codes, at), None, digits),
 )
 operator(
     f"hash_queries(Tensor x, Tensor[] weights, Tensor[] digits, {_HOW}) -> Tensor",
     lambda x, weights, digits, *how: _empty_planes(x, How(*how)),
-    cuda=lambda x, weights, digits, *how: hash_queries(x, weights, digits, How(*how)),
+    cuda=lambda x, weights, digits, *how: hash_tokens(None, (x, weights, How(*how)), digits),
 )
 operator(
     "hash_step(Tensor k, Tensor[] key_weights, Tensor q, Tensor[] query_weights, Tensor[] digits, "
     f"Tensor(a!) codes, {_HOW}) -> Tensor",
     lambda k, of_keys, q, of_queries, digits, codes, *how: _empty_planes(q, How(*how)),
-    cuda=lambda k, of_k, q, of_q, digits, codes, *how: hash_step(k, of_k, q, of_q, digits, codes, How(*how)),
+    cuda=lambda k, of_k, q, of_q, digits, codes, *how: hash_tokens(
+        (k, of_k, codes, None), (q, of_q, How(*how)), digits
+    ),
 )

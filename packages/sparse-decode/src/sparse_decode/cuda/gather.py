@@ -1,9 +1,11 @@
 """Attention over selected tokens on CUDA: prepares the two launches of kernels/gather.cu."""
 
 import ctypes
+import functools
 import itertools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,27 +71,16 @@ def macros(
 
 def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
     """Raise ValueError if the kernel does not support these tensors."""
-    _check_form(q, k, v, indices)
+    require(torch.device("cuda"), q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
     for name, x in (("keys", k), ("values", v)):
         if q.is_cuda and not (x.is_cuda or x.is_pinned()):
             raise ValueError(f"{name} in host memory must be pinned for CUDA to read them; call .pin_memory()")
-        if x.data_ptr() % 16:
-            raise _misplaced(name, x)
-
-
-def _check_form(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
-    """Run the part of `check` that depends on shapes, strides and dtypes only."""
-    require(torch.device("cuda"), q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
-    for name, x in (("keys", k), ("values", v)):
-        if any(step % 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1):
-            raise _misplaced(name, x)
-
-
-def _misplaced(name: str, x: Tensor) -> ValueError:
-    return ValueError(
-        f"rows of {name} on CUDA must be aligned to 16 bytes, got strides {x.stride()} and an address that is "
-        f"{x.data_ptr() % 16} modulo 16; call .clone()"
-    )
+        odd = any(step % 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
+        if odd or x.data_ptr() % 16:
+            raise ValueError(
+                f"rows of {name} on CUDA must be aligned to 16 bytes, got strides {x.stride()} and an address that is "
+                f"{x.data_ptr() % 16} modulo 16; call .clone()"
+            )
 
 
 def gather(
@@ -111,23 +102,45 @@ def gather(
     Returns: [B, Q, Hq, Dv]. Indices outside [0, N) are unused. Weights are rounded to q's dtype before they multiply
         values; sums are float32.
     """
-    device, left_out = q.device, (coefficients, mean_keys, values, visible)
-    if q.is_cuda and not (k.is_cuda and v.is_cuda):
-        check(q, k, v, indices)  # shapes do not tell whether host memory is pinned
-    more = sinks is None, coefficients is None, None if always is None else always.shape
-    tables = None if blocks is None else page_tables(blocks, (q.shape[0],))
-    how = scaling, softcap, sink, recent, more, None if tables is None else (tables.blocks.shape[-1], tables.width)
-    form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
+    device, strides, tables = q.device, (k.stride(), v.stride()), None
+    places = k.data_ptr() | v.data_ptr() | 2 * functools.reduce(or_, (*strides[0][:3], *strides[1][:3]))
+    if places % 16 or (q.is_cuda and not (k.is_cuda and v.is_cuda)):
+        check(q, k, v, indices)
+    n, width, kind = v.shape[2], indices.shape[3], (k.shape[1], k.shape[3])
+    if blocks is not None:
+        tables, kind = page_tables(blocks, (q.shape[0],)), k.shape
+        n *= tables.blocks.shape[-1]
+    sink, recent = (min(sink, n), min(recent, n - min(sink, n))) if always is None else (always.shape[1], 0)
+    if not sink + width + recent or not q.numel() or not n:
+        check(q, k, v, indices)
+        return _empty(q, k, v).zero_()
+    tasks = q.shape[0] * indices.shape[1] * q.shape[2]
+    slots, splits = split(tasks, sink + width + recent, _sm_count(device), _per_sm(q, k, v, indices))
+    options = scaling, softcap, sinks is None, coefficients is None, always is None
+    paged = None if tables is None else (tables.blocks.shape[-1], tables.width)
+    form = q.shape, kind, v.shape[3], indices.shape[1], splits, q.dtype, device, options, paged
     call = _calls.found.get(form)
-    if call is None:
-        given = (q, k, v, indices), (sink, recent), always, scaling, softcap, sinks is None and coefficients is None
-        call = _renewed(form, *given) if tables is None else _calls.keep(form, _prepare(*given, tables))
-    out = torch.empty_like(call.like)
-    if call.launches is None:
-        return out.zero_()
-    held = _place(call, (q, k, v, indices), out, (sinks, left_out, always))
+    call = call or _calls.keep(form, _prepare((q, k, v, indices), n, (tasks, splits), options, tables))
+    out, shape = torch.empty_like(call.like), call.shape
+    shape.tokens, shape.width, shape.slots, shape.sink, shape.recent = n, width, slots, sink, recent
+    for rows, steps in zip(call.strides, strides, strict=True):
+        rows.batch, rows.head, rows.token, _ = steps
+    q, indices, at = q.contiguous(), indices.contiguous(), call.at
+    at.q.value, at.k.value, at.v.value, at.indices.value = (x.data_ptr() for x in (q, k, v, indices))
+    at.out.value, address = out.data_ptr(), scratch(call.words, device).address
+    if at.sums.value != address:
+        at.sums.value, at.stats.value, at.counts.value = address, address + call.stats, address + call.counts
+        at.lse.value = address + call.unused
     if tables is not None:
         call.pages.table = tables.blocks.data_ptr()
+    held: list[Tensor | None] = []
+    if not all(options[2:]):
+        held = [None if x is None else x.contiguous() for x in (coefficients, mean_keys, values, visible, always)]
+        held.append(None if sinks is None else sinks.float().contiguous())
+        of_rest = at.left_out
+        of_rest.coefficients, of_rest.mean_keys, of_rest.values, of_rest.visible, at.always.value, at.sinks.value = (
+            None if x is None else x.data_ptr() for x in held
+        )
     (launch.run if run is None else run)(call.launches, device, KERNELS)
     del held  # kept until the launches are in the stream; from here on the allocator may reuse them
     return out
@@ -139,7 +152,7 @@ _Arguments = namedtuple("_Arguments", (*_ADDRESSES, "left_out"))
 
 
 class _Call(NamedTuple):
-    """Prepared launches for one set of shapes, strides and options."""
+    """Prepared launches for one set of shapes and options; each call sets sizes, strides and addresses."""
 
     at: _Arguments
     like: Tensor  # the result; `empty_like` takes less time than `new_empty`
@@ -147,78 +160,34 @@ class _Call(NamedTuple):
     counts: int
     unused: int
     words: int  # of scratch memory, including that of searches
-    alone: bool  # no sinks, no remainder, and no list of tokens that are always read
-    launches: Kept | None  # None: there is nothing to read
+    launches: Kept
     shape: Shape
     strides: tuple[Rows, Rows]
     pages: Pages
-
-    def resize(self, given: Given, ends: Sequence[int], always: Tensor | None) -> bool:
-        """Adapt the launches to a new number of tokens; False if their grids would have to change."""
-        _check_form(*given)
-        q, k, v, indices = given
-        n, width, shape = v.shape[2], indices.shape[3], self.shape
-        sink, recent = _ends(ends, always, n)
-        if self.launches is None or not sink + width + recent:
-            return False
-        tasks, splits = self.launches[0].grid
-        slots, wanted = split(tasks, sink + width + recent, _sm_count(q.device), _per_sm(*given))
-        if wanted != splits:
-            return False
-        shape.tokens, shape.width, shape.slots, shape.sink, shape.recent = n, width, slots, sink, recent
-        for rows, x in zip(self.strides, (k, v), strict=True):
-            rows.batch, rows.head, rows.token = x.stride()[:3]
-        return True
-
-    def place(self, address: int) -> None:
-        """Set the address of scratch memory, if it has changed."""
-        at = self.at
-        if at.sums.value != address:
-            at.sums.value, at.stats.value, at.counts.value = address, address + self.stats, address + self.counts
-            at.lse.value = address + self.unused
 
 
 _calls: Table[_Call] = Table()
 
 
-def _renewed(form: tuple[Any, ...], *given: Any) -> _Call:
-    """Return the launches for a form: those of the previous length, updated, or new ones; given: of `_prepare`."""
-    q, k, v, indices = given[0]
-    (*lead, n, dim), value_dim = k.shape, v.shape[3]
-    kind = q.shape, *lead, dim, value_dim, indices.shape[:3], *form[6:]
-    return _calls.renew(form, kind, n, lambda made: made.resize(*given[:3]), lambda: _prepare(*given))
-
-
-def _prepare(
-    given: Given, ends: Sequence[int], always: Tensor | None, scaling: float, softcap: float | None, plain: bool,
-    tables: Tables | None = None,
-) -> _Call:  # fmt: skip
-    """Create the launches for a form; plain: without sinks and remainder."""
-    _check_form(*given)
+def _prepare(given: Given, n: int, grid: tuple[int, int], options: tuple[Any, ...], tables: Tables | None) -> _Call:
+    """Create the launches for a form, of n tokens; grid: tasks and splits."""
     q, k, v, indices = given
-    (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
-    pages = Pages()
-    if tables is not None:
-        pages, n = _pages(k, tables), n * tables.blocks.shape[1]
-    sets, width = indices.shape[1], indices.shape[3]
+    (batch, hq, queries, dim), hkv, value_dim, sets = q.shape, k.shape[1], v.shape[3], indices.shape[1]
+    group, (tasks, splits), (scaling, softcap) = hq // sets, grid, options[:2]
+    require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
+    pages = Pages() if tables is None else _pages(k, tables)
     at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
-    like = q.new_empty(batch, queries, hq, value_dim)
-    (sink, recent), rows, shape = _ends(ends, always, n), (Rows(*k.stride()[:3]), Rows(*v.stride()[:3])), Shape()
-    if not sink + width + recent or not q.shape.numel() or not n:
-        return _Call(at, like, 0, 0, 0, 0, True, None, shape, rows, pages)
-    group, tasks = hq // sets, batch * sets * queries
-    slots, splits = split(tasks, sink + width + recent, _sm_count(q.device), _per_sm(*given))
-    shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
+    rows, like = (Rows(), Rows()), q.new_empty(batch, queries, hq, value_dim)
+    shape = Shape(sets, queries, 0, group, hq // hkv, n, 0, 0, 0, scaling, softcap or 0.0)
     first = (*at[:7], *rows, shape, at.always, *(() if tables is None else (pages,)))
     counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
     second = (*at[4:7], at.sinks, at.out, at.lse, *counts, shape, at.q, at.left_out)
     defined = macros(dim, value_dim, q.dtype, tables is not None, group)
     launches = [
-        make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined, programmatic=True),
+        make_launch("gather.cu", "gather", grid, THREADS, first, defined, programmatic=True),
         make_launch("gather.cu", "combine", (tasks, group), COMBINE_THREADS, second, defined, programmatic=True),
     ]
-    scratch = _scratch_at(tasks, splits, group, value_dim)
-    return _Call(at, like, *scratch, plain and always is None, Kept(launches), shape, rows, pages)
+    return _Call(at, like, *_scratch_at(tasks, splits, group, value_dim), Kept(launches), shape, rows, pages)
 
 
 def _scratch_at(tasks: int, splits: int, group: int, value_dim: int) -> tuple[int, int, int, int]:
@@ -239,40 +208,6 @@ def _pages(k: Tensor, tables: Tables) -> Pages:
             "pages of 16 or 32"
         )
     return Pages(None, 0, tables.width, 1, size.bit_length() - 1, count - 1)
-
-
-def _ends(ends: Sequence[int], always: Tensor | None, n: int) -> tuple[int, int]:
-    """Return the numbers of slots of sink (or listed) tokens and of recent tokens."""
-    sink = min(ends[0], n)
-    return (sink, min(ends[1], n - sink)) if always is None else (always.shape[1], 0)
-
-
-def _place(call: _Call, given: Given, out: Tensor, more: tuple[Any, ...]) -> list[Tensor | None]:
-    """Set all addresses; return the tensors that were made, which must stay alive until the launch.
-
-    Args: more: sinks, the inputs of the remainder, and always.
-    """
-    q, k, v, indices = given
-    q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
-    if (keys | values) % 16:
-        check(q, k, v, indices)
-    at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
-    at.out.value = out.data_ptr()
-    call.place(scratch(call.words, q.device).address)
-    return [q, indices] if call.alone else [q, indices, *_place_more(at, *more)]
-
-
-def _place_more(
-    at: _Arguments, sinks: Tensor | None, left_out: Sequence[Tensor | None], always: Tensor | None
-) -> list[Tensor | None]:
-    """Set the addresses of the optional tensors; return the tensors, which must stay alive until the launch."""
-    sinks = None if sinks is None else sinks.float().contiguous()
-    found = [None if x is None else x.contiguous() for x in (always, *left_out)]
-    at.sinks.value, given = None if sinks is None else sinks.data_ptr(), at.left_out
-    at.always.value, given.coefficients, given.mean_keys, given.values, given.visible = (
-        None if x is None else x.data_ptr() for x in found
-    )
-    return [sinks, *found]
 
 
 def split(tasks: int, width: int, sms: int, per_sm: int = BLOCKS_PER_SM) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """The remainder's means on CUDA (`sparse_decode.sums`): one launch of kernels/moments.cu, which also adds tokens."""
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from hashcore.cuda import launch
@@ -85,11 +84,13 @@ def launch_sums(
         return results
     q, device = q.contiguous(), q.device
     interval = None if interval is None else interval.contiguous()
-    form = q.shape, q.dtype, device, k.shape, k.stride(), v.shape, v.stride()
-    call = _calls.found.get(form) or _renewed(form, q, k, v)
+    form = q.shape, q.dtype, device, k.shape[1], k.shape[3], v.shape[3]
+    call = _calls.found.get(form) or _calls.keep(form, _prepare(q, k, v))
     token, bounds, state, to = call.token, call.bounds, call.state, call.results
     token.k, token.v, token.q, token.slopes = k.data_ptr(), v.data_ptr(), q.data_ptr(), slopes.data_ptr()
-    token.summed = covered
+    token.key_batch, token.key_head, token.key_token, _ = k.stride()
+    token.value_batch, token.value_head, token.value_token, _ = v.stride()
+    token.tokens, token.summed = k.shape[2], covered
     bounds.interval, bounds.starts, bounds.summed = _at(interval), _at(starts), _at(summed)
     given = keys, values, spread, levels, scales
     state.keys, state.values, state.spread, state.levels, state.scales = (x.data_ptr() for x in given)
@@ -99,7 +100,7 @@ def launch_sums(
 
 
 class _Call(NamedTuple):
-    """A prepared launch for one set of shapes and strides; each call only sets the addresses in its arguments."""
+    """A prepared launch for one set of shapes; each call sets sizes, strides and addresses."""
 
     token: Token
     bounds: Bounds
@@ -107,33 +108,17 @@ class _Call(NamedTuple):
     results: Results
     launches: Kept
 
-    def resize(self, n: int, keys: Sequence[int], values: Sequence[int]) -> bool:
-        """Set the number of tokens and the strides, which do not change the grid; return True."""
-        token = self.token
-        token.tokens = n
-        token.key_batch, token.key_head, token.key_token = keys[:3]
-        token.value_batch, token.value_head, token.value_token = values[:3]
-        return True
-
 
 _calls: Table[_Call] = Table()
 
 
-def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> _Call:
-    """Return the launch for a form: that of the previous length, updated, or a new one."""
-    (batch, heads, n, dim), value_dim, strides = k.shape, v.shape[3], (form[4], form[6])
-    kind, group = (*form[:3], batch, heads, dim, value_dim), q.shape[1] // heads
+def _prepare(q: Tensor, k: Tensor, v: Tensor) -> _Call:
+    batch, heads, dim, value_dim, group = len(k), k.shape[1], k.shape[3], v.shape[3], q.shape[1] // k.shape[1]
     require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
-
-    def make() -> _Call:
-        arguments = Token(kv_heads=heads, group=group), Bounds(), State(), Results()
-        named = defined(dim, value_dim, q.dtype)
-        made = make_launch("moments.cu", "add_token", (batch * heads, 1), THREADS, arguments, named, programmatic=True)
-        call = _Call(*arguments, Kept([made]))
-        call.resize(n, *strides)
-        return call
-
-    return _calls.renew(form, kind, n, lambda made: made.resize(n, *strides), make)
+    arguments = Token(kv_heads=heads, group=group), Bounds(), State(), Results()
+    named = defined(dim, value_dim, q.dtype)
+    made = make_launch("moments.cu", "add_token", (batch * heads, 1), THREADS, arguments, named, programmatic=True)
+    return _Call(*arguments, Kept([made]))
 
 
 def _at(x: Tensor | None) -> int | None:
