@@ -159,7 +159,7 @@ def test_the_pieces_of_a_torn_context_see_each_other_from_afar(model):
 def test_stored_contexts_are_at_their_places(model, tmp_path):
     """Fails if the positions are dropped on the way to the model."""
     ids = [torch.arange(CONTEXT)] * 3
-    stored = capture(model, ids, tmp_path, dtype=torch.float32, reach=REACH)
+    stored = capture(model, ids, tmp_path, dtype=torch.float32, reach=REACH, torn=True)
     found = [stored.keys(number, 1)[0] for number in range(3)]
     for number, k in enumerate(found):
         wanted, _ = run_context(model, ids[number], torch.float32, where=places(number, CONTEXT, REACH, torn=True))

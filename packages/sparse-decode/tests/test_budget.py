@@ -208,8 +208,16 @@ def test_attach_divides_a_budget_as_far_as_the_hasher_has_shares(layers, heads, 
     if heads:
         with attach(model, HashSelector(QueryHeadHasher(hasher)), own) as attachment:
             assert attachment._plans[1].budget.by_head == (0.5, 0.5, 1.5, 1.5)
-    with attach(model, hasher, LayerBudget()) as attachment:
-        assert {plan.budget for plan in attachment._plans.values()} == {LayerBudget()}
+    for whole in (LayerBudget(), Budget(1.0)):  # of one layer, and of everything, nothing is divided
+        with attach(model, hasher, whole) as attachment:
+            assert {plan.budget for plan in attachment._plans.values()} == {LayerBudget.like(whole)}
+
+
+def test_a_remainder_of_another_version_is_refused():
+    hasher = SignHasher()
+    hasher.remainder = lambda layer: torch.ones(4, 6)
+    with pytest.raises(ValueError, match=re.escape("a remainder must be [query heads, 5], got [4, 6]")):
+        attach(tiny_model(), hasher)
 
 
 REFUSED = [

@@ -209,7 +209,7 @@ class HasherConfig:
             yield f"head_shares must list {wanted}, got {heads!r}"
 
     def _size_problems(self) -> Iterator[str]:
-        if self.format_version not in (WITHOUT_REMAINDER, FORMAT_VERSION):
+        if self.format_version != FORMAT_VERSION:
             yield f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or retrain"
         if self.variant in ("group-xnor", "down-proj"):
             yield f"variant {self.variant} left in hashtrain 2.0; train another, such as planes"

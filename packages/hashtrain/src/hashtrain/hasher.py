@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -99,7 +99,7 @@ class Hasher(nn.Module):
         return self.layer(layer).encode_queries(queries)
 
     def remainder(self, layer: int) -> Tensor | None:
-        """Return a layer's coefficients of eq. 15 and slope of eq. 16, float32 [Hq, 6]; None if they are not fitted."""
+        """Return a layer's coefficients of eq. 15 and slope of eq. 16, float32 [Hq, 5]; None if they are not fitted."""
         found = self.layer(layer)
         return found.remainder if found.calibrated else None
 
@@ -149,11 +149,11 @@ class Hasher(nn.Module):
         if not Path(folder).is_dir() and _HUB_ID.fullmatch(str(folder)):
             folder = _download(str(folder), revision)
         folder = Path(folder)
-        config, weights = _read_config(folder)
+        config, weights, older = _read_config(folder)
         path = folder / weights
         try:
             with open_tensors(inside(path), _REMEDY) as file:
-                _check_header(path, file, config)  # before any allocation, in case the config is wrong
+                _check_header(path, file, config, older)  # before any allocation, in case the config is wrong
                 tensors = {name: file.get_tensor(name) for name in list(file.keys())}
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing; {_REMEDY}") from error
@@ -161,9 +161,9 @@ class Hasher(nn.Module):
             raise ValueError(f"{path} is damaged: its content does not match its name; {_REMEDY}")
         if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise ValueError(f"{path} holds non-finite numbers in {broken[0]}; {_REMEDY}")
-        if config.format_version == WITHOUT_REMAINDER:
+        if older:
             _leave_remainder_out(folder, tensors)
-        hasher = cls(replace(config, format_version=FORMAT_VERSION), seed=None)
+        hasher = cls(config, seed=None)
         try:
             hasher.load_state_dict(tensors)
         except ValueError as error:
@@ -180,7 +180,7 @@ def _download(name: str, revision: str | None) -> Path:
         raise ValueError(f"no hasher {name}: there is no such folder, and none on the Hub ({lost})") from error
 
 
-def _check_header(path: Path, file: Any, config: HasherConfig) -> None:
+def _check_header(path: Path, file: Any, config: HasherConfig, older: bool) -> None:
     """Raise ValueError unless the open file's header has exactly the tensors that the config describes."""
 
     def refuse(reason: str) -> NoReturn:
@@ -193,7 +193,7 @@ def _check_header(path: Path, file: Any, config: HasherConfig) -> None:
     if len(names) != len(wanted):
         refuse(f"expected {len(wanted)} tensors, got {len(names)}")
     for name, size in wanted.items():
-        if config.format_version == WITHOUT_REMAINDER and name.endswith("remainder"):
+        if older and name.endswith("remainder"):
             size = size[0], size[1] + 1
         part = file.get_slice(name) if name in names else None
         found = None if part is None else (part.get_dtype(), *part.get_shape())
@@ -238,7 +238,7 @@ def _what_is_there(folder: Path) -> str:
 def require_own(folder: Path, base_model: str, shape: ModelShape) -> None:
     """Raise ValueError if a folder that is about to be written is a model, or a hasher of another model."""
     try:
-        found, _ = _read_config(folder)
+        found, *_ = _read_config(folder)
     except _IsModel:
         what = "a model"
     except (ValueError, OSError):
@@ -250,7 +250,8 @@ def require_own(folder: Path, base_model: str, shape: ModelShape) -> None:
     raise ValueError(f"{folder} is {what}, which would be replaced; choose another --out, or remove that folder")
 
 
-def _read_config(folder: Path) -> tuple[HasherConfig, str]:
+def _read_config(folder: Path) -> tuple[HasherConfig, str, bool]:
+    """Return a hasher's config, the name of its weights, and whether it is `WITHOUT_REMAINDER`."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"no hasher at {folder}: {_what_is_there(folder)}")
@@ -260,7 +261,9 @@ def _read_config(folder: Path) -> tuple[HasherConfig, str]:
     weights = data.pop("weights", None)
     if not isinstance(weights, str) or not _WEIGHTS.fullmatch(weights):
         raise ValueError(f"{path} names no weight file in its own folder, got {weights!r}; {_REMEDY}")
+    if older := data.get("format_version") == WITHOUT_REMAINDER:
+        data["format_version"] = FORMAT_VERSION
     try:
-        return HasherConfig.from_dict(data), weights
+        return HasherConfig.from_dict(data), weights, older
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -158,17 +158,20 @@ class Tally:
     """Tokens selected and visible so far, summed over sparse rows and query heads.
 
     Counts known to the host are Python integers; those on a device are in `tensor` there, int64 [2], and the host waits
-    for them only in `totals`. A captured step adds to them when it is replayed.
+    for them only in `totals`. A captured step adds to them when it is replayed. Steps on several streams of a device at
+    once may lose counts.
     """
 
     def __init__(self, device: torch.device | None = None):
-        self.tensor: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
+        with ordinary_tensors():  # it outlives torch modes of this call
+            self.tensor: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
         self._selected = self._visible = 0
 
     def totals(self) -> tuple[int, int]:
         """Return tokens selected and visible so far."""
-        selected, visible = cast(list[int], self.tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
-        return selected + self._selected, visible + self._visible
+        with _LOCK:
+            selected, visible = cast(list[int], self.tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
+            return selected + self._selected, visible + self._visible
 
     def reset(self) -> None:
         """Reset the counts to zero."""

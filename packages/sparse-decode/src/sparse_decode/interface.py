@@ -37,7 +37,7 @@ _OTHERS = frozenset(OTHER_STATES)
 _SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
     """What the attention function needs for one call: the sparse layer and its cache layer.
 

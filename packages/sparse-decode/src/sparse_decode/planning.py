@@ -111,7 +111,10 @@ def _budgets(
     for layer in modules:
         heads = shape.at(layer)
         sets, repeats = (heads.num_query_heads, heads.group) if per_query_head else (heads.num_kv_heads, 1)
-        if not isinstance(own := how.budget or Budget(), LayerBudget):
+        own = how.budget or Budget()
+        if own.fraction == 1:  # everything: there is nothing to divide
+            own = LayerBudget.like(own)
+        if not isinstance(own, LayerBudget):
             each = tuple(share for share in by_head[layer] for _ in range(repeats)) if by_head else ()
             fraction = min(1.0, own.fraction * (by_layer[layer] / mean if by_layer else 1.0))
             own = LayerBudget.like(own, fraction=fraction, by_head=each)

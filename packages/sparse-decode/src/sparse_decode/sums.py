@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from hashtrain.layers import REMAINDER_TERMS
 from torch import Tensor
 
 from sparse_decode.modes import ordinary_tensors
@@ -26,6 +27,11 @@ class Coefficients:
     """
 
     def __init__(self, fitted: Tensor) -> None:
+        if fitted.dim() != 2 or fitted.shape[1] != REMAINDER_TERMS:
+            raise ValueError(
+                f"a remainder must be [query heads, {REMAINDER_TERMS}], got {[*fitted.shape]}; fit it with this "
+                "version of hashtrain, or attach with remainder=False"
+            )
         self.fitted: Tensor = fitted.float().clone()
         self.placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
         """What `on` has returned, by its arguments."""

@@ -26,7 +26,6 @@ class Table(threading.local, Generic[T]):
     def __init__(self, most: int = MOST_FORMS):
         self.most = most
         self.found: dict[Any, T] = {}  # in order of creation
-        self._grown: dict[Any, Any] = {}
 
     def keep(self, form: object, made: T) -> T:
         """Cache the value for a form, and return it."""
@@ -35,26 +34,6 @@ class Table(threading.local, Generic[T]):
             del self.found[next(iter(self.found))]
         self.found[form] = made
         return made
-
-    def renew(self, form: object, kind: object, n: int, rewrite: Callable[[T], bool], make: Callable[[], T]) -> T:
-        """Reuse the value of the form with one token fewer, updated for this form; else make a new one.
-
-        A cache that grows by one token does not return to its former length, and most launches differ only in their
-        arguments.
-
-        Args:
-            kind: the part of the form that does not depend on the length; n: the length.
-            rewrite: updates the launches; returns False if they cannot be used for this form.
-            make: creates a new value.
-        """
-        former = self._grown.pop((kind, n - 1), None)
-        made = None if former is None else self.found.pop(former, None)
-        if made is None or not rewrite(made):
-            made = make()
-        while len(self._grown) >= self.most:
-            del self._grown[next(iter(self._grown))]
-        self._grown[kind, n] = form
-        return self.keep(form, made)
 
 
 class Memory(NamedTuple):

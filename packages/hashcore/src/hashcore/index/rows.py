@@ -128,11 +128,12 @@ class Rows:
         ordered = self.ids[: self.count]
         if not self.ascending or not self.count or not ids.size:
             return False
+        ids = ids.astype(np.int64, copy=False)
         span = int(ordered[-1] - ordered[0]) + 1
         if span > 4 * self.count or span > 32 * len(ids) or ids.min() < ordered[0] or ids.max() > ordered[-1]:
             return False
         table = np.zeros(span, np.bool_)
-        table[ids.astype(np.int64, copy=False) - ordered[0]] = True
+        table[ids - ordered[0]] = True
         marked[: self.count] = table if span == self.count else table[ordered - ordered[0]]
         return np.count_nonzero(marked) == np.count_nonzero(table)
 

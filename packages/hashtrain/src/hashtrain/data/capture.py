@@ -95,17 +95,19 @@ def capture(
     folder: Path,
     dtype: torch.dtype = torch.bfloat16,
     reach: int | None = None,
+    torn: bool = False,
 ) -> Capture:
     """Run the model over token contexts (int64 [T] each) and store q, k and v of every layer below `folder` as `dtype`.
 
-    Args: reach: contexts are spread over positions 0 to reach - 1, as those of training (`hashtrain.data.offsets`);
-        None: all begin at 0.
+    Args:
+        reach: contexts are spread over positions 0 to reach - 1; None: all begin at 0.
+        torn: whether every second one is torn, as those of training are (`hashtrain.data.offsets`).
     Raises: OSError, before anything is written, if the disk is too small.
     """
     stored, shape = Capture(folder, len(contexts)), ModelShape.of(model.config)
     require_disk(folder, sum(context_bytes(shape, len(ids), dtype) for ids in contexts))
     for number, ids in enumerate(contexts):
-        where = places(number, len(ids), reach, torn=True)
+        where = places(number, len(ids), reach, torn)
         capture_one(model, ids, stored.file(number), "", dtype, where=where)
     return stored
 
@@ -141,7 +143,7 @@ def context_key(
     """
     versions = [torch.__version__, transformers.__version__]
     sha = hashlib.sha256(json.dumps([weights, device, whole, *versions]).encode())
-    for numbers in (ids, torch.arange(len(ids)) if where is None else where):
+    for numbers in (ids, torch.arange(len(ids), device="cpu") if where is None else where):
         sha.update(numbers.contiguous().numpy().tobytes())
     return sha.hexdigest()[:32]
 

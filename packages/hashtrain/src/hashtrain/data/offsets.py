@@ -46,7 +46,7 @@ def places(number: int, tokens: int, reach: int | None, torn: bool) -> Tensor:
     draw = torch.Generator("cpu").manual_seed(number)
     uneven, gaps = torch.rand(2, PIECES - 1, generator=draw, dtype=torch.float64, device="cpu")
     cuts = (torch.arange(1, PIECES, device="cpu") + uneven - 0.5) * tokens / PIECES
-    shifts = torch.cat([torch.zeros(1), gaps.cumsum(0) / gaps.sum() * room]).round().long()
+    shifts = torch.cat([gaps.new_zeros(1), gaps.cumsum(0) / gaps.sum() * room]).round().long()
     return at + shifts[(at[:, None] >= cuts).sum(1)]
 
 

@@ -3,7 +3,7 @@
 A selection drops a tenth to a half of the softmax, in some layers three quarters. If keys were normally distributed and
 values linear in them, the value of the dropped tokens would be the mean value plus the covariance of values and keys
 times the query, as in linear attention; a cache can maintain both. The weight is predicted from the selected logits and
-the logit of the mean key. Each query head has five coefficients, fitted here in closed form on captured rows.
+the logit of the mean key. Each query head has four coefficients, fitted here in closed form on captured rows.
 """
 
 # Some methods of torch have no types.

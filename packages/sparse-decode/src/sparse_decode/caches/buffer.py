@@ -100,7 +100,8 @@ class GrowingBuffer:
             )
         kind = rows.dtype if data is None else torch.promote_types(data.dtype, rows.dtype)
         if data is None or not self._own or end > data.shape[2] or kind != data.dtype:
-            spare = max(_SLACK, end // 8 if end > coming.get() else coming.get() - end)
+            wanted = 0 if torch.compiler.is_compiling() else coming.get()  # a graph is not made anew for each length
+            spare = max(_SLACK, end // 8 if end > wanted else wanted - end)
             grown = self._room(rows, end + spare, kind)
             if data is not None:
                 self.wait()

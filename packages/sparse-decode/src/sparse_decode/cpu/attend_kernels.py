@@ -149,7 +149,7 @@ def attend(
 
     k and v: the memory from the head's first row on, of 16-bit or 32-bit words. k_at and v_at: strides of a page and of
     a token, and tokens of a page, for the page table of the row; without a table, tokens are contiguous. Without
-    coefficients [G, 5] there is no remainder.
+    coefficients [G, 4] there is no remainder.
     """
     heads, used = len(q), len(indices)
     wide, wide_v = (q.shape[1] + WIDTH - 1) // WIDTH * WIDTH, (out.shape[1] + WIDTH - 1) // WIDTH * WIDTH

@@ -1,4 +1,4 @@
-"""Numba kernels of `prompt.attend_rows`: attention of many query rows in bfloat16 on the CPU, dense or sparse.
+"""Numba kernels of `dense.attend_rows`: attention of many query rows in bfloat16 on the CPU, dense or sparse.
 
 `lay_out` writes the keys and values of a call once in the order that products read (`bfloat_lanes`), blocks of BLOCK
 tokens. A task of `attend` is one (batch row, KV head, block of query rows): X = R G lines, with m, s and o of each in

@@ -127,7 +127,8 @@ def gather(
         rows.batch, rows.head, rows.token, _ = steps
     q, indices, at = q.contiguous(), indices.contiguous(), call.at
     at.q.value, at.k.value, at.v.value, at.indices.value = (x.data_ptr() for x in (q, k, v, indices))
-    at.out.value, address = out.data_ptr(), scratch(call.words, device).address
+    memory = scratch(call.words, device)  # which may not be kept: it lives as long as this call
+    at.out.value, address = out.data_ptr(), memory.address
     if at.sums.value != address:
         at.sums.value, at.stats.value, at.counts.value = address, address + call.stats, address + call.counts
         at.lse.value = address + call.unused

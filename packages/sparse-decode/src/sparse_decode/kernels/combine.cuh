@@ -1,6 +1,6 @@
 // The second kernel of gather.cu, grid tasks x group: combines a head's splits, its learned sink and the remainder.
 // The remainder (eq. 15, 16) is one more token. Its value is given; its weight is estimated from coefficients f32
-// [Hq][5], mean keys f32 [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q] (null: all N). There
+// [Hq][4], mean keys f32 [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q] (null: all N). There
 // is no remainder if the other pointers are null. `lse` f32 [2][B][Q][Hq] gets the mean logit and the log-sum-exp.
 //
 // A block has little to do but to wait for memory, so it issues all its reads first:
