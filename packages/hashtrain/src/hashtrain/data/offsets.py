@@ -58,7 +58,8 @@ def positions(model: PreTrainedModel, where: Tensor | None) -> dict[str, Tensor]
     if where is None or where[-1] == len(where) - 1:
         return {}
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{type(model).__name__} takes no positions, expected a model with RoPE; leave --reach out")
+        name = type(model).__name__
+        raise ValueError(f"{name} takes no positions, expected a model with RoPE; make --reach equal to --context")
     found = where[None].to(model.device)
     # Without a mask, transformers takes positions with gaps for several sequences, which do not see each other.
     return {"position_ids": found, "attention_mask": torch.ones_like(found)}
