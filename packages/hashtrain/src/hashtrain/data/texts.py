@@ -132,10 +132,11 @@ def long_lines(text: str) -> Iterator[str]:
 
 def _plain_text(file: Path, size: int | None) -> str:
     """Read the first `size` bytes of a text file, None for all; the part may end within a character."""
-    if size is None and (bytes_there := file.stat().st_size) > _MOST_BYTES:
+    bytes_there = file.stat().st_size
+    if size is None and bytes_there > _MOST_BYTES:
         raise ValueError(f"{file} has {bytes_there} bytes, expected at most {_MOST_BYTES}; cut it into several files")
     with file.open("rb") as opened:
-        content = opened.read(size or _MOST_BYTES)  # bounded, in case the file grows
+        content = opened.read(size or bytes_there)  # what is read is allocated first; never all of a file that grows
     if b"\0" in content:
         raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {content.index(0)}")
     try:
