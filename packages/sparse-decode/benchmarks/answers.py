@@ -9,11 +9,13 @@
 `session` the same as `sparse`, but the prompt in a session file (in the page cache). Without --hasher, it is untrained.
 With --gguf, llama.cpp (the wheel `xllamacpp`) runs that file. All get the same random tokens, generate greedily with
 the same number of threads, and take turns; the result is the median of the rounds, wall time. Each method first answers
-a short prompt, which compiles kernels. The last line is JSON.
+a short prompt, which compiles kernels. `added_bytes`: how far an answer raised the resident memory of this process above
+what it was before, in the worst round; a method's keys and values are in it, the weights are not. The last line is JSON.
 """
 
 import argparse
 import atexit
+import ctypes
 import pathlib
 import statistics
 import tempfile
@@ -107,6 +109,22 @@ def llama_cpp(path: pathlib.Path, most: int, threads: int) -> Answer:
     return answer
 
 
+def resident(peak: bool) -> int:
+    """Return the bytes of this process that are resident, or the most since the peak was last set back."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("VmHWM" if peak else "VmRSS"))
+    return int(line.split()[1]) << 10
+
+
+def with_memory(way: Answer, ids: list[int], count: int) -> tuple[float, float, int]:
+    """Return what the answer took, and the bytes that it added at its peak."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not there to be used again
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    before = resident(peak=False)
+    prompt, tokens = way(ids, count)
+    return prompt, tokens, resident(peak=True) - before
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or hub id; default: random weights of SmolLM2-135M's shape")
@@ -136,23 +154,35 @@ def main() -> None:
         ways[f"{LLAMA}, {path.stem}"] = llama_cpp(file, most, given.threads)
     ways = {name: way for name, way in ways.items() if name not in given.leave_out}
     result: dict[str, Any] = {"model": pathlib.Path(given.model).name if given.model else "smollm2-135m"}
+    config = model.config
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    result["bytes_a_token"] = 2 * config.num_hidden_layers * width * model.dtype.itemsize
+    result["weights_bytes"] = sum(weight.nbytes for weight in model.parameters())
     result |= {**machine(), "tokens": given.tokens, "transformers": version("transformers"), "rows": []}
     rounds = given.rounds * len(given.lengths) if len(given.rounds) == 1 else given.rounds
     for n, repeats in zip(given.lengths, rounds, strict=True):
         ids = [7 + i * 7919 % 997 for i in range(n)]
         here = {k: way for k, way in ways.items() if n <= (given.longest or n) or not k.startswith(LLAMA)}
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in here}
+        taken: dict[str, list[tuple[float, float, int]]] = {name: [] for name in here}
         for _ in range(repeats):
             for name, way in here.items():
                 way(ids[:WARM_UP], 2)
-                times[name].append(way(ids, given.tokens))
-                print(f"{n:,} tokens, {name}: {times[name][-1][0]:.2f} + {times[name][-1][1]:.2f} s", flush=True)
-        parts = {name: [statistics.median(part) for part in zip(*found, strict=True)] for name, found in times.items()}
+                taken[name].append(with_memory(way, ids, given.tokens))
+                prompt, tokens, added = taken[name][-1]
+                print(f"{n:,} tokens, {name}: {prompt:.2f} + {tokens:.2f} s, {added / 1e6:,.0f} MB", flush=True)
+        parts = {name: list(zip(*found, strict=True)) for name, found in taken.items()}
         result["rows"].append(
             {
                 "n": n,
                 "rounds": repeats,
-                "methods": {name: {"prompt_s": a, "tokens_s": b} for name, (a, b) in parts.items()},
+                "methods": {
+                    name: {
+                        "prompt_s": statistics.median(prompts),
+                        "tokens_s": statistics.median(tokens),
+                        **({} if name.startswith(LLAMA) else {"added_bytes": max(added)}),  # another process
+                    }
+                    for name, (prompts, tokens, added) in parts.items()
+                },
             }
         )
     store(result, given.out)

@@ -1,11 +1,13 @@
 """The budget: how many tokens each row reads; and the tally of tokens read so far."""
 
+import functools
+import inspect
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from hashtrain import top_count
@@ -36,6 +38,24 @@ def refuse(name: str, left: Mapping[str, str], given: Mapping[str, object]) -> N
         raise ValueError(f"{name} no longer takes {argument}: {left[argument]}")
 
 
+_Made = TypeVar("_Made")
+
+
+def _refusing(made: type[_Made]) -> type[_Made]:
+    """Make a dataclass refuse the fields of earlier versions by name; its signature stays the same."""
+    own = made.__init__
+
+    @functools.wraps(own)
+    def init(self: _Made, *args: Any, **given: Any) -> None:
+        known = inspect.signature(own).parameters
+        refuse(made.__name__, OF_BUDGET, {name: value for name, value in given.items() if name not in known})
+        own(self, *args, **given)
+
+    made.__init__ = init
+    return made
+
+
+@_refusing
 @dataclass(frozen=True)
 class Budget:
     """The number of tokens that a row reads, out of its visible tokens (padding is not visible).
@@ -58,11 +78,6 @@ class Budget:
     recent: int = RECENT
     """Always read this many of the last visible tokens; the last one is the row's own token."""
 
-    def __new__(cls, *_: object, **given: object) -> Self:
-        """Refuse the fields of earlier versions by name."""
-        refuse("Budget", OF_BUDGET, {name: x for name, x in given.items() if name not in cls.__dataclass_fields__})
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         value: object = self.fraction
         if not isinstance(value, int | float) or not 0 < value <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -78,6 +93,7 @@ class Budget:
             )
 
 
+@_refusing
 @dataclass(frozen=True)
 class LayerBudget(Budget):
     """The budget of one sparse layer. Evaluations give one to `attach`, which then takes it as it is in every layer."""
