@@ -3,19 +3,31 @@
 import importlib
 import os
 import pathlib
+import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
 
 import pytest
+from evals import cli as evals_cli
 from evals.cli import main as evals
+from hashtrain import cli as hashtrain_cli
 from hashtrain.cli import main as hashtrain
+from hashtrain.command_line import parse_settings
 from sparse_decode.cli import main as sparse_decode
+from sparse_decode.settings import GenerateCommand
 
 SECONDS = 10
 HELP_SECONDS = 1.5  # of processor time; with torch and transformers it were 14
 PROGRAMS = {"hashtrain": hashtrain, "evals": evals, "sparse-decode": sparse_decode}
+KINDS = {
+    "hashtrain": {name: kind for name, (kind, _) in hashtrain_cli.COMMANDS.items()},
+    "evals": evals_cli.COMMANDS,
+    "sparse-decode": {"": GenerateCommand},
+}
+"""The settings of every command, by program and name."""
 HUGE = "9" * 29
 NUMBERS = {  # flags that take whole numbers, and those that take shares
     "hashtrain": ("contexts held-out rows steps context workers dense-layers bits seed", "fraction learning-rate"),
@@ -102,6 +114,15 @@ def used(*words):
 def test_help_does_not_wait_for_torch(line):
     words = ["-m", *line.split(), "--help"]
     assert used(*words) < HELP_SECONDS or used(*words) < HELP_SECONDS  # the first may compile what was never imported
+
+
+@pytest.mark.parametrize(("program", "name"), [(program, name) for program, kinds in KINDS.items() for name in kinds])
+def test_the_help_of_every_command_ends_with_an_example_that_its_parser_takes(program, name):
+    kind = KINDS[program][name]
+    (line,) = re.findall(r"Example: `(.+)`\.$", " ".join(kind.__doc__.split()))
+    first, *words = shlex.split(line)
+    assert first == program
+    assert isinstance(parse_settings(program, words[1:] if words[0] == name else words, kind), kind)
 
 
 def test_a_hasher_is_imported_without_transformers_and_what_vllm_imports_first_without_numba():

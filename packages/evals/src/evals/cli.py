@@ -41,7 +41,7 @@ TASKS = {  # name: settings, and module of evals.tasks whose `run` it is
 
 @dataclass(frozen=True)
 class ListCommand:
-    """List the tasks and the methods."""
+    """List the tasks and the methods. Example: `evals list`."""
 
 
 COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in TASKS.items()}}
@@ -74,7 +74,8 @@ def _parse(arguments: list[str] | None) -> Any:
     words = sys.argv[1:] if arguments is None else arguments
     if gone := [name for word in words if (name := word.partition("=")[0]) in REMOVED]:
         raise UsageError(f"evals no longer has {gone[0]}: {REMOVED[gone[0]]}")
-    command = command_line.parse("evals", list(words), COMMANDS)
+    what = "Measure the quality and speed of sparse attention, ours and others'. Example: `evals ppl --documents 4`."
+    command = command_line.parse("evals", list(words), COMMANDS, what)
     if hasattr(command, "out"):
         require_folder(command.out)
     return command

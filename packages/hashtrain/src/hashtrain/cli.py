@@ -20,7 +20,8 @@ from hashtrain.usage import UsageError, guarded, require_folder
 
 @dataclass(frozen=True)
 class ConvertCommand:
-    """Convert a published `.pth` list of hashers to this project's format."""
+    """Convert a published `.pth` list of hashers to this project's format. Example: `hashtrain convert hashers.pth
+    --model NAME --out runs/published`."""
 
     file: Annotated[Path, tyro.conf.Positional]
     """The published file."""

@@ -13,7 +13,8 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 @dataclass(frozen=True)
 class GenerateCommand:
-    """Continue a text with sparse attention, streaming tokens, and print speed, density and memory."""
+    """Continue a text, or answer a question about it, with sparse attention; print speed, density and memory. Example:
+    `sparse-decode --prompt-file report.txt --question "Who signed it?" --compare`."""
 
     prompt_file: Path
     """The prompt: a UTF-8 text file."""

@@ -77,8 +77,8 @@ class BenchmarkCommand(MethodsCommand):
 
 @dataclass(frozen=True)
 class LongbenchCommand(BenchmarkCommand):
-    """LongBench through lm-evaluation-harness: questions about documents, answered after a dense prefill. Prompts too
-    long for the model lose their middle, as in LongBench's own script."""
+    """Answer LongBench's questions about documents (lm-evaluation-harness) after a dense prefill. Prompts too long for
+    the model lose their middle, as in LongBench's own script. Example: `evals longbench --model NAME --limit 20`."""
 
     tasks: tuple[str, ...] = ("longbench",)
     out: Path = Path("runs/longbench")
@@ -90,7 +90,8 @@ class LongbenchCommand(BenchmarkCommand):
 
 @dataclass(frozen=True)
 class RulerBenchmarkCommand(BenchmarkCommand):
-    """RULER through lm-evaluation-harness, generated at the given lengths; `ruler-synthetic` needs no data at all."""
+    """Run RULER (lm-evaluation-harness) at the given lengths; `ruler-synthetic` needs no data. Example: `evals ruler
+    --model NAME`."""
 
     tasks: tuple[str, ...] = ("ruler",)
     lengths: tuple[int, ...] = (4096,)
@@ -113,7 +114,8 @@ class RulerBenchmarkCommand(BenchmarkCommand):
 
 @dataclass(frozen=True)
 class FewshotCommand(BenchmarkCommand):
-    """The paper's few-shot tasks through lm-evaluation-harness: 5 examples, every row sparse, 20 tokens selected."""
+    """Run the paper's few-shot tasks (lm-evaluation-harness): 5 examples, every row sparse, 20 tokens selected.
+    Example: `evals fewshot --model NAME --limit 50`."""
 
     tasks: tuple[str, ...] = (
         *("glue", "super-glue-lm-eval-v1", "openbookqa", "hellaswag", "piqa", "winogrande"),

@@ -30,8 +30,8 @@ class SyntheticCommand(MethodsCommand):
 
 @dataclass(frozen=True)
 class RulerCommand(SyntheticCommand):
-    """Synthetic exercises like RULER's: one key, many keys, variables, copying, counting. Dense prefill, then every
-    token of the answer with the method."""
+    """Solve exercises like RULER's: one key, many keys, variables, copying, counting. Dense prefill, then every token
+    of the answer with the method. Example: `evals ruler-synthetic --documents 5`."""
 
     kinds: tuple[str, ...] = tuple(KINDS)
     """Kinds of exercises."""
@@ -45,8 +45,8 @@ class RulerCommand(SyntheticCommand):
 
 @dataclass(frozen=True)
 class NeedleCommand(SyntheticCommand):
-    """One value in a haystack, by length and depth: the answer generated after a dense prefill, and the log-probability
-    of the correct one. With --haystack, a sentence in prose and a question about it."""
+    """Find one value in a haystack, by length and depth: the answer generated after a dense prefill, and the
+    log-probability of the correct one. With --haystack, a sentence in prose. Example: `evals needle --lengths 2048`."""
 
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Positions of the value: 0 is the beginning, 1 the end."""

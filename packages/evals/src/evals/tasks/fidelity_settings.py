@@ -11,7 +11,8 @@ from evals.settings import TaskCommand
 
 @dataclass(frozen=True)
 class FidelityCommand(TaskCommand):
-    """Compare greedy continuations with those of dense attention: Rouge-L, edit similarity, common prefix."""
+    """Compare greedy continuations with dense attention's: Rouge-L, edit similarity, common prefix. Example: `evals
+    fidelity`."""
 
     documents: int = 10
     context: int = 2048

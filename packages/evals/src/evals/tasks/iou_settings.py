@@ -12,8 +12,8 @@ from evals.settings import Methods, TaskCommand
 
 @dataclass(frozen=True)
 class IouCommand(TaskCommand):
-    """Overlap of each method's selection with the largest exact attention, by layer and head, for rows drawn from the
-    last three quarters of each context."""
+    """Measure how much of the largest exact attention each method selects, by layer and head, for rows drawn from the
+    last three quarters of each context. Example: `evals iou --documents 4`."""
 
     methods: Methods = SELECTION_DEFAULTS
     """Methods to measure; see `evals list`. Methods with the remainder are rejected, because it selects nothing."""

@@ -16,8 +16,9 @@ Ends = Literal["within", "beside"]
 
 @dataclass(frozen=True)
 class PplCommand(TaskCommand):
-    """Perplexity, and divergence from dense attention, on held-out text, with every row sparse or only the rows that
-    predict the scored tokens, the last ones of each context."""
+    """Measure what methods cost: perplexity, and divergence from dense attention, on held-out text, with every row
+    sparse or only those that predict the scored tokens, the last ones of each context. Example: `evals ppl --documents
+    4`."""
 
     budgets: Budgets = (0.02, 0.01, 0.005)
     rules: tuple[Rule, ...] = ("visible", "fixed")

@@ -16,7 +16,7 @@ DENSE_WAYS = ("sdpa", "eager")
 @dataclass(frozen=True)
 class ThroughputCommand:
     """Time the decode steps of a whole model with random weights over synthetic caches: milliseconds, tokens per
-    second, memory. Prints the roofline first."""
+    second, memory; first, the roofline. Example: `evals throughput --shape small`."""
 
     shape: str = SMALL
     """small, qwen2.5-7b, llama3-8b, demo, or a folder with a config.json; weights are random."""

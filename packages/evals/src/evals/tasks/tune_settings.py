@@ -11,8 +11,8 @@ from evals.settings import Methods, Phase, TaskCommand, each_a_share, each_among
 
 @dataclass(frozen=True)
 class TuneCommand(TaskCommand):
-    """Grid-search the rivals' parameters on text that is not used for evaluation, by mean KL from dense: the page size
-    of Quest at a budget, the bits and tables of MagicPIG at a density."""
+    """Find the rivals' best parameters, by mean KL from dense, on text that is not used for evaluation: the page size
+    of Quest at a budget, the bits and tables of MagicPIG at a density. Example: `evals tune --methods quest`."""
 
     methods: Methods = ("quest", "quest-heads", "magicpig")
     """Rivals to tune."""

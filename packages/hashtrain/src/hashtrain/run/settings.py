@@ -47,7 +47,8 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """Train every layer's hashers, compare them on held-out text, and store them."""
+    """Train hash functions for every layer of a model, compare them on held-out text, and store them. Example:
+    `hashtrain --model NAME --text notes/ --only lsh transform --context 4096 --contexts 40 --steps 800`."""
 
     model: str = DEMO
     """Folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain. Other models have
