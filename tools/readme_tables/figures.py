@@ -15,18 +15,18 @@ from readme_tables.values import NAMES, OURS, kl, reach, step_share, value, wait
 
 GREEN, PALE = "#009e73", "#8fd0b5"
 METHODS = {
-    "lsh": ("LSH, untrained", COLOURS["lsh"]),
-    "paper": ("the paper's MLP hash", COLOURS["paper"]),
-    "oracle": ("exact top-k (cost of the search not counted)", COLOURS["oracle"]),
-    "transform": ("ours, without the remainder", PALE),
-    OURS: ("ours", GREEN),
+    "lsh": ("lsh", COLOURS["lsh"]),
+    "paper": ("paper", COLOURS["paper"]),
+    "oracle": ("oracle (cost of its search not counted)", COLOURS["oracle"]),
+    "transform": ("transform", PALE),
+    OURS: (f"{OURS} (ours)", GREEN),
 }
 """Methods of the overview: their name and colour, in the order of the legend."""
 WAYS = {
     "llama.cpp": ("llama.cpp, its 4-bit file", "#0072b2", "-"),
-    "transformers": ("Hugging Face transformers", "#4d4d4d", "-"),
-    "exact": ("ours, nothing lost", PALE, "-"),
-    "sparse prompt": ("ours, prompt and steps sparse", GREEN, "-"),
+    "transformers": ("transformers", "#4d4d4d", "-"),
+    "exact": ("ours, exact", "#cc79a7", "-"),
+    "sparse prompt": ("ours, sparse", GREEN, "-"),
     "session": ("ours, asked again", GREEN, ":"),
 }
 """Ways to answer: their name, colour and style."""
@@ -46,7 +46,7 @@ def overview(results: pathlib.Path) -> Figure:
     """Draw the time of whole answers against length, and quality against bytes read."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    run, timed = load(results, "qwen/english"), stored(results, "answers")
+    run, timed = load(results, "qwen15/english"), stored(results, "answers")
     lengths = [row["n"] for row in timed["rows"]]
     for way, (label, colour, style) in WAYS.items():
         taken = [(row["n"], sum(waits(row)[way])) for row in timed["rows"] if way in waits(row)]
@@ -105,7 +105,7 @@ def _ticks(axes: Axes, x: dict[int, str], y: tuple[float, ...]) -> None:
     axes.set_yticks(y, [f"{number:g}" for number in y])
 
 
-FIGURES = {"overview": (overview, ("qwen", "answers")), "reach": (lengths, ("reach_smol", "reach_qwen"))}
+FIGURES = {"overview": (overview, ("qwen15", "answers")), "reach": (lengths, ("reach_smol", "reach_qwen"))}
 """By name: what draws a figure, and the stored results that it shows."""
 
 

@@ -18,7 +18,7 @@ from sparse_decode.sums import state_bytes
 from readme_tables.stored import load, stored
 
 OURS = "transform+remainder"
-HEAD_DIM = 64  # of both models
+HEAD_DIMS = {"qwen2.5-coder-0.5b": 64, "qwen2.5-coder-1.5b": 128}
 NAMES = {
     "smollm2": "SmolLM2-135M-Instruct",
     "qwen05": "Qwen2.5-Coder-0.5B-Instruct",
@@ -81,11 +81,12 @@ def step_share(run: Result, method: str) -> float:
     """
     config, row = run.config, _row(run, method, "kl")
     tokens = config["context"] - (config.get("scored") or config["context"] // 2) // 2
-    name, pair = method.removesuffix(REMAINDER), 2 * 2 * HEAD_DIM
+    name, width = method.removesuffix(REMAINDER), HEAD_DIMS[config["model"]]
+    pair = 2 * 2 * width
     rival = RIVALS.get(name)
-    bits = (row.bits or 0) if rival is None else rival.kept_bits(rival.published[0], HEAD_DIM)
+    bits = (row.bits or 0) if rival is None else rival.kept_bits(rival.published[0], width)
     selected = row.budget if rival is None else row.density
-    sums = state_bytes(HEAD_DIM) if method != name else 0
+    sums = state_bytes(width) if method != name else 0
     return (tokens * bits / 8 + (selected or 0.0) * tokens * pair + sums) / (tokens * pair)
 
 

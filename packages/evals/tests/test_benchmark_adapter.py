@@ -138,4 +138,4 @@ def test_what_is_too_long_is_cut_where_the_harness_cuts_it_and_a_prompt_loses_it
 def test_a_fixed_budget_is_that_many_tokens():
     visible = torch.tensor([5, 20, 5000])
     assert LayerBudget.like(budget_of("tokens", 20.0)).count(visible).tolist() == [5, 20, 20]
-    assert LayerBudget.like(budget_of("visible", 0.1)).count(visible).tolist() == [5, 5, 500]
+    assert LayerBudget.like(budget_of("visible", 0.1)).count(visible).tolist() == [5, 8, 500]

@@ -42,19 +42,19 @@ def test_hash_quality_is_measured_on_the_selection_that_is_deployed():
     q, k = torch.randn(1, 4, 6, 64, generator=generator), torch.randn(1, 2, 100, 64, generator=generator)
     positions = torch.tensor([70, 75, 80, 85, 90, 99])
     layer = BY_VARIANT["lsh"](HasherConfig("lsh", ModelShape(1, 4, 2, 64)), torch.Generator().manual_seed(1))
-    found = hash_quality(layer, q, k, positions, 0.1, 0.125)
+    found = hash_quality(layer, q, k, positions, 0.2, 0.125)
     signs = lambda x: (x > 0).float() * 2 - 1  # noqa: E731
     keys = signs(k @ layer.rotation)
     scores = (signs(q.view(1, 2, 2, 6, 64) @ layer.rotation[:, None]).sum(2)) @ keys.transpose(-1, -2)
     p = attention(q, k, positions, 0.125)
     for head in range(2):
         for row, position in enumerate(positions.tolist()):
-            count, others = top_count(position + 1, 0.1) - 5, range(1, position - 3)  # the others are always read
+            count, others = top_count(position + 1, 0.2) - 8, range(4, position - 3)  # the others are always read
             seen, exact = scores[0, head, row], p[0, head, row]
             chosen = set(sorted(others, key=lambda i: (-seen[i].item(), i))[:count])
             target = set(sorted(others, key=lambda i: -exact[i].item())[:count])
-            most = exact.topk(count + 5).values.sum()
-            held = exact[[0, *range(position - 3, position + 1), *chosen]].sum()
+            most = exact.topk(count + 8).values.sum()
+            held = exact[[*range(4), *range(position - 3, position + 1), *chosen]].sum()
             torch.testing.assert_close(found.mass[0, head, row], held / most)
             torch.testing.assert_close(found.iou[0, head, row].item(), len(chosen & target) / len(chosen | target))
 
@@ -232,10 +232,10 @@ def test_measure_agrees_with_sums_written_out(rows):
     for head in range(4):
         for row, position in enumerate(positions.tolist()):
             seen = position + 1
-            count = max(5, top_count(seen, 0.2))
+            count = max(8, top_count(seen, 0.2))
             scores = hashcore.score(planes[0, head // 2, row], codes[0, head // 2, :seen], weights=weights)
-            searched = hashcore.topk(scores, count - 5, sink=1, recent=4)[1].tolist()
-            chosen = [0, *searched, *range(position - 3, position + 1)]
+            searched = hashcore.topk(scores, count - 8, sink=4, recent=4)[1].tolist()
+            chosen = [*range(4), *searched, *range(position - 3, position + 1)]
             logits = (k[0, head // 2, :seen] @ q[0, head, row]) * 0.3
             rest = torch.ones(seen, dtype=torch.bool)
             rest[chosen] = False

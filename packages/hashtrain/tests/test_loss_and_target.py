@@ -68,11 +68,11 @@ def test_attention_equals_torchs_and_sums_over_the_group():
 
 def test_sampled_pairs_are_inside_and_outside_the_target_set():
     *_, positions, p = qkp()
-    pairs = sample_pairs(p.clone(), positions, 0.05, 300, 4000, torch.Generator().manual_seed(0))
+    pairs = sample_pairs(p.clone(), positions, 0.09, 300, 4000, torch.Generator().manual_seed(0))
     for head in range(2):
         for row, position in enumerate(positions.tolist()):
-            always = {0, *range(position - 3, position + 1)}  # tokens that every row reads are never in a pair
-            count = max(1, top_count(position + 1, 0.05) - 5)
+            always = {*range(4), *range(position - 3, position + 1)}  # tokens that every row reads are never in a pair
+            count = max(1, top_count(position + 1, 0.09) - 8)
             order = p[0, head, row].argsort(descending=True).tolist()
             target = {token for token in order if token not in always and token <= position}
             target = set(sorted(target, key=order.index)[:count])

@@ -13,9 +13,10 @@ VARIANTS = ("lsh", "linear", "paper", "planes", "transform")
 FORMAT_VERSION = 4
 WITHOUT_REMAINDER = 3
 """Hashers of this version load without their remainder, whose weight had other terms."""
-SINK = 1
-"""Number of first tokens that every row reads by default. Heads with nothing to look up attend to the first token: a
-row that misses it loses most of its attention. More sinks cost more than they gain (docs/log.md, 2026-11-23)."""
+SINK = 4
+"""Number of first tokens that every row reads by default. Heads with nothing to look up attend to one of these: the
+first, or, after a number or `#` at the start in Qwen2.5, the second; a row that misses it loses most of its attention
+(docs/adr/0012-always-read.md)."""
 RECENT = 4
 """Number of last tokens, including its own, that every row reads by default: the worst rows of the worst head missed
 these."""
