@@ -9,8 +9,8 @@
 `session` the same as `sparse`, but the prompt in a session file (in the page cache). Without --hasher, it is untrained.
 With --gguf, llama.cpp (the wheel `xllamacpp`) runs that file. All get the same random tokens, generate greedily with
 the same number of threads, and take turns; the result is the median of the rounds, wall time. Each method first answers
-a short prompt, which compiles kernels. `added_bytes`: how far an answer raised the resident memory of this process above
-what it was before, in the worst round; a method's keys and values are in it, the weights are not. The last line is JSON.
+a short prompt, which compiles kernels. `added_bytes`: how far an answer raised the resident memory of this process, in
+the worst round; a method's keys and values are in it, the weights are not. The last line is JSON.
 """
 
 import argparse
