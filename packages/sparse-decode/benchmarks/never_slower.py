@@ -11,7 +11,8 @@ Caches are filled with random numbers.
 Pairs of steps alternate in one process: an untimed step, then a timed one, as in a text, so that none finds the CPU's
 caches full of another model's objects. Then both tokens are removed. Our caches copy their rows in the first step after
 a removal, because what a cache has shown is never written again; in a text they copy them once in 64 tokens or more.
-Times are processor time with one thread, else wall time; ratios are medians over adjacent steps. Requirement: an attached step is at most 2 % slower at every length.
+Times are processor time with one thread, else wall time; ratios are medians over adjacent steps. Requirement: an
+attached step is at most 2 % slower at every length.
 The last line is JSON; the exit status is 1 if the requirement is not met.
 """
 
