@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import hashcore
 import torch
+from hashtrain.config import RECENT, SINK
 from timing import Stage
 from torch import Tensor
 
-HEADS, KV_HEADS, DIM, FRACTION, SINK, RECENT = 32, 8, 128, 0.02, 1, 4
+HEADS, KV_HEADS, DIM, FRACTION = 32, 8, 128, 0.02
 SIZES = (1, 131072), (1, 32768), (8, 32768), (1, 524288), (1, 8192), (8, 131072), (1, 2097152), (8, 524288)
 SMALL = (1, 600), (2, 1200)
 PAPER_KEYS = 524288

