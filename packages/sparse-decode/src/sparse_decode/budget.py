@@ -44,10 +44,10 @@ _Made = TypeVar("_Made")
 def _refusing(made: type[_Made]) -> type[_Made]:
     """Make a dataclass refuse the fields of earlier versions by name; its signature stays the same."""
     own = made.__init__
+    known = inspect.signature(own).parameters
 
     @functools.wraps(own)
     def init(self: _Made, *args: Any, **given: Any) -> None:
-        known = inspect.signature(own).parameters
         refuse(made.__name__, OF_BUDGET, {name: value for name, value in given.items() if name not in known})
         own(self, *args, **given)
 
