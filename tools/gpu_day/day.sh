@@ -40,7 +40,7 @@ run() { stage "$1" "$2" "$3" python3 "$here/run.py" "$1" --device "$DEV" --out "
 
 hashcore=packages/hashcore/tests sparse=packages/sparse-decode/tests
 pytest=(python3 -m pytest -q -p no:cacheprovider -W default -o addopts=--import-mode=importlib -m cuda --tb=short)
-of_gpu=("$hashcore"/test_cuda.py "$sparse"/test_on_gpu.py packages/evals/tests/test_tasks.py)
+of_gpu=("$hashcore"/test_cuda.py "$sparse"/test_on_gpu.py packages/evals/tests/test_tasks.py packages/hashtrain/tests/test_cli.py)
 
 run facts 40 5
 [ "$DEV" = cpu ] || stage tests 150 20 "${pytest[@]}" -p pytest_lost_device -n "${WORKERS:-8}" --dist worksteal --max-worker-restart=30 \

@@ -98,3 +98,10 @@ def test_hashers_and_figures_do_not_depend_on_the_number_of_workers(folder, tmp_
     (one, mine), (other, theirs) = found
     assert one == other
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the tests above run without one")
+def test_a_run_on_cuda_stores_hashers_that_load(folder, tmp_path):
+    assert main(command(folder, tmp_path / "run", "--device", "cuda")) == 0
+    assert Hasher.from_pretrained(tmp_path / "run" / "transform").config.variant == "transform"

@@ -129,6 +129,11 @@ def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int], key
     return RowMap((_int * 4)(*sizes), (_long * 4)(*queries), (_long * 4)(*rows), key)
 
 
+def _whole_reads(words: int) -> int:
+    """Round up to what a lane reads of a list at once (kernels/choose.cu)."""
+    return -(-words // 4) * 4
+
+
 class SearchSpace(NamedTuple):
     """Scratch memory of one turn of a search: offsets in 4-byte words. Its contents before a search do not matter."""
 
@@ -154,8 +159,8 @@ class SearchSpace(NamedTuple):
         slots = max(group, min(slots, MAX_SLOTS, MAX_WORKSPACE // (4 * n)) // group * group)
         splits = max(1, min(sms // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
         counts = slots + slots * splits * BINS
-        lists = counts + slots * splits * WARPS
-        return cls(slots, splits, slots, counts, lists, n, lists + slots * n)
+        lists, stride = _whole_reads(counts + slots * splits * WARPS), _whole_reads(n)
+        return cls(slots, splits, slots, counts, lists, stride, lists + slots * stride)
 
     def place(self, space: Space, address: int) -> None:
         """Set the addresses of the parts in the kernels' argument, for memory at an address."""

@@ -14,7 +14,7 @@
 #include "pages.cuh"
 
 constexpr int MAX_LISTS = MAX_SPLITS * WARPS;
-constexpr int FEW = 8;   // lists of which a warp reads at once
+constexpr int FOUR = 4;  // candidates of a list that a lane reads at once
 constexpr int HELD = 4;  // entries of its own list that a lane keeps
 
 // The format of codes, needed only to score missing keys.
@@ -41,65 +41,64 @@ __device__ __forceinline__ u32 score_alone(const u32* key, const u32* query, int
 
 // ---- Candidates ----------------------------------------------------------------------------------------------------
 
-// The candidates of a row: those listed, or all its keys.
+// The candidates of a row: lists of score << 16 | offset from the list's first key.
 struct Row {
-  const u32* query;
-  Keys keys;
-  const u32* lists;
-  const u16* lengths;  // shared
-  int planes, words;
-  const i32* weights;  // shared: [planes]
-  Range range;
+  u32* lists;
+  u16* lengths;  // shared
   Cut cut;
-  bool all;
 
-  // The number of a list's candidates.
-  __device__ __forceinline__ int length(int list) const {
-    return all ? overlap(cut.keys(list), range).size() : int(lengths[list]);
-  }
-
-  // Candidate i of a list: score << 16 | offset from the list's first key.
-  __device__ __forceinline__ u32 entry(int list, int i) const {
-    const int base = cut.keys(list).low;
-    if (!all) return __ldcg(lists + base + i);
-    const int at = overlap(cut.keys(list), range).low + i;
-    return score_alone(keys.at(at), query, planes, words, weights) << 16 | u32(at - base);
-  }
+  __device__ __forceinline__ u32* at(int list) const { return lists + cut.keys(list).low; }
 };
 
-// Calls take(list, score) for the candidates of lists [0, count); FEW lists of a warp are read at once.
+// Makes all keys of a row its candidates. Every block of the row does so, with the same results, and none has read a
+// list before it did. Every thread must call it.
+__device__ __forceinline__ void list_all(const Row& row, int count, const Range& range, const u32* query,
+                                         const Keys& keys, const Codes& codes, const i32* weights) {
+#pragma unroll 1
+  for (int list = threadIdx.x / 32; list < count; list += WARPS) {
+    const Range own = overlap(row.cut.keys(list), range);
+    const int base = row.cut.keys(list).low, lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int i = lane; i < own.size(); i += 32) {
+      const u32 score = score_alone(keys.at(own.low + i), query, codes.planes, codes.words, weights);
+      row.lists[base + i] = score << 16 | u32(own.low + i - base);
+    }
+    if (lane == 0) row.lengths[list] = u16(own.size());
+  }
+  __syncthreads();
+}
+
+// Calls take(list, score) for the candidates of lists [0, count). All threads are busy: some lanes read a list together,
+// four candidates each, and the next four before they look at these.
 template <class Take>
 __device__ __forceinline__ void each_score(const Row& row, int count, Take take) {
-  const int lane = threadIdx.x & 31;
+  int lanes = 32;
+  while (lanes > 2 && lanes * count > SELECT_THREADS) lanes /= 2;
 #pragma unroll 1
-  for (int first = threadIdx.x / 32 * FEW; first < count; first += WARPS * FEW) {
-    int longest = 0;
-#pragma unroll
-    for (int l = 0; l < FEW; l++)
-      if (first + l < count && row.length(first + l) > longest) longest = row.length(first + l);
+  for (int list = threadIdx.x / lanes; list < count; list += SELECT_THREADS / lanes) {
+    const int length = row.lengths[list], step = FOUR * lanes;
+    const u32* const from = row.at(list);
+    int i = FOUR * (threadIdx.x % lanes);
+    uint4 next = {};
+    if (i < length) next = __ldcg(reinterpret_cast<const uint4*>(from + i));
 #pragma unroll 1
-    for (int i = lane; i < longest; i += 32) {
-      if (row.all) {
-#pragma unroll 1
-        for (int list = first; list < first + FEW && list < count; list++)
-          if (i < row.length(list)) take(list, row.entry(list, i) >> 16);
-        continue;
-      }
-      u32 entry[FEW];
+    for (; i < length; i += step) {
+      const u32 entry[FOUR] = {next.x, next.y, next.z, next.w};
+      if (i + step < length) next = __ldcg(reinterpret_cast<const uint4*>(from + i + step));
 #pragma unroll
-      for (int l = 0; l < FEW; l++) {
-        entry[l] = 0;
-        if (first + l < count && i < row.length(first + l))
-          entry[l] = __ldcg(row.lists + row.cut.keys(first + l).low + i);
-      }
-#pragma unroll
-      for (int l = 0; l < FEW; l++)
-        if (first + l < count && i < row.length(first + l)) take(first + l, entry[l] >> 16);
+      for (int j = 0; j < FOUR; j++)
+        if (i + j < length) take(list, entry[j] >> 16);
     }
   }
 }
 
 // ---- Threshold -----------------------------------------------------------------------------------------------------
+
+// The candidates with one digit: of a row, and of its earlier blocks.
+struct Counts {
+  u32 all;
+  u32 before;
+};
 
 // A digit of the k-th best: how many candidates have a higher one, in the row and in its earlier blocks, and how many
 // of the latter have the same.
@@ -112,26 +111,31 @@ struct Found {
 
 // Finds the digit of the `wanted`-th best; false if there are fewer. Thread t gives the counts of digit BINS - 1 - t:
 // of the row, and of its earlier blocks. Every thread must call it.
-__device__ __forceinline__ bool find(u32 all, u32 before, u32 wanted, Found& found) {
+__device__ __forceinline__ bool find(const Counts& counts, u32 wanted, Found& found) {
   __shared__ Found shared;
-  u32 total, ignored;
-  const u32 above = scan_block(all, total), above_before = scan_block(before, ignored);
-  if (above < wanted && wanted <= above + all) shared = {BINS - 1 - threadIdx.x, above, above_before, before};
+  u64 total;
+  const u64 sums = scan_block(u64(counts.before) << 32 | counts.all, total);
+  const u32 above = u32(sums);
+  if (above < wanted && wanted <= above + counts.all)
+    shared = {BINS - 1 - threadIdx.x, above, u32(sums >> 32), counts.before};
   __syncthreads();
   found = shared;
   __syncthreads();
-  return total >= wanted;
+  return u32(total) >= wanted;
 }
 
-// Adds up one bin of the blocks [0, live) of a row, and of those before `split`.
-__device__ __forceinline__ void add_bins(const u32* bins, int live, int split, u32& all, u32& before) {
-  const u32* from = bins + (BINS - 1 - threadIdx.x);
-#pragma unroll 8
+// Adds up a thread's bin over the blocks [0, live) of a row, and over those before this one.
+__device__ __forceinline__ Counts add_bins(const u32* bins, int live) {
+  Counts sum = {0, 0};
+  if (threadIdx.x >= BINS) return sum;
+  bins += BINS - 1 - threadIdx.x;
+#pragma unroll 16
   for (int s = 0; s < live; s++) {
-    const u32 count = __ldcg(from + s * BINS);
-    all += count;
-    before += s < split ? count : 0;
+    const u32 count = __ldcg(bins + s * BINS);
+    sum.all += count;
+    sum.before += s < int(blockIdx.y) ? count : 0;
   }
+  return sum;
 }
 
 struct Threshold {
@@ -140,42 +144,32 @@ struct Threshold {
   Place place;  // those of the row's earlier blocks above it, and equal to it
 };
 
-// Finds the k-th best score among a row's candidates; false if there are fewer. Every thread must call it.
-__device__ __forceinline__ bool find_threshold(const Row& row, const Space& space, i64 slot, int splits, int live,
-                                               u32 wanted, Threshold& to) {
+// Counts a digit of the candidates of a row, and of its earlier blocks: the high one, or the low one of those with this
+// high one. Every thread must call it.
+__device__ __forceinline__ Counts count_digits(const Row& row, int live, const Digits& digits, bool low, u32 high) {
   __shared__ u32 all[BINS], before[BINS];
-  const int split = blockIdx.y, mine = split * WARPS, thread = threadIdx.x;
-  const Digits digits(row.all ? 0 : __ldcg(space.floors + slot), space.top);
-  u32 of_row = 0, of_earlier = 0;
-  if (row.all) {
-    if (thread < BINS) all[thread] = before[thread] = 0;
-    __syncthreads();
-    each_score(row, live * WARPS, [&](int list, u32 score) {
-      atomicAdd(&all[digits.high_of(score)], 1u);
-      if (list < mine) atomicAdd(&before[digits.high_of(score)], 1u);
-    });
-    __syncthreads();
-    if (thread < BINS) of_row = all[BINS - 1 - thread], of_earlier = before[BINS - 1 - thread];
-  } else if (thread < BINS) {
-    add_bins(space.bins + slot * splits * BINS, live, split, of_row, of_earlier);
-  }
-  Found high, low = {0, 0, 0, 0};
-  if (!find(of_row, of_earlier, wanted, high)) return false;
+  const int mine = blockIdx.y * WARPS, thread = threadIdx.x;
   if (thread < BINS) all[thread] = before[thread] = 0;
   __syncthreads();
   each_score(row, live * WARPS, [&](int list, u32 score) {
-    if (digits.high_of(score) != high.digit) return;
-    atomicAdd(&all[digits.low_of(score)], 1u);
-    if (list < mine) atomicAdd(&before[digits.low_of(score)], 1u);
+    const u32 digit = low ? digits.low_of(score) : digits.high_of(score);
+    if (low && digits.high_of(score) != high) return;
+    atomicAdd(&all[digit], 1u);
+    if (list < mine) atomicAdd(&before[digit], 1u);
   });
   __syncthreads();
-  of_row = thread < BINS ? all[BINS - 1 - thread] : 0, of_earlier = thread < BINS ? before[BINS - 1 - thread] : 0;
+  if (thread >= BINS) return {0, 0};
+  return {all[BINS - 1 - thread], before[BINS - 1 - thread]};
+}
+
+// Finds the k-th best score among a row's candidates, if it has the high digit `high`. Every thread must call it.
+__device__ __forceinline__ Threshold find_threshold(const Row& row, const Digits& digits, const Found& high, int live,
+                                                    u32 wanted) {
+  Found low = {0, 0, 0, 0};
   wanted -= high.above;
-  find(of_row, of_earlier, wanted, low);
-  to.score = digits.floor + (high.digit << digits.low | low.digit);
-  to.quota = wanted - low.above;
-  to.place = {high.above_before + low.above_before, low.same_before};
-  return true;
+  find(count_digits(row, live, digits, true, high.digit), wanted, low);
+  const u32 score = digits.floor + (high.digit << digits.low | low.digit);
+  return {score, wanted - low.above, {high.above_before + low.above_before, low.same_before}};
 }
 
 // ---- Selection -----------------------------------------------------------------------------------------------------
@@ -185,33 +179,40 @@ struct Own {
   u32 entry[HELD];
   u32 used;  // bit j: entry j is one
 
-  __device__ __forceinline__ void read(const Row& row, int list, int from, int length) {
-    used = 0;
+  // Reads one step of at most `room` candidates; how many there are need not be known yet.
+  __device__ __forceinline__ void read(const u32* list, int room) {
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
-      const int i = from + 32 * j + int(threadIdx.x & 31);
-      entry[j] = 0;
-      if (i < length) entry[j] = row.entry(list, i), used |= 1u << j;
+      const int i = 32 * j + int(threadIdx.x & 31);
+      entry[j] = i < room ? __ldcg(list + i) : 0;
     }
+  }
+  __device__ __forceinline__ void use(int from, int length) {
+    used = 0;
+#pragma unroll
+    for (int j = 0; j < HELD; j++) used |= u32(from + 32 * j + int(threadIdx.x & 31) < length) << j;
   }
   __device__ __forceinline__ bool above(int j, u32 score) const { return used >> j & 1 && entry[j] >> 16 > score; }
   __device__ __forceinline__ bool equal(int j, u32 score) const { return used >> j & 1 && entry[j] >> 16 == score; }
 };
 
-// Writes the selected among a block's own candidates, in order. Every thread must call it.
+// Writes the selected among a block's own candidates, in order. own: the first of a warp's list. Every thread must call
+// it.
 template <class Index>
-__device__ __forceinline__ void emit(const Row& row, const Threshold& threshold, i32* values, Index* indices) {
+__device__ __forceinline__ void emit(const Row& row, const Threshold& threshold, Own& own, i32* values,
+                                     Index* indices) {
   __shared__ Place of_warps[WARPS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, list = blockIdx.y * WARPS + warp;
-  const int length = row.length(list), base = row.cut.keys(list).low;
+  const int length = row.lengths[list], base = row.cut.keys(list).low;
   const u32 below = (1u << lane) - 1;
-  Own own;
   Place mine = {0, 0};
 #pragma unroll 1
   for (int from = 0; from < length; from += 32 * HELD) {
-    own.read(row, list, from, length);
+    if (from) own.read(row.at(list) + from, length - from);
+    own.use(from, length);
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
+      if (from + 32 * j >= length) break;
       mine.above += __popc(__ballot_sync(FULL_WARP, own.above(j, threshold.score)));
       mine.equal += __popc(__ballot_sync(FULL_WARP, own.equal(j, threshold.score)));
     }
@@ -219,16 +220,14 @@ __device__ __forceinline__ void emit(const Row& row, const Threshold& threshold,
   if (lane == 0) of_warps[warp] = mine;
   __syncthreads();
   Place place = threshold.place;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) {
-    const Place one = of_warps[w];
-    if (w < warp) place.above += one.above, place.equal += one.equal;
-  }
+  for (int w = 0; w < warp; w++) place.above += of_warps[w].above, place.equal += of_warps[w].equal;
 #pragma unroll 1
   for (int from = 0; from < length; from += 32 * HELD) {
-    if (length > 32 * HELD) own.read(row, list, from, length);
+    if (length > 32 * HELD) own.read(row.at(list) + from, length - from);
+    own.use(from, length);
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
+      if (from + 32 * j >= length) break;
       const bool above = own.above(j, threshold.score), equal = own.equal(j, threshold.score);
       const u32 first = __ballot_sync(FULL_WARP, above), second = __ballot_sync(FULL_WARP, equal);
       const u32 earlier = place.equal + __popc(second & below);
@@ -261,18 +260,27 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
 #pragma unroll
       for (int p = 0; p < 8; p++) weights[p] = codes.weights.of[p];
     }
-    const u32* counts = space.counts + i64(slot) * splits * WARPS;
-    for (int list = threadIdx.x; list < live * WARPS; list += SELECT_THREADS)
+    // All that can be read before anything is known is read at once.
+    const u32* const counts = space.counts + i64(slot) * splits * WARPS;
+    const Row of = {space.lists + slot * space.stride, lengths, cut};
+    const int lists = live * WARPS, thread = threadIdx.x, mine = blockIdx.y * WARPS + thread / 32;
+    Digits digits(__ldcg(space.floors + slot), space.top);
+    const u32 first_length = thread < lists ? __ldcg(counts + thread) : 0;
+    Own own;
+    own.read(of.at(mine), cut.keys(mine).size());
+    const Counts listed = add_bins(space.bins + i64(slot) * splits * BINS, live);
+    if (thread < lists) lengths[thread] = u16(first_length);
+    for (int list = thread + SELECT_THREADS; list < lists; list += SELECT_THREADS)
       lengths[list] = u16(__ldcg(counts + list));
-    Row of = {nullptr, Keys(nullptr, 0), space.lists + slot * space.stride, lengths, codes.planes, codes.words,
-              weights, range, cut, false};
-    Threshold threshold;
-#pragma unroll 1
-    while (!find_threshold(of, space, slot, splits, live, u32(wanted), threshold)) {
+    Found high;
+    if (!find(listed, u32(wanted), high)) {
       const Operands at = operands(query, keys, map, row);
-      of.all = true, of.query = at.query, of.keys = Keys(at.keys, map.key, pages, row);
+      list_all(of, lists, range, at.query, Keys(at.keys, map.key, pages, row), codes, weights);
+      digits = Digits(0, space.top);
+      find(count_digits(of, live, digits, false, 0), u32(wanted), high);
+      own.read(of.at(mine), lengths[mine]);
     }
-    emit(of, threshold, values, indices);
+    emit(of, find_threshold(of, digits, high, live, u32(wanted)), own, values, indices);
   }
   fill(values, indices, wanted, selection.width);
 }

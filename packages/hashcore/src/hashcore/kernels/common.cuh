@@ -195,24 +195,26 @@ __device__ __forceinline__ Range eligible(const Window& window, int row) {
 
 // ---- A block of SELECT_THREADS -------------------------------------------------------------------------------------
 
-// Returns the sum of x over the threads before this one, and the sum over all. Every thread must call it.
-__device__ __forceinline__ u32 scan_block(u32 x, u32& total) {
-  __shared__ u32 warp_sums[SELECT_THREADS / 32];
+// Returns the sum of x over the threads before this one, and the sum over all; u64: of two counts below 2^32 at once.
+// Every thread must call it.
+template <class T>
+__device__ __forceinline__ T scan_block(T x, T& total) {
+  __shared__ T warp_sums[SELECT_THREADS / 32];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  u32 inclusive = x;
+  T inclusive = x;
 #pragma unroll
   for (int step = 1; step < 32; step <<= 1) {
-    const u32 other = __shfl_up_sync(FULL_WARP, inclusive, step);
+    const T other = __shfl_up_sync(FULL_WARP, inclusive, step);
     if (lane >= step) inclusive += other;
   }
   __syncthreads();  // other threads may still read the sums of the previous call
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
-  u32 before = 0;
+  T before = 0;
   total = 0;
 #pragma unroll
   for (int w = 0; w < SELECT_THREADS / 32; w++) {
-    const u32 sum = warp_sums[w];  // one address for the warp: a broadcast
+    const T sum = warp_sums[w];  // one address for the warp: a broadcast
     if (w < warp) before += sum;
     total += sum;
   }
@@ -262,5 +264,15 @@ __device__ __forceinline__ void let_dependents_start() {
 __device__ __forceinline__ void wait_for_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+constexpr int LINE = 128;  // bytes that are brought at once
+
+// Have the line at an address brought to the L2 cache, which all SMs share: allowed before wait_for_predecessor, because
+// later writes go there, too.
+__device__ __forceinline__ void prefetch(const void* at) {
+#ifndef HOSTSIM
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 #endif
 }

@@ -10,7 +10,10 @@ __device__ __forceinline__ void quantise_rows(const T* __restrict__ w, u32* __re
                                               i32 count) {
   const int row = blockIdx.x * (PLANES_THREADS / 32) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (row >= rows) return;  // the whole warp
-  quantise_row(w + i64(row) * words * 32, planes + i64(row) * count * words, words, count, lane);
+  w += i64(row) * words * 32;
+  planes += i64(row) * count * words;
+  const float scale = row_scale(w, i64(words) * 32, lane, float((1 << count) - 1));
+  for (int i = 0; i < words; i++) quantise_word(w + 32 * i, scale, count, lane, planes + i, words);
 }
 
 // Levels instead of planes: any row length, levels as i16.

@@ -37,17 +37,13 @@ __device__ __forceinline__ int plane_digits(float w, float scale, float top) {
   return w == w ? (int(clamped) + int(top)) >> 1 : int(top) >> 1;
 }
 
-// The planes of one row, by one warp.
+// The planes' words, `apart` words from each other, of 32 numbers of a row, by one warp.
 template <class T>
-__device__ __forceinline__ void quantise_row(const T* w, u32* __restrict__ planes, i32 words, i32 count, int lane) {
-  const float top = float((1 << count) - 1);
-  const float scale = row_scale(w, i64(words) * 32, lane, top);
-  for (int i = 0; i < words; i++) {
-    const int digits = plane_digits(real(w[32 * i + lane]), scale, top);
-    for (int p = 0; p < count; p++) {
-      const u32 word = __ballot_sync(FULL_WARP, digits >> p & 1);
-      if (lane == p) planes[p * words + i] = word;
-    }
+__device__ __forceinline__ void quantise_word(const T* w, float scale, i32 count, int lane, u32* to, i64 apart) {
+  const int digits = plane_digits(real(w[lane]), scale, float((1 << count) - 1));
+  for (int p = 0; p < count; p++) {
+    const u32 word = __ballot_sync(FULL_WARP, digits >> p & 1);
+    if (lane == p) to[p * apart] = word;
   }
 }
 

@@ -72,8 +72,8 @@ __device__ __forceinline__ u32 find_floor(const Sample& sample, const Keys& keys
   const u32 count = bin >= 0 ? bins[bin] : 0;
   u32 all;
   const u32 above = scan_block(count, all);
-  const i64 share = i64(wanted) * all / row.size(), enough = share + share / 4 + SPARE;
-  if (above < enough && i64(above) + count >= enough) found = u32(bin) << shift;
+  const u32 enough = u32(1.25f * float(wanted) * float(all) / float(row.size())) + SPARE;
+  if (above < enough && above + count >= enough) found = u32(bin) << shift;
   __syncthreads();
   return found;
 }

@@ -159,7 +159,7 @@ def layer_shares(costs: Sequence[float], dense: Collection[int] = ()) -> tuple[f
     Returns: for each layer its budget relative to the mean over the others (`divide`); 1 for dense layers.
     """
     sparse = [layer for layer in range(len(costs)) if layer not in dense]
-    wanted = torch.tensor([max(costs[n], LEAST_COST) for n in sparse], dtype=torch.float64)
+    wanted = torch.tensor([max(costs[n], LEAST_COST) for n in sparse], dtype=torch.float64, device="cpu")
     found = dict(zip(sparse, divide(wanted, torch.full_like(wanted, FALLS)).tolist(), strict=True))
     return tuple(round(found.get(layer, 1.0), 3) for layer in range(len(costs)))
 
@@ -200,7 +200,7 @@ def power_laws(errors: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     """Fit a power law to errors at `FRACTIONS`, [H, 4]. Returns each head's error at `fraction`, and how it falls."""
     errors = errors.double()
     logs = errors.clamp(min=max(1e-9 * errors.max().item(), 1e-300)).log()
-    x = torch.tensor(FRACTIONS, dtype=torch.float64).div(fraction).log()
+    x = torch.tensor(FRACTIONS, dtype=torch.float64, device="cpu").div(fraction).log()
     away = x - x.mean()
     slopes = ((logs * away).sum(1) / away.square().sum()).clamp(max=-0.1)
     return (logs.mean(1) - slopes * x.mean()).exp(), -slopes

@@ -104,7 +104,7 @@ def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0, out
     hasher.remainder[:, :-1] = fit_weight([(rows.evidence, rows.exact) for rows in samples])
     hasher.remainder[:, -1] = _fit_slope(hasher, samples)
     slopes = by_head(hasher, hasher.remainder[:, -1])[..., None]
-    errors = torch.zeros(2, hasher.hkv, len(FRACTIONS), dtype=torch.float64)
+    errors = torch.zeros(2, hasher.hkv, len(FRACTIONS), dtype=torch.float64, device="cpu")
     for number, rows in enumerate(samples):  # by context, then by budget
         share = estimated_share(hasher, rows.evidence)[..., None]
         both = rows.selected, torch.lerp(rows.selected, rows.mean + slopes * rows.tilt, share)
