@@ -118,7 +118,8 @@ class Rows:
             marked[self.require(given)] = True
         if others:
             marked[: self.count] ^= True
-        return np.packbits(marked, bitorder="little").view(np.int64), int(np.count_nonzero(marked))
+        bits = np.packbits(marked, bitorder="little").view(np.uint64)
+        return bits.view(np.int64), int(np.bitwise_count(bits).sum())
 
     def _mark(self, ids: NDArray[Any], marked: NDArray[np.bool_]) -> bool:
         """Mark the rows of ids that are not few, if rows have few gaps; return whether it did, and found all ids.
@@ -128,14 +129,32 @@ class Rows:
         ordered = self.ids[: self.count]
         if not self.ascending or not self.count or not ids.size:
             return False
-        ids = ids.astype(np.int64, copy=False)
-        span = int(ordered[-1] - ordered[0]) + 1
-        if span > 4 * self.count or span > 32 * len(ids) or ids.min() < ordered[0] or ids.max() > ordered[-1]:
+        first, span = int(ordered[0]), int(ordered[-1] - ordered[0]) + 1
+        if span > 4 * self.count or span > 32 * len(ids):
             return False
-        table = np.zeros(span, np.bool_)
-        table[ids - ordered[0]] = True
-        marked[: self.count] = table if span == self.count else table[ordered - ordered[0]]
-        return np.count_nonzero(marked) == np.count_nonzero(table)
+        from hashcore.cpu import threads  # numba takes half a second to import
+
+        table = marked if span == self.count else np.zeros(span + 1, np.bool_)
+        ids = np.ascontiguousarray(ids, np.int64).view()
+        ids.flags.writeable = False  # numba would compile again for read-only ids
+        workers = threads.count(4 * len(ids))  # marking an id takes as long as four popcounts
+        missing = any(threads.run(_mark_tasks, len(ids), workers, (ids, first, span, table)))
+        if table is not marked:
+            marked[: self.count] = table[ordered - first]
+            missing = missing or bool(np.count_nonzero(marked) != np.count_nonzero(table))
+        return not missing
+
+
+# numba is untyped, as is the kernel.
+# pyright: reportCallIssue=false
+def _mark_tasks(start, end, ids, first, span, table):
+    """Set table[id - first] for ids [start, end); return 1 if one of these is not in [0, span): it sets table[span]."""
+    own, size, most = ids[start:end], np.uint64(span), np.uint64(0)  # of a slice, indices are known not to be negative
+    for n in range(len(own)):
+        at = np.uint64(own[n] - first)
+        most = max(most, at)
+        table[min(at, size)] = True
+    return np.int64(most >= size)
 
 
 def empty(words: int, dim: int, kept: np.dtype[Any] | None) -> Rows:
