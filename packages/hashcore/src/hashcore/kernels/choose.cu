@@ -247,23 +247,27 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
                                            const Groups& groups, const Pages& pages, i32* values, Index* indices) {
   __shared__ u16 lengths[MAX_LISTS];
   __shared__ i32 weights[8];
+  wait_for_bounds(window, selection);
   const Group group = group_of(groups, blockIdx.x / groups.size);
-  const int slot = blockIdx.x, splits = gridDim.y, row = group.row + slot % groups.size;
+  const int slot = blockIdx.x, splits = gridDim.y, row = group.row + slot % groups.size, thread = threadIdx.x;
   if (slot % groups.size >= group.count) return;
   const Range range = eligible(window, row);
   const Cut cut(reach(window, group), splits);
-  const int wanted = selected(selection, range, row), live = cut.blocks();
+  const int wanted = selected(selection, range, row), live = cut.blocks(), lists = live * WARPS;
+  const int mine = blockIdx.y * WARPS + thread / 32;
   values += i64(row) * selection.width;
   indices += i64(row) * selection.width;
-  if (wanted > 0 && int(blockIdx.y) < live) {
-    if (threadIdx.x == 0) {
+  const u32* const counts = space.counts + i64(slot) * splits * WARPS;
+  const Row of = {space.lists + slot * space.stride, lengths, cut};
+  if (thread == 0) {
 #pragma unroll
-      for (int p = 0; p < 8; p++) weights[p] = codes.weights.of[p];
-    }
+    for (int p = 0; p < 8; p++) weights[p] = codes.weights.of[p];
+  }
+
+  wait_for_predecessor();
+  let_dependents_start();  // they wait, too: for the end of this kernel
+  if (wanted > 0 && int(blockIdx.y) < live) {
     // All that can be read before anything is known is read at once.
-    const u32* const counts = space.counts + i64(slot) * splits * WARPS;
-    const Row of = {space.lists + slot * space.stride, lengths, cut};
-    const int lists = live * WARPS, thread = threadIdx.x, mine = blockIdx.y * WARPS + thread / 32;
     Digits digits(__ldcg(space.floors + slot), space.top);
     const u32 first_length = thread < lists ? __ldcg(counts + thread) : 0;
     Own own;
@@ -290,8 +294,6 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
       name(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,                \
            Index* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes, Space space, \
            Groups groups PAGES_PARAMETER) {                                                                      \
-    wait_for_predecessor();                                                                                      \
-    let_dependents_start();                                                                                      \
     select_row(query, keys, map, window, selection, codes, space, groups, PAGES, values, indices);               \
   }
 

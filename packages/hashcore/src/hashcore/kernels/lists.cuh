@@ -36,9 +36,15 @@ __device__ __forceinline__ Group group_of(const Groups& groups, int index) {
   return {line * groups.line + begin, left < groups.size ? left : groups.size};
 }
 
+// Waits before positions or counts in device memory are read.
+__device__ __forceinline__ void wait_for_bounds(const Window& window, const Selection& selection) {
+  if (window.lengths || window.starts || selection.k) wait_for_predecessor();
+}
+
 // The smallest range that contains the eligible positions of all rows of a group.
 __device__ __forceinline__ Range reach(const Window& window, const Group& group) {
   Range all = eligible(window, group.row);
+#pragma unroll 1
   for (int i = 1; i < group.count; i++) {
     const Range next = eligible(window, group.row + i);
     if (next.size() == 0) continue;

@@ -38,7 +38,7 @@ struct Sample {
   int at[PICKED];  // -1: none
   u32 word[PICKED][BLOCK_WORDS];
 
-  __device__ __forceinline__ Sample(const Keys& keys, const Range& range, int part) {
+  __device__ __forceinline__ Sample(const Range& range) {
     const u32 size = range.size();
 #pragma unroll
     for (int u = 0; u < PICKED; u++) {
@@ -46,6 +46,12 @@ struct Sample {
       const u32 jitter = (i * 0x9e3779b1u) >> 16;  // the golden ratio's multiples, in 16 bits
       const u32 place = u32(((u64(i) << 16 | jitter) * size / SAMPLED) >> 16);
       at[u] = size <= SAMPLED ? (i < size ? range.low + int(i) : -1) : range.low + int(place);
+    }
+  }
+
+  __device__ __forceinline__ void read(const Keys& keys, int part) {
+#pragma unroll
+    for (int u = 0; u < PICKED; u++) {
 #pragma unroll
       for (int w = 0; w < BLOCK_WORDS; w++) word[u][w] = 0;
       if (at[u] >= 0) load_share(keys.at(at[u]), 0, part, word[u]);
@@ -141,8 +147,9 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
                                            const RowMap& map, const Window& window, const Selection& selection,
                                            const Weights& weights, const Space& space, const Groups& groups,
                                            const Pages& pages) {
+  wait_for_bounds(window, selection);
   const Group group = group_of(groups, blockIdx.x);
-  const Range whole = reach(window, group);
+  const Range whole = GROUP == 1 ? eligible(window, group.row) : reach(window, group);
   const Cut cut(whole, gridDim.y);
   if (cut.keys(blockIdx.y * WARPS).size() == 0) return;  // this block's lists are never read
   __shared__ u32 bins[GROUP][BINS];
@@ -152,10 +159,13 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   const Operands at = operands(query, keys, map, group.row);
   const i64 slot = i64(blockIdx.x) * groups.size, step = GROUP == 1 ? 0 : map.query[3];
   const Keys all(at.keys, map.key, pages, group.row);
-  const Sample sample(all, whole, part);
+  Sample sample(whole);
+  Rows rows = rows_of<GROUP>(group, window, selection);
+
+  wait_for_predecessor();
+  sample.read(all, part);
   // Loaded while the floor is found, if the planes leave registers for both.
   Held held(all, mine.low + lane / LANES, TENSOR ? mine.high : mine.low, part);
-  Rows rows = rows_of<GROUP>(group, window, selection);
   const Query only(at.query, lane, weights);
 #pragma unroll 1
   for (int q = 0; q < group.count; q++) {
@@ -203,7 +213,6 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                                    \
       name(const u32* __restrict__ query, const u32* __restrict__ keys, RowMap map, Window window,                   \
            Selection selection, Weights weights, Space space, Groups groups PAGES_PARAMETER) {                       \
-    wait_for_predecessor();                                                                                          \
     list_group<GROUP>(query, keys, map, window, selection, weights, space, groups, PAGES);                           \
   }
 

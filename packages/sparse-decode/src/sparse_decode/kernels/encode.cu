@@ -113,40 +113,51 @@ __device__ __forceinline__ void write_codes(const float (*sums)[MOST], const Cod
   }
 }
 
+// Add 1 to a ticket of what this block's threads have written before the last barrier; what those who did so before had
+// written is seen by this block's threads after the next.
+__device__ __forceinline__ u32 take_ticket(u32* ticket) {
+#ifdef HOSTSIM
+  return atomicAdd(ticket, 1u);
+#else  // two __threadfence() of all threads take longer than all else here
+  u32 before;
+  asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], %2;" : "=r"(before) : "l"(ticket), "r"(1u) : "memory");
+  return before;
+#endif
+}
+
 // Replace a head's numbers by those of its group, in one of the group's blocks for each token; return of which tokens
-// this is the one, a bit each.
+// this is the one, a bit each. place: the head's in the group.
 __device__ __forceinline__ u32 sum_group(float (*sums)[MOST], const Planes& planes, int out, const Tokens& tokens,
-                                         int head, int heads) {
+                                         int group, int groups, int place) {
   __shared__ u32 mine;
-  const int group = head / planes.group, i = threadIdx.x;
-  const auto first = [&](int t) {
-    return (i64(tokens.batch(t)) * heads + group * planes.group) * tokens.in_row + tokens.token(t);
+  const int i = threadIdx.x;
+  const auto row = [&](int t) { return (i64(tokens.batch(t)) * groups + group) * tokens.in_row + tokens.token(t); };
+  const auto numbers = [&](int t, int g) {
+    const i64 of_head = (i64(tokens.batch(t)) * groups + group) * planes.group + g;
+    return planes.numbers + (of_head * tokens.in_row + tokens.token(t)) * out;
   };
   if (i == 0) mine = 0;
 #pragma unroll 1
   for (int t = 0; t < tokens.count; t++)
-    if (i < out) planes.numbers[(first(t) + i64(head % planes.group) * tokens.in_row) * out + i] = sums[t][i];
-  __threadfence();
+    if (i < out) numbers(t, place)[i] = sums[t][i];
   __syncthreads();
   if (i < tokens.count) {
-    const int row = tokens.batch(i) * (heads / planes.group) + group;
-    u32* ticket = planes.tickets + i64(row) * tokens.in_row + tokens.token(i);
-    if (atomicAdd(ticket, 1u) == u32(planes.group) - 1) {
+    u32* const ticket = planes.tickets + row(i);
+    if (take_ticket(ticket) == u32(planes.group) - 1) {
       *ticket = 0;
       atomicAdd(&mine, 1u << i);
     }
   }
   __syncthreads();
-  __threadfence();
 #pragma unroll 1
   for (int j = i; j < tokens.count * out; j += ENCODE_THREADS) {
-    const int t = j / out, column = j % out;
+    int t = 0, column = j;
+    while (column >= out) column -= out, t++;
     if (!(mine >> t & 1)) continue;
-    const float* const from = planes.numbers + first(t) * out + column;
     float sum = 0.0f;
 #pragma unroll 4
     for (int g = 0; g < planes.group; g++) {
-      const float number = __ldcg(from + i64(g) * tokens.in_row * out);
+      const float number = __ldcg(numbers(t, g) + column);
       sum += planes.votes ? float(number > 0.0f) : number;
     }
     sums[t][column] = sum;
@@ -226,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 128 register
   const i64 of_batch = is_key ? key_rows.batch : query_rows.batch;
   const i64 of_token = is_key ? key_rows.token : query_rows.token;
   const int groups = is_key ? 1 : heads / planes.group, group = is_key ? 0 : block / planes.group;
+  const int in_group = is_key ? 0 : block % planes.group;
   const Matrix linear(f.r, head, f.dim, f.out), in(f.w1, head, f.dim, f.w1 ? f.hidden : f.out);
   const Matrix out(f.w2, head, f.hidden, f.out);
   const int of_digits = is_key ? block : group * digits.heads / groups;
@@ -248,6 +260,6 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 128 register
     functions_of<MOST_TOKENS>(x, mine.count, f, head, linear, in, out, of);
   }
   if (is_key) return write_codes(sums, codes, digits, bit, mine, block);
-  const u32 last = planes.group > 1 ? sum_group(sums, planes, f.out, mine, block, heads) : ~0u;
+  const u32 last = planes.group > 1 ? sum_group(sums, planes, f.out, mine, group, groups, in_group) : ~0u;
   write_planes(of, planes, digits, bit, mine, last, group, groups);
 }
