@@ -5,12 +5,14 @@ threads. Whole numbers have exact sums in any order, so there the results are eq
 differ where a number lies beside a threshold.
 """
 
+import re
 from typing import NamedTuple
 
 import hashcore
 import pytest
 import torch
 from hashcore.cpu import threads
+from hashcore.cuda.source import read_source
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
 from hostsim import check_slack
@@ -221,3 +223,17 @@ def test_what_the_kernel_takes(changed, taken):
     with FakeTensorMode():
         x = torch.zeros(2, 2, how["tokens"], 64, dtype=how["dtype"], device=how["device"])
         assert encode_cuda.supports(layer, x) is taken
+
+
+def test_the_kernel_starts_early_and_waits_before_it_reads():
+    """Else it would read what is not there yet: the host simulator runs one after the other."""
+    launches, form = [], Form("transform")
+    layer = make(form).layer(0)
+    known, (_, q) = encode_weights.found_in(layer), tokens(form, dtype=torch.bfloat16)
+    given = q, known.query, known.hows[0]
+    encode_cuda.hash_tokens(None, given, known.digits, lambda kept, *_: launches.extend(kept))
+    assert [(one.kernel, one.programmatic) for one in launches] == [("hash_tokens", True)]
+    text = read_source(encode_cuda.KERNELS, "encode.cu")
+    before, after = re.search(r" hash_tokens\(const.*?\n}", text, re.S)[0].split("wait_for_predecessor();")
+    assert not re.search(r"\bBit\b|functions_of|\bx\(|__ld", before)
+    assert "let_dependents_start();" in after  # only then is the memory that both use free

@@ -50,8 +50,8 @@ struct Row {
   __device__ __forceinline__ u32* at(int list) const { return lists + cut.keys(list).low; }
 };
 
-// Makes all keys of a row its candidates. Every block of the row does so, with the same results, and none has read a
-// list before it did. Every thread must call it.
+// Makes all keys of a row its candidates. Every block of the row does so, with the same results; what was read of a list
+// before is dropped. Every thread must call it.
 __device__ __forceinline__ void list_all(const Row& row, int count, const Range& range, const u32* query,
                                          const Keys& keys, const Codes& codes, const i32* weights) {
 #pragma unroll 1

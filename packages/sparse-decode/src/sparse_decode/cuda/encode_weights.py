@@ -185,11 +185,8 @@ def weights_of(layer: LayerHasher, side: Literal["key", "query"]) -> list[Tensor
 
 
 def digits_of(layer: LayerHasher) -> list[Tensor]:
-    """Return coordinate, power and limit of each bit of `transform`; nothing for other variants."""
-    if not isinstance(layer, Transform):
-        return []
-    coordinate, power, limit = layer.layout()
-    return [coordinate, power, limit.gather(1, coordinate)]
+    """Return coordinate, power and limit of `transform`; nothing for other variants."""
+    return list(layer.layout()) if isinstance(layer, Transform) else []
 
 
 def are_supported(layer: LayerHasher) -> bool:

@@ -8,15 +8,15 @@
 //             votes: planes = digits of how many f of the group are positive
 //
 // x [B][H][T][D] with strides and contiguous components; R [F][D][C], W1 [F][D][M], b1 [F][M], W2 [F][M][C], b2 [F][C];
-// coordinate i64, power and limit f32 [Hkv][bits]; codes [B][Hcode][T][words] with strides and contiguous
+// coordinate i64 and power f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][Hcode][T][words] with strides and contiguous
 // words, written from token *at on (on the device, because the host may not know it); planes [B][Hout][T][P][join W], W
 // words of 32 bits.
 //
 // hash_tokens, grid token blocks x (heads of keys + heads of queries), 512 threads. A block hashes `each` tokens with
 // one head's functions. What a block waits for decides its time, so it waits for as much as it can at once:
 //   (1) before its predecessor has ended, it has the weights brought to the L2 cache;
-//   (2) it reads its tokens and all weights of the first two matrices, then those of the third while it multiplies by
-//       the first; with 128 x 128 numbers a thread has 8 x 4 of each;
+//   (2) it reads its tokens and the first rows of two matrices, then those of the third while it multiplies by the
+//       second; of 128 x 128 float16 numbers, a thread's 8 x 4 are all of its rows;
 //   (3) all its tokens go through a product, a sum over a group and a quantisation together. The last block of a group
 //       weighs its sum.
 //
@@ -69,16 +69,19 @@ __device__ __forceinline__ bool digit_of(float x, float power, float limit) {
   return (int(level + limit) >> 1) / int(power) & 1;
 }
 
-// What a thread's bit is made of: read while the weights are on their way.
+// What a thread's bit is made of, and the limit of coordinate threadIdx.x: read while the weights are on their way.
 struct Bit {
   int coordinate;
   float power;
   float limit;
 
-  __device__ __forceinline__ Bit(const Digits& digits, int head) : coordinate(threadIdx.x), power(0.0f), limit(0.0f) {
-    const i64 at = i64(head) * digits.bits + threadIdx.x;
-    if (!digits.coordinate || int(threadIdx.x) >= digits.bits) return;
-    coordinate = int(digits.coordinate[at]), power = digits.power[at], limit = digits.limit[at];
+  __device__ __forceinline__ Bit(const Digits& digits, int head, int out)
+      : coordinate(threadIdx.x), power(0.0f), limit(0.0f) {
+    if (!digits.coordinate) return;
+    const int j = threadIdx.x;
+    if (j < out) limit = digits.limit[i64(head) * out + j];
+    if (j < digits.bits) coordinate = int(digits.coordinate[i64(head) * digits.bits + j]);
+    if (j < digits.bits) power = digits.power[i64(head) * digits.bits + j];
   }
 };
 
@@ -96,13 +99,16 @@ struct Tokens {
 // Write the codes of keys' numbers, as the block `block` of keys.
 __device__ __forceinline__ void write_codes(const float (*sums)[MOST], const Codes& codes, const Digits& digits,
                                             const Bit& bit, const Tokens& tokens, int block) {
+  __shared__ float limits[MOST];
   const int j = threadIdx.x;
+  limits[j] = bit.limit;
+  __syncthreads();
   if (j >= digits.bits) return;  // whole warps
   const i64 at = codes.at ? *codes.at : 0;
 #pragma unroll 1
   for (int t = 0; t < tokens.count; t++) {
     const float x = sums[t][bit.coordinate];
-    const bool set = digits.coordinate ? digit_of(x, bit.power, bit.limit) : x > 0.0f;
+    const bool set = digits.coordinate ? digit_of(x, bit.power, limits[bit.coordinate]) : x > 0.0f;
     const u32 word = __ballot_sync(FULL_WARP, set);
     if (j % 32) continue;
     for (int copy = 0; copy < codes.copies; copy++) {
@@ -248,11 +254,11 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 128 register
   read_ahead(f.b2, head, f.out);
   read_ahead(digits.coordinate, of_digits, digits.bits);
   read_ahead(digits.power, of_digits, digits.bits);
-  read_ahead(digits.limit, of_digits, digits.bits);
+  read_ahead(digits.limit, of_digits, f.out);
 
   wait_for_predecessor();  // nothing above reads memory
   let_dependents_start();  // they wait, too: for the end of this kernel
-  const Bit bit(digits, of_digits);
+  const Bit bit(digits, of_digits, f.out);
   const auto x = [&](int t) { return from + mine.batch(t) * of_batch + mine.token(t) * of_token; };
   if (each == 1) {
     functions_of<1>(x, mine.count, f, head, linear, in, out, of);
