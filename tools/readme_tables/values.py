@@ -119,7 +119,7 @@ def comparisons(differences: list[dict[str, Any]], run: Result) -> list[dict[str
 
 
 def printed() -> dict[str, dict[str, float]]:
-    """Return the paper's perplexity on its first text, by table and line; of table 1 that of LLaMA3-8B, by column."""
+    """Return the paper's perplexity on its first text, by table and line; of table 1 LLaMA3-8B's, of table 5 a ratio."""
     items = tomllib.loads(ITEMS.read_text("utf-8"))["items"]
     _, header, *models = next(item["paper"] for item in items if item["name"] == "table 1")
     (cells,) = (line.split("|")[1:] for line in models if line.startswith("LLaMA3-8B"))
@@ -127,7 +127,11 @@ def printed() -> dict[str, dict[str, float]]:
     tables = {"table 1": {name.replace("original", "dense"): number for name, number in found}}
     for item in items:
         for line in item.get("paper", [])[2:]:
-            name, number, *_ = line.split("|")
+            name, number, *_ = cells = line.split("|")
+            if item["name"] == "table 5":
+                pairs = (map(float, cell.split(" / ")) for cell in cells[1:])
+                ratios = zip(item["paper"][1].split("|")[1:], pairs, strict=True)
+                tables.setdefault("table 5", {}).update({f"{name} {text}": 1 / a * b for text, (a, b) in ratios})
             if number.replace(".", "", 1).isdigit():
                 tables.setdefault(item["name"], {})[name] = float(number)
     return tables
