@@ -2,14 +2,10 @@
 
     uv run --group kernels --with nvidia-cuda-nvrtc==13.0.88 tools/check_kernels.py
 
-Exit code 1 if anything spills, costs more, or has changed; `--update` writes the table after an intended change. The
-compiler is the oldest that users have, that of torch 2.11: it refuses what newer ones take.
-
-The table has a digest of each program as compiled. A program with the same digest and compiler gives the same machine
-code: it is compiled for one architecture only, unless --all is given.
-
-A kernel may not use local memory: no spills and no stack frame. Its registers must match the table
-docs/results/kernels.json, for the compiler that the table was made with.
+Exit code 1 if a kernel uses local memory (spills, a stack frame), or other registers than docs/results/kernels.json
+says, which `--update` writes. The compiler is the oldest that users have, that of torch 2.11: it refuses what newer
+ones take. A program with the digest and compiler of the table gives the same machine code: it is compiled for one
+architecture only, unless --all is given.
 """
 
 import argparse
