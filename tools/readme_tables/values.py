@@ -119,7 +119,7 @@ def comparisons(differences: list[dict[str, Any]], run: Result) -> list[dict[str
 
 
 def printed() -> dict[str, dict[str, float]]:
-    """Return the paper's perplexity on its first text, by table and line; of table 1 LLaMA3-8B's, of table 5 a ratio."""
+    """Return the paper's perplexity on its first text, by table and line; of table 1 LLaMA3-8B's; of 5 ratios."""
     items = tomllib.loads(ITEMS.read_text("utf-8"))["items"]
     _, header, *models = next(item["paper"] for item in items if item["name"] == "table 1")
     (cells,) = (line.split("|")[1:] for line in models if line.startswith("LLaMA3-8B"))
