@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from hashcore import BitIndex, reference
-from hashcore.index import encoder
+from hashcore.index import encoder, rows
 from hashcore_samples import assert_same, codes_of, same_state, vectors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +45,31 @@ def test_rerank_and_planes_among_ids_equal_an_index_of_these():
         found = index.search(x[:4], 9, ids=ids, **options)
         assert_same(index.search(x[:4], 9, without=np.setdiff1d(np.arange(900), ids), **options), found)
         assert_same(found, few.search(x[:4], 9, **options))
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("form", ["sorted", "shuffled", "twice", "strided", "read-only", "uint64"])
+def test_many_ids_mark_their_rows_whatever_their_form(form, gaps):
+    """They are marked by threads, in a table of all numbers between the first and the last id."""
+    drawn = np.random.default_rng(2)
+    present = 7 + np.arange(300_000) * 2 if gaps else 7 + np.arange(600_000)
+    content = rows.Rows(np.empty((len(present), 1), np.int32), present, None, len(present))
+    ids = np.flatnonzero(drawn.random(len(present)) < 0.9)
+    ids = present[drawn.permutation(ids) if form == "shuffled" else ids]
+    expected = np.isin(present, ids)
+    if form in ("twice", "strided"):
+        ids = np.repeat(ids, 2)[:: 1 if form == "twice" else 2]
+    ids = ids.astype(np.uint64) if form == "uint64" else ids
+    ids.flags.writeable = form != "read-only"
+    for others in (False, True):
+        bits, count = content.only(ids, others=others)
+        assert np.array_equal(np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(present)], expected ^ others)
+        assert count == (expected ^ others).sum()
+    for wrong in (-1, 6, 8 if gaps else present[-1] + 1, 2**63 - 1):
+        with pytest.raises(ValueError, match=f"got {wrong}, which is not"):
+            content.only(np.append(ids.astype(np.int64), wrong), others=False)
+    with pytest.raises(ValueError, match=f"got {2**63 + 7}, which is not"):
+        content.only(np.append(ids.astype(np.uint64), np.uint64(2**63 + 7)), others=False)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 16, 48])

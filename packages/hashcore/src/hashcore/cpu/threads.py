@@ -3,7 +3,7 @@
 Kernels release the GIL, and threads take pieces of the work in turn. Where torch is loaded, they are the threads of its
 OpenMP runtime (`hashcore.cpu.team`), if that has as many as are asked for. Else they are Python threads, including the
 caller's, which are kept, because starting them takes as long as a small kernel; they are safe after a fork. Pieces
-never share outputs, so the result does not depend on the split.
+share no outputs, or write the same values there, so the result does not depend on the split.
 
 numba's own threading layer is not used: it is not safe to call from several threads, and doubles the time to compile.
 """

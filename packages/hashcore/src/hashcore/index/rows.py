@@ -4,6 +4,9 @@ Additions write after `count`, which older snapshots do not read; removals copy 
 and whoever has an older one (a search, a copy of the index, a forked process) is not affected.
 """
 
+# numba is untyped, as is its kernel.
+# pyright: reportCallIssue=false
+
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,10 +125,8 @@ class Rows:
         return bits.view(np.int64), int(np.bitwise_count(bits).sum())
 
     def _mark(self, ids: NDArray[Any], marked: NDArray[np.bool_]) -> bool:
-        """Mark the rows of ids that are not few, if rows have few gaps; return whether it did, and found all ids.
-
-        A table of all numbers between the first and the last id takes a tenth of the time of bisection.
-        """
+        """Mark the rows of ids that are not few, if rows have few gaps, with a table of all numbers between the first
+        and the last id; return whether it did, and found all ids."""
         ordered = self.ids[: self.count]
         if not self.ascending or not self.count or not ids.size:
             return False
@@ -135,7 +136,7 @@ class Rows:
         from hashcore.cpu import threads  # numba takes half a second to import
 
         table = marked if span == self.count else np.zeros(span + 1, np.bool_)
-        ids = np.ascontiguousarray(ids, np.int64).view()
+        ids = np.require(ids, np.int64, ["C", "A"]).view()
         ids.flags.writeable = False  # numba would compile again for read-only ids
         workers = threads.count(4 * len(ids))  # marking an id takes as long as four popcounts
         missing = any(threads.run(_mark_tasks, len(ids), workers, (ids, first, span, table)))
@@ -145,10 +146,8 @@ class Rows:
         return not missing
 
 
-# numba is untyped, as is the kernel.
-# pyright: reportCallIssue=false
 def _mark_tasks(start, end, ids, first, span, table):
-    """Set table[id - first] for ids [start, end); return 1 if one of these is not in [0, span): it sets table[span]."""
+    """Set table[id - first] for ids [start, end); return 1 if one is outside of the table, which sets table[span]."""
     own, size, most = ids[start:end], np.uint64(span), np.uint64(0)  # of a slice, indices are known not to be negative
     for n in range(len(own)):
         at = np.uint64(own[n] - first)

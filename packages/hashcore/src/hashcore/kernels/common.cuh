@@ -195,7 +195,7 @@ __device__ __forceinline__ Range eligible(const Window& window, int row) {
 
 // ---- A block of SELECT_THREADS -------------------------------------------------------------------------------------
 
-// Returns the sum of x over the threads before this one, and the sum over all; u64: of two counts below 2^32 at once.
+// Returns the sum of x over the threads before this one, and the sum over all; with T = u64, of two counts in one number.
 // Every thread must call it.
 template <class T>
 __device__ __forceinline__ T scan_block(T x, T& total) {
@@ -260,20 +260,10 @@ __device__ __forceinline__ void let_dependents_start() {
 #endif
 }
 
-// Waits until all earlier kernels have ended and their writes are visible; must be called before any read or write. What
+// Waits until all earlier kernels have ended and their writes are visible; must be called before device memory is read or written. What
 // depends on arguments alone is computed before. Waiting again costs nothing.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-constexpr int LINE = 128;  // bytes that are brought at once
-
-// Have the line at an address brought to the L2 cache, which all SMs share: allowed before wait_for_predecessor, because
-// later writes go there, too.
-__device__ __forceinline__ void prefetch(const void* at) {
-#ifndef HOSTSIM
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 #endif
 }

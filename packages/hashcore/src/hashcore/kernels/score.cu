@@ -151,7 +151,7 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   const Group group = group_of(groups, blockIdx.x);
   const Range whole = GROUP == 1 ? eligible(window, group.row) : reach(window, group);
   const Cut cut(whole, gridDim.y);
-  if (cut.keys(blockIdx.y * WARPS).size() == 0) {    // this block's lists are never read
+  if (cut.keys(blockIdx.y * WARPS).size() == 0) {  // this block's lists are never read
     if (blockIdx.y == 0) wait_for_predecessor();  // else none waits, and the next kernel waits for this grid alone
     return;
   }

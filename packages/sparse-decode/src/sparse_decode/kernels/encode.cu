@@ -18,13 +18,12 @@
 //   (2) it reads its tokens and the first rows of two matrices, then those of the third while it multiplies by the
 //       second; of 128 x 128 float16 numbers, a thread's 8 x 4 are all of its rows;
 //   (3) all its tokens go through a product, a sum over a group and a quantisation together. The last block of a group
-//       weighs its sum.
+//       writes its planes.
 //
 // Every operation is one that IEEE 754 defines, with fused multiply-adds and sums in the order written here, so that
 // the tests' reference gets the same bits.
 //
-// SPARSE_BF16: dtype of x. SPARSE_NARROW: 1 if R, W1 and W2 are float16, 0 if float32. D, C, M and bits: at most MOST;
-// C and M are multiples of 4, and matrices aligned to 16 bytes.
+// D, C, M and bits: at most MOST; C and M are multiples of 4, and matrices aligned to 16 bytes. Macros: functions.cuh.
 #include "functions.cuh"
 #include "planes.cuh"
 
@@ -119,12 +118,12 @@ __device__ __forceinline__ void write_codes(const float (*sums)[MOST], const Cod
   }
 }
 
-// Add 1 to a ticket of what this block's threads have written before the last barrier; what those who did so before had
-// written is seen by this block's threads after the next.
+// Take a ticket: what this block wrote before the last barrier is visible to those who take one later, and what earlier
+// takers wrote is visible to this block after the next barrier.
 __device__ __forceinline__ u32 take_ticket(u32* ticket) {
 #ifdef HOSTSIM
   return atomicAdd(ticket, 1u);
-#else  // two __threadfence() of all threads take longer than all else here
+#else  // instead of two __threadfence() by every thread
   u32 before;
   asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], %2;" : "=r"(before) : "l"(ticket), "r"(1u) : "memory");
   return before;
@@ -214,7 +213,17 @@ __device__ __forceinline__ Functions choose(bool first, const Functions& a, cons
           first ? a.out : b.out,     first ? a.residual : b.residual};
 }
 
-// Have part `which` of an array, `count` numbers, brought to the L2 cache.
+constexpr int LINE = 128;  // bytes that are brought at once
+
+// Have the line at an address brought to the L2 cache, which all SMs share: allowed before wait_for_predecessor, because
+// later writes go there, too.
+__device__ __forceinline__ void prefetch(const void* at) {
+#ifndef HOSTSIM
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#endif
+}
+
+// Have part `which` of an array, `count` numbers, brought there.
 template <class T>
 __device__ __forceinline__ void read_ahead(const T* all, int which, int count) {
   const char* const from = reinterpret_cast<const char*>(all + i64(which) * count);
@@ -237,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 128 register
   const int block = is_key ? blockIdx.y : blockIdx.y - key_blocks, heads = is_key ? key_heads : query_heads;
   const int blocks = heads > f.heads ? heads : f.heads, head = block * f.heads / blocks;
   const int first = blockIdx.x * each;
-  const Tokens mine = {first, all - first < each ? all - first : each, tokens};
+  const Tokens own = {first, all - first < each ? all - first : each, tokens};
   const Half* const from = (is_key ? k + block * heads / blocks * key_rows.head
                                    : q + block * heads / blocks * query_rows.head);
   const i64 of_batch = is_key ? key_rows.batch : query_rows.batch;
@@ -259,13 +268,13 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 128 register
   wait_for_predecessor();  // nothing above reads memory
   let_dependents_start();  // they wait, too: for the end of this kernel
   const Bit bit(digits, of_digits, f.out);
-  const auto x = [&](int t) { return from + mine.batch(t) * of_batch + mine.token(t) * of_token; };
+  const auto x = [&](int t) { return from + own.batch(t) * of_batch + own.token(t) * of_token; };
   if (each == 1) {
-    functions_of<1>(x, mine.count, f, head, linear, in, out, of);
+    functions_of<1>(x, own.count, f, head, linear, in, out, of);
   } else {
-    functions_of<MOST_TOKENS>(x, mine.count, f, head, linear, in, out, of);
+    functions_of<MOST_TOKENS>(x, own.count, f, head, linear, in, out, of);
   }
-  if (is_key) return write_codes(sums, codes, digits, bit, mine, block);
-  const u32 last = planes.group > 1 ? sum_group(sums, planes, f.out, mine, group, groups, in_group) : ~0u;
-  write_planes(of, planes, digits, bit, mine, last, group, groups);
+  if (is_key) return write_codes(sums, codes, digits, bit, own, block);
+  const u32 last = planes.group > 1 ? sum_group(sums, planes, f.out, own, group, groups, in_group) : ~0u;
+  write_planes(of, planes, digits, bit, own, last, group, groups);
 }

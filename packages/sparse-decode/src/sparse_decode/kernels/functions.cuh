@@ -4,7 +4,8 @@
 #pragma once
 #include "mma.cuh"
 
-constexpr int ENCODE_THREADS = 512, MOST = 512, FOUR = 4;  // columns of a thread
+constexpr int ENCODE_THREADS = 512, FOUR = 4;  // columns of a thread
+constexpr int MOST = 512;        // components of x, of the hidden layer and of f
 constexpr int AHEAD = SPARSE_NARROW ? 8 : 4;  // reads in flight for each matrix, as registers allow
 constexpr int MOST_TOKENS = 4;   // of a block
 constexpr int AT_ONCE = 2;       // tokens whose sums are added together, as shared memory allows
