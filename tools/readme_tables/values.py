@@ -129,11 +129,9 @@ def printed() -> dict[str, dict[str, float]]:
         for line in item.get("paper", [])[2:]:
             name, number, *_ = cells = line.split("|")
             if item["name"] == "table 5":
-                pairs = (map(float, cell.split(" / ")) for cell in cells[1:])
-                ratios = zip(item["paper"][1].split("|")[1:], pairs, strict=True)
-                tables.setdefault("table 5", {}).update(
-                    {f"{name} {text}": ours / dense for text, (dense, ours) in ratios}
-                )
+                for text, cell in zip(item["paper"][1].split("|")[1:], cells[1:], strict=True):
+                    dense, sparse = map(float, cell.split(" / "))
+                    tables.setdefault("table 5", {})[f"{name} {text}"] = sparse / dense
             if number.replace(".", "", 1).isdigit():
                 tables.setdefault(item["name"], {})[name] = float(number)
     return tables
