@@ -16,7 +16,7 @@ simulated = pytest.importorskip("simulated", reason="needs torch and g++")
 SYNC = "\n  __syncthreads();"
 CHANGES = [
     (f"if (lane == 31) warp_sums[warp] = inclusive;{SYNC}", "if (lane == 31) warp_sums[warp] = inclusive;"),
-    (f"above_before, before}};{SYNC}", "above_before, before};"),
+    (f"counts.before}};{SYNC}", "counts.before};"),
     ("equal && earlier < threshold.quota", "equal && earlier <= threshold.quota"),
 ]
 
