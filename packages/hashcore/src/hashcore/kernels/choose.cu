@@ -196,8 +196,7 @@ struct Own {
   __device__ __forceinline__ bool equal(int j, u32 score) const { return used >> j & 1 && entry[j] >> 16 == score; }
 };
 
-// Writes the selected among a block's own candidates, in order. own: the first of a warp's list. Every thread must call
-// it.
+// Writes a block's selected candidates, in order. own: the first of a warp's list. Every thread must call it.
 template <class Index>
 __device__ __forceinline__ void emit(const Row& row, const Threshold& threshold, Own& own, i32* values,
                                      Index* indices) {

@@ -260,8 +260,8 @@ __device__ __forceinline__ void let_dependents_start() {
 #endif
 }
 
-// Waits until all earlier kernels have ended and their writes are visible; must be called before device memory is read or written. What
-// depends on arguments alone is computed before. Waiting again costs nothing.
+// Waits until all earlier kernels have ended and their writes are visible; must be called before device memory is read or
+// written. What depends on arguments alone is computed before. Waiting again costs nothing.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

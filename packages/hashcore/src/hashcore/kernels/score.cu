@@ -151,10 +151,8 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   const Group group = group_of(groups, blockIdx.x);
   const Range whole = GROUP == 1 ? eligible(window, group.row) : reach(window, group);
   const Cut cut(whole, gridDim.y);
-  if (cut.keys(blockIdx.y * WARPS).size() == 0) {  // this block's lists are never read
-    if (blockIdx.y == 0) wait_for_predecessor();  // else none waits, and the next kernel waits for this grid alone
-    return;
-  }
+  // A block whose lists are never read waits, too, because the next kernel waits for this grid alone.
+  if (cut.keys(blockIdx.y * WARPS).size() == 0) return wait_for_predecessor();
   __shared__ u32 bins[GROUP][BINS];
   for (int i = threadIdx.x; i < GROUP * BINS; i += SELECT_THREADS) bins[i / BINS][i % BINS] = 0;  // barriers follow
   const int lane = threadIdx.x & 31, list = blockIdx.y * WARPS + int(threadIdx.x >> 5), part = lane % LANES;
