@@ -7,12 +7,10 @@ runs/NAME/config.json        the settings; a run with other settings is rejected
 """
 
 import hashlib
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from evals.machine import HARDWARE, environment
@@ -75,18 +73,11 @@ class RunFolder:
             write_json(self._environment, merged)
         self._noted = True
 
-    def sample(
-        self,
-        number: int,
-        document: Any,
-        check: Callable[[dict[str, Any]], None],
-        compute: Callable[[], dict[str, Any]],
-    ) -> tuple[dict[str, Any], bool]:
+    def sample(self, number: int, document: Any, compute: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
         """Return the sample of a document, and whether it was computed now: read if stored, else computed and stored.
 
-        Args: document: has a name that a report may print, and a digest that identifies its content; check: raises
-            KeyError, TypeError or ValueError if a sample is incomplete.
-        Raises: ValueError naming the file if it is corrupt or of another text; or, before computing, if earlier samples
+        Args: document: has a name that a report may print, and a digest that identifies its content.
+        Raises: ValueError naming the file if it is no JSON or of another text; or, before computing, if earlier samples
             were made with other versions.
         """
         path = self.folder / "samples" / f"{number:04d}.json"
@@ -100,10 +91,6 @@ class RunFolder:
         sample = read_json(path, remedy)
         if found := {name: sample.get(name) for name in identity if sample.get(name) != identity[name]}:
             raise ValueError(f"{path} is of another text (expected {identity}, got {found}); {remedy}")
-        try:
-            check(sample)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is corrupt ({type(error).__name__}: {error}); {remedy}") from error
         return sample, False
 
 
@@ -114,26 +101,6 @@ def environment_of(folder: Path) -> dict[str, str]:
     if wrong := [name for name, value in found.items() if not isinstance(value, str)]:
         raise ValueError(f"{path} is corrupt ({wrong[0]} must be a string); {remedy}")
     return found
-
-
-def finite(value: Any) -> float:
-    """Return a number of a sample. Raises: ValueError or TypeError if it is not a finite number."""
-    if isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"expected a finite number, got {value!r}")
-    return float(value)
-
-
-def require_numbers(found: dict[str, Any], names: Iterable[str], *shape: int) -> None:
-    """Check that these entries of a sample are nested lists of this shape, of finite numbers.
-
-    Raises: KeyError, TypeError or ValueError.
-    """
-    for name in names:
-        values = np.array(found[name], dtype=object)
-        if values.shape != shape:
-            raise ValueError(f"{name} has shape {list(values.shape)}, expected {list(shape)}")
-        for value in values.flat:
-            finite(value)
 
 
 def model_identity(model: PreTrainedModel) -> str:

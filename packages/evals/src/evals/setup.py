@@ -21,7 +21,7 @@ from evals.figures import draw
 from evals.methods import DENSE, LoadedMethod, load_methods
 from evals.metrics import Estimate
 from evals.results import Result, Row, rows_to_text, versions
-from evals.runner import RunFolder, environment_of, finite, model_identity
+from evals.runner import RunFolder, environment_of, model_identity
 from evals.settings import MethodsCommand, TaskCommand
 from evals.tables import grids, to_markdown, to_rich
 
@@ -135,14 +135,12 @@ def each_document(
     ready: Ready,
     console: Console,
     steps: int,
-    check: Callable[[Sample], None],
     compute: Callable[[int, Any, Callable[[str], None]], Sample],
 ) -> list[Sample]:
     """Compute, or read back, one sample per document.
 
     Args:
         steps: how often `compute` calls its third argument, each time with what it is about to do.
-        check: raises if a stored sample is incomplete.
     """
     folder = RunFolder(command.out, ready.settings, str(ready.model.device))
     samples: list[Sample] = []
@@ -155,7 +153,7 @@ def each_document(
             def now(number: int = number, document: Any = document) -> Sample:
                 return compute(number, document, step)
 
-            sample, computed = folder.sample(number, document, check, now)
+            sample, computed = folder.sample(number, document, now)
             if not computed:
                 advance(f"{document.name}: already stored", steps)
             samples.append(sample)
@@ -166,25 +164,6 @@ def drawn_rows(command: TaskCommand, rows: int, number: int) -> Tensor:
     """Draw the query rows to measure in document `number`, beyond its first quarter, for all methods: [rows]."""
     generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
     return torch.randint(command.context // 4, command.context, (rows,), generator=generator)
-
-
-def require_cells(
-    sample: Sample, cells: Sequence[Any], numbers: Sequence[str] = (), which: str = "methods or budgets"
-) -> None:
-    """Check that a stored sample has the cells, named tuples, of this run, with these finite numbers.
-
-    Raises: ValueError or TypeError.
-    """
-    stored = sample["cells"]
-    if len(stored) != len(cells) or any(
-        found[name] != value
-        for found, cell in zip(stored, cells, strict=True)
-        for name, value in cell._asdict().items()
-    ):
-        raise ValueError(f"its {which} are not those of the run")
-    for found in stored:
-        for name in numbers:
-            finite(found[name])
 
 
 def mean_density(samples: Sequence[Sample], number: int) -> float:

@@ -11,7 +11,6 @@ from rich.console import Console
 from evals.methods import DENSE
 from evals.metrics import bootstrap, normal
 from evals.results import Result, Row
-from evals.runner import finite
 from evals.setup import Ready, Sample, each_document, finish, load, rows_of
 from evals.tasks.answers import methods_of
 from evals.tasks.benchmark_settings import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
@@ -43,16 +42,7 @@ def run(command: BenchmarkCommand, console: Console) -> Result:
     def compute(number: int, document: "BenchmarkTask", step: Callable[[str], None]) -> Sample:
         return measure(document, command, ready, cells, methods, step)
 
-    def check(sample: Sample) -> None:
-        if [(cell["method"], cell["budget"], cell["rule"]) for cell in sample["cells"]] != cells:
-            raise ValueError("its methods or budgets are not those of the run")
-        for cell in sample["cells"]:
-            for number in (sample["items"], cell["density"], *(value for value, _ in cell["results"].values())):
-                finite(number)
-            if not cell["results"]:
-                raise ValueError("it has no result")
-
-    samples = each_document(command, replace(ready, documents=tasks), console, len(cells), check, compute)
+    samples = each_document(command, replace(ready, documents=tasks), console, len(cells), compute)
     rows = [*_rows(command, ready, samples)]
     return finish(command, ready, [*rows, *means_of_tasks(rows)], console)
 

@@ -22,9 +22,8 @@ from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import by_place
 from evals.results import Result, Row
-from evals.runner import require_numbers
 from evals.settings import Always, MethodsCommand
-from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, rows_of
 from evals.tables import HEADS
 from evals.tasks.iou_settings import IouCommand
 
@@ -53,13 +52,7 @@ def run(command: IouCommand, console: Console) -> Result:
         step("selections")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
-    def check(sample: Sample) -> None:
-        require_cells(sample, cells, ("density",))
-        for cell in sample["cells"]:
-            heads = ready.shape.num_kv_heads if cell["heads"] == "kv_head" else ready.shape.num_query_heads
-            require_numbers(cell, METRICS, ready.shape.num_layers, heads)
-
-    samples = each_document(command, ready, console, 1, check, compute)
+    samples = each_document(command, ready, console, 1, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
 
 

@@ -21,13 +21,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from evals.attending import Attended, attending
 from evals.documents import TokenDocument
-from evals.methods import DENSE, OURS, LoadedMethod, Sampling
+from evals.methods import DENSE, OURS, LoadedMethod
 from evals.metrics import Estimate, bootstrap, perplexity
 from evals.results import Result, Row
 from evals.row_logits import RowLogits, row_logits
-from evals.runner import finite
 from evals.settings import Always, Phase, Prompt
-from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, rows_of
 from evals.tasks.ppl_settings import PplCommand
 from evals.tuned import Tuned, read_tuned, with_tuned
 
@@ -81,14 +80,7 @@ def run(command: PplCommand, console: Console) -> Result:
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         return measure(ready.model, document.ids, cells, methods, command.always, step, command.phase, command.last)
 
-    def check(sample: Sample) -> None:
-        finite(sample["dense"]["nll"])
-        require_cells(sample, cells, ("nll", "kl", "density"), "methods, rules or budgets")
-        for cell in sample["cells"]:
-            if isinstance(methods[cell["method"]].selector, Sampling):
-                finite(cell["empty"])
-
-    samples = each_document(command, ready, console, 1 + len(cells), check, compute)
+    samples = each_document(command, ready, console, 1 + len(cells), compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
 
 

@@ -10,7 +10,6 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from hashtrain.data.corpus import python_sources
@@ -22,7 +21,7 @@ from evals.methods import load_rival
 from evals.metrics import Estimate, bootstrap
 from evals.results import Result, Row, write_json
 from evals.rivals import rival_named
-from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, rows_of
 from evals.tasks import ppl
 from evals.tasks.tune_settings import TuneCommand
 from evals.tuned import FILE
@@ -61,8 +60,7 @@ def run(command: TuneCommand, console: Console) -> Result:
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         return ppl.measure(ready.model, document.ids, cells, methods, command.always, step, command.phase)
 
-    check = partial(require_cells, cells=cells, numbers=("kl", "nll", "density"), which="settings")
-    samples = each_document(command, ready, console, 1 + len(cells), check, compute)
+    samples = each_document(command, ready, console, 1 + len(cells), compute)
     kl = {label: [sample["cells"][i]["kl"] for sample in samples] for i, label in enumerate(methods)}
     density = {label: mean_density(samples, i) for i, label in enumerate(methods)}
     chosen = {name: choose(settings, name, kl, density, command.density) for name in command.methods}
