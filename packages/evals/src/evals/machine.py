@@ -6,7 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 PACKAGES = ("hashcore", "hashtrain", "sparse-decode", "evals")
-HARDWARE = ("processor", "threads", "device")
+"""This project's own."""
+SOFTWARE = ("python", "torch", "transformers", "numpy", "numba", *PACKAGES)
 
 
 def environment(device: str = "cpu") -> dict[str, str]:

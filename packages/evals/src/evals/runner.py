@@ -1,7 +1,7 @@
 """A run on disk: one sample file per document, so that a killed run can be resumed.
 
 runs/NAME/config.json        the settings; a run with other settings is rejected
-          environment.json   the software of all samples, and the hardware of each of them
+          environment.json   the software, which is that of all samples, and the hardware that last opened the run
           samples/0000.json  the sample of one document
           rows.json  report.md  figure.png    written when all documents are done
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from evals.machine import HARDWARE, environment
+from evals.machine import SOFTWARE, environment
 from evals.results import read_json, write_json
 
 
@@ -22,68 +22,40 @@ class RunFolder:
 
     Args: folder: created if missing; settings: everything the results depend on, as JSON values; device: where the
         model runs.
-    Raises: ValueError, before anything is written, if the folder holds a run with other settings, or other files.
+    Raises: ValueError, before anything is written, if the folder holds a run with other settings, samples made with
+        other versions, or other files.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu"):
         self.folder: Path = folder
-        self._here, self._noted = environment(device), False
-        path = folder / "config.json"
+        path, environment_path = folder / "config.json", folder / "environment.json"
+        here = environment(device)
         if path.is_file():
-            former = read_json(path, "delete that folder or choose another --out")
-            for name in sorted((former.keys() | settings.keys()) - {"documents"}):  # a run can be continued with more
-                if (was := former.get(name)) != (now := settings.get(name)):
+            former, now = read_json(path, "delete that folder or choose another --out"), dict(settings)
+            if environment_path.is_file() and any(folder.glob("samples/*.json")):
+                stored = environment_of(folder)
+                former |= {name: stored.get(name) for name in SOFTWARE}
+                now |= {name: here[name] for name in SOFTWARE}
+            for name in sorted((former.keys() | now.keys()) - {"documents"}):  # a run can be continued with more
+                if former.get(name) != now.get(name):
                     raise ValueError(
-                        f"{folder} holds a run with other settings: {name} was {was}, now {now}; choose another --out, "
-                        "or delete that folder"
+                        f"{folder} holds a run with other settings: {name} was {former.get(name)}, now "
+                        f"{now.get(name)}; choose another --out, or delete that folder"
                     )
         elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no run of evals; choose another --out")
         write_json(path, settings)
-        if not self._environment.is_file() or not any(folder.glob("samples/*.json")):
-            self.renew()
-
-    @property
-    def _environment(self) -> Path:
-        return self.folder / "environment.json"
-
-    def renew(self) -> None:
-        """Store the present environment as the run's."""
-        write_json(self._environment, self._here)
-
-    def _note(self) -> None:
-        """Before a sample is made, check that the software matches the stored samples', and add this hardware.
-
-        Raises: ValueError if a version differs.
-        """
-        if self._noted:
-            return
-        stored = environment_of(self.folder)
-        for name in self._here.keys() - set(HARDWARE):
-            if stored.get(name) != self._here[name]:
-                raise ValueError(
-                    f"{self.folder} has samples made with {name} {stored.get(name)}, this is {name} "
-                    f"{self._here[name]}; choose another --out, or continue with the former version"
-                )
-        merged = dict(stored)
-        for name, here in ((name, self._here[name]) for name in HARDWARE):
-            former = stored.get(name, "not stored")
-            merged[name] = former if here in former.split("; ") else f"{former}; {here}"
-        if stored != merged:
-            write_json(self._environment, merged)
-        self._noted = True
+        write_json(environment_path, here)
 
     def sample(self, number: int, document: Any, compute: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
         """Return the sample of a document, and whether it was computed now: read if stored, else computed and stored.
 
         Args: document: has a name that a report may print, and a digest that identifies its content.
-        Raises: ValueError naming the file if it is no JSON or of another text; or, before computing, if earlier samples
-            were made with other versions.
+        Raises: ValueError naming the file if it is no JSON or of another text.
         """
         path = self.folder / "samples" / f"{number:04d}.json"
         identity = {"document": document.name, "tokens": document.digest}
         if not path.exists():
-            self._note()
             sample = {**identity, **compute()}
             write_json(path, sample)
             return sample, True

@@ -34,7 +34,7 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     settings = command.settings("throughput")
-    RunFolder(command.out, settings, command.device).renew()
+    RunFolder(command.out, settings, command.device)
     torch.manual_seed(command.seed)
     made = from_config(config, dtype=getattr(torch, command.dtype))
     model: PreTrainedModel = cast(Any, made.eval()).to(command.device)
