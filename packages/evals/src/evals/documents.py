@@ -1,12 +1,12 @@
 """Held-out text as token contexts, with names that a report may print."""
 
 import hashlib
-import random
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hashtrain.data.corpus import Document, contexts, held_out_sources, read_texts
+from hashtrain.data.corpus import Document, held_out_sources, numbered_contexts, read_texts
 from hashtrain.data.shares import room_for
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -43,23 +43,10 @@ def load_documents(
     Raises: ValueError if a text is missing or not UTF-8, or if all are too short.
     """
     documents = read_texts(list(text), room=room_for(context * count)) if text else sources()
-    random.Random(seed).shuffle(documents)
-    first: list[TokenDocument] = []
-    later: list[TokenDocument] = []
-    for document in documents:
-        pieces = _pieces(document, tokenizer, context, count)
-        first += pieces[:1]
-        later += pieces[1:]
-        if len(first) == count:
-            break
-    if not first:
-        contexts(documents, tokenizer, context, count)  # raises an error with the longest length
-    return (first + later)[:count]
-
-
-def _pieces(document: Document, tokenizer: PreTrainedTokenizerBase, context: int, count: int) -> list[TokenDocument]:
-    try:
-        found = contexts([document], tokenizer, context, count, seed=None)
-    except ValueError:  # shorter than one context
-        return []
-    return [TokenDocument(f"{document.name}#{i + 1}" if i else document.name, ids) for i, ids in enumerate(found)]
+    alike = [replace(document, corpus=0) for document in documents]  # in one order, not each path in turn
+    found, seen = list[TokenDocument](), Counter[int]()
+    for number, ids in numbered_contexts(alike, tokenizer, context, count, seed):
+        seen[number] += 1
+        name = documents[number].name
+        found.append(TokenDocument(f"{name}#{seen[number]}" if seen[number] > 1 else name, ids))
+    return found
