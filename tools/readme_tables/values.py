@@ -10,7 +10,7 @@ from typing import Any
 from evals.methods import REMAINDER
 from evals.metrics import Estimate
 from evals.results import Result, Row
-from evals.rivals import RIVALS
+from evals.rivals.table import RIVALS
 from evals.tables import percent, protocol, signed_percent
 from hashtrain.run.settings import PAPER
 from sparse_decode.sums import state_bytes

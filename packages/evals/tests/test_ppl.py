@@ -9,7 +9,8 @@ import transformers
 from accelerate import cpu_offload
 from evals import row_logits as module
 from evals.methods import REMAINDER, SPARSE_NAMES, load_methods
-from evals.rivals import MagicPigSelector, QuestSelector
+from evals.rivals.magicpig import MagicPigSelector
+from evals.rivals.quest import QuestSelector
 from evals.row_logits import row_logits
 from evals.settings import Always
 from evals.tasks import ppl

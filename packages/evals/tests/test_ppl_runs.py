@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 from evals.methods import load_rival
 from evals.results import read_result
-from evals.rivals import RIVALS, QuestSelector
+from evals.rivals.quest import QuestSelector
+from evals.rivals.table import RIVALS
 from evals.tasks import ppl, tune
 from evals.tasks.ppl_settings import PplCommand
 from evals.tasks.tune import Setting

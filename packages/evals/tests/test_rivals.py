@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from evals.methods import load_methods
-from evals.rivals import MagicPigSelector, QuestSelector
+from evals.rivals.magicpig import MagicPigSelector
+from evals.rivals.quest import QuestSelector
 from sparse_decode import Budget, Rows, attend
 from sparse_decode.attach import attach_rows
 

@@ -12,7 +12,7 @@ import sparse_decode
 from hashtrain.run.recipes import ABLATIONS, EXACT, RECIPES
 from hashtrain.usage import meant
 
-from evals.rivals import RIVALS, rival_named
+from evals.rivals.table import RIVALS, rival_named
 
 if TYPE_CHECKING:
     from sparse_decode import Selector

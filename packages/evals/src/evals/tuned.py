@@ -6,7 +6,7 @@ from pathlib import Path
 
 from evals.methods import TUNED, LoadedMethod, load_rival
 from evals.results import read_json
-from evals.rivals import RIVALS
+from evals.rivals.table import RIVALS
 
 FILE = "tuned.json"
 

@@ -20,7 +20,7 @@ from evals.documents import TokenDocument, load_documents
 from evals.methods import load_rival
 from evals.metrics import Estimate, bootstrap
 from evals.results import Result, Row, write_json
-from evals.rivals import rival_named
+from evals.rivals.table import rival_named
 from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, rows_of
 from evals.tasks import ppl
 from evals.tasks.tune_settings import TuneCommand
