@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from evals.methods import load_rival
@@ -128,7 +127,7 @@ GRID = {"pages": (4, 16), "bits": (2, 15), "tables": (100,), "methods": ("quest"
 def see_early(monkeypatch):
     """Let rows of a short context be sparse, which the rivals would leave dense."""
     for name, more in {"quest": {"dense_rows": 0}, "magicpig": {"prefill": 80}}.items():
-        monkeypatch.setitem(RIVALS, name, replace(RIVALS[name], build=partial(RIVALS[name].build, **more)))
+        monkeypatch.setitem(RIVALS, name, RIVALS[name]._replace(settings={**RIVALS[name].settings, **more}))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 import hashtrain
 import sparse_decode
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from sparse_decode import Selector
 
 REMAINDER = "+remainder"
+_TOLD = ("sink", "local", "prefill", "seed")
+"""Settings of a rival, besides its parameters, that its identity tells."""
 _AFTER_PROMPT = "-after-prompt"
 _QUERY_HEADS = "-query-heads"
 
@@ -116,14 +118,15 @@ def load_rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMe
     Raises: ValueError if there is no such rival, or the parameters cannot be used.
     """
     rival = rival_named(name)
-    rival.require(parameters)
-    selector = rival.build(**parameters)
+    try:
+        selector = rival.build(parameters)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     given = (f"{key}{value}" for key, value in sorted(parameters.items()))
-    settings = (str(getattr(selector, name)) for name in rival.identity_settings)
-    identity = "-".join((name, *given, *settings))
-    bits = rival.code_bits(parameters) if rival.code_bits else None
-    heads = rival.query_heads(**parameters) if rival.query_heads else None
-    return LoadedMethod(label, rival.variant or name, bits, identity, selector, heads)
+    more = (str(value) for key in _TOLD if (value := getattr(selector, key, None)) is not None)
+    both = replace(cast(Any, selector), per_query_head=True) if rival.for_both_heads else None
+    variant, bits = (getattr(selector, key, other) for key, other in (("variant", name), ("code_bits", None)))
+    return LoadedMethod(label, variant, bits, "-".join((name, *given, *more)), selector, both)
 
 
 def _published(name: str, folder: Path) -> LoadedMethod:
@@ -169,7 +172,7 @@ METHODS = (
     *(_coded(c.name, f"ablation: {c.summary}") for c in _CODED if c in ABLATIONS and c.name != "planes"),
     *(_coded(c.name, f"per query head: {c.summary}") for c in _CODED if c in EXACT),
     _whole("transform-start"),
-    *(Method(rival.name, rival.summary, partial(_published, rival.name)) for rival in RIVALS.values()),
+    *(Method(name, rival.summary, partial(_published, name)) for name, rival in RIVALS.items()),
 )
 """Every method that a task can measure; `evals list` prints it."""
 NAMES = tuple(method.name for method in METHODS)
@@ -182,7 +185,7 @@ ABLATION_NAMES = tuple(recipe.name for recipe in _CODED if recipe not in RECIPES
 """Hashers that `hashtrain --only all` makes in addition to the default ones."""
 _RARE = (*RIVAL_NAMES, *ABLATION_NAMES)
 DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not in _RARE)
-_ONE_FORM = tuple(rival.name for rival in RIVALS.values() if rival.query_heads is None)
+_ONE_FORM = tuple(name for name, rival in RIVALS.items() if not rival.for_both_heads)
 SELECTION_NAMES = tuple(n for n in SPARSE_NAMES if not n.endswith(REMAINDER) and n not in _ONE_FORM)
 """Methods that differ in what they select, for either kind of head; the others differ in what they do with it."""
 SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)

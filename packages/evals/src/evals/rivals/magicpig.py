@@ -10,6 +10,7 @@
 import copy
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -61,11 +62,22 @@ class MagicPigSelector(NoCodes):
     sampled: int = field(default=0, init=False)
     empty: int = field(default=0, init=False)
 
+    variant: ClassVar[str] = "magicpig"
+
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 31 or self.tables < 2:
             raise ValueError(f"bits must be 1 to 31 and tables 2 or more, got {self.bits} and {self.tables}")
         if self.sink < 0 or self.local < 0 or self.prefill <= self.sink + self.local:
             raise ValueError(f"prefill must be above sink + local, got {self.prefill}, {self.sink} and {self.local}")
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of its codes per token and KV head: a bucket in each table, without the tables' pointers."""
+        return self.bits * self.tables
+
+    def kept_bits(self, head_dim: int) -> int:
+        """Return the bits that it stores per token and KV head."""
+        return self.code_bits
 
     def after_prompt(self, tokens: int) -> "MagicPigSelector":
         """Return the selector for rows after a dense prompt of this many tokens, as in the authors' code.

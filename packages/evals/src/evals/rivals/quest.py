@@ -40,6 +40,10 @@ class QuestSelector(NoCodes):
             got = f"{self.page}, {self.min_pages}, {self.dense_rows}"
             raise ValueError(f"page and min_pages must be 1 or more, dense_rows 0 or more, got {got}")
 
+    def kept_bits(self, head_dim: int) -> int:
+        """Return the bits that it stores per token and KV head: two keys per page, 16 bits per number."""
+        return 2 * 16 * head_dim // self.page
+
     def after_prompt(self, tokens: int) -> "QuestSelector":
         """Return the selector for rows after a dense prompt: all are sparse, however short the prompt is."""
         return replace(self, dense_rows=0)

@@ -26,6 +26,9 @@ from evals.tasks import ppl
 from evals.tasks.tune_settings import TuneCommand
 from evals.tuned import FILE
 
+FLAGS = {"page": "pages", "bits": "bits", "tables": "tables"}
+"""By parameter, the command's field that lists the values to try."""
+
 
 class Setting(NamedTuple):
     """A point of the grid."""
@@ -83,10 +86,10 @@ def grid(command: TuneCommand) -> list[Setting]:
     """Return every setting to measure: the command's grid, and the published ones of each rival."""
     found: list[Setting] = []
     for name in command.methods:
-        rival = rival_named(name)
-        values = [getattr(command, v) if isinstance(v, str) else v for v in rival.grid.values()]
-        points = [dict(zip(rival.grid, point, strict=True)) for point in itertools.product(*values)]
-        points += [dict(point) for point in rival.published if point not in points]
+        published = rival_named(name).published
+        values = [getattr(command, FLAGS[parameter]) for parameter in published[0]]
+        points = [dict(zip(published[0], point, strict=True)) for point in itertools.product(*values)]
+        points += [dict(point) for point in published if point not in points]
         found += [Setting(name, point) for point in points]
     return found
 
@@ -124,7 +127,7 @@ def _rows(
         label = setting.label
         at = {"budget": command.budgets[0], "rule": "visible", "density": density[label], "where": setting.name}
         yield row(label, "kl", *bootstrap([[value] for value in kl[label]], command.seed), **at)
-        kept = rival_named(setting.name).kept_bits(setting.parameters, head_dim)
+        kept = rival_named(setting.name).build(setting.parameters).kept_bits(head_dim)
         own = {"kept_bits": kept, "published": setting.published, "chosen": chosen[setting.name] == setting}
         for name, value in own.items():
             yield row(label, name, Estimate(float(value), None, None), **at)
