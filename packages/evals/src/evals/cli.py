@@ -107,11 +107,10 @@ def headline(result: "Result") -> list[dict[str, Any]]:
 
 def _list(console: Console) -> dict[str, Any]:
     tasks = {name: " ".join((kind.__doc__ or "").split()) for name, kind in COMMANDS.items() if name != "list"}
-    methods = {method.name: method.summary for method in METHODS}
-    for title, entries in (("tasks", tasks), ("methods", methods)):
+    for title, entries in (("tasks", tasks), ("methods", METHODS)):
         console.print(f"{title}:")
         table = Table.grid(padding=(0, 1, 0, 2))
         for name, summary in entries.items():
             table.add_row(name, summary)
         console.print(table, highlight=False)
-    return {"tasks": list(tasks), "methods": list(methods)}
+    return {"tasks": list(tasks), "methods": list(METHODS)}

@@ -1,15 +1,14 @@
 """The table of methods: every way of choosing tokens that a task can measure, and how to load it."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 import hashtrain
 import sparse_decode
-from hashtrain.run.recipes import ABLATIONS, EXACT, RECIPES
+from hashtrain.run.recipes import ABLATIONS, ALL, EXACT
 from hashtrain.usage import meant
 
 from evals.rivals.table import RIVALS, rival_named
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 REMAINDER = "+remainder"
 _TOLD = ("sink", "local", "prefill", "seed")
 """Settings of a rival, besides its parameters, that its identity tells."""
-_AFTER_PROMPT = "-after-prompt"
-_QUERY_HEADS = "-query-heads"
 
 
 @runtime_checkable
@@ -74,7 +71,7 @@ class LoadedMethod:
             return self
         if self.selector is None or (heads or ("query" if self.by_query_head else "kv")) == "kv":
             return self
-        changed = {"selector": self.query_head_selector, "identity": self.identity + _QUERY_HEADS}
+        changed = {"selector": self.query_head_selector, "identity": self.identity + "-query-heads"}
         return replace(self, **changed, heads="query_head")
 
     def selector_after(self, prompt: int | None) -> "Selector | None":
@@ -87,30 +84,6 @@ class LoadedMethod:
             return self.selector
         return self.selector.after_prompt(prompt)
 
-    def identity_in(self, dense_prompt: bool) -> str:
-        """Return the `identity` for a run in which only rows after a dense prompt are sparse, or every row."""
-        aware = dense_prompt and isinstance(self.selector, PromptAware)
-        return self.identity + _AFTER_PROMPT if aware else self.identity
-
-
-@dataclass(frozen=True)
-class Method:
-    """One line of the table; `load` takes the folder of the hashers."""
-
-    name: str
-    summary: str
-    load: Callable[[Path], LoadedMethod]
-
-
-def _plain(name: str, folder: Path) -> LoadedMethod:
-    """Load a method without hashes and parameters."""
-    forms: tuple[Selector | None, Selector | None] = (None, None)
-    if name == "oracle":
-        forms = sparse_decode.OracleSelector(), sparse_decode.OracleSelector(per_query_head=True)
-    elif name == "recent":
-        forms = sparse_decode.RecentSelector(), sparse_decode.RecentSelector()
-    return LoadedMethod(name, name, None, name, *forms)
-
 
 def load_rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMethod:
     """Create a rival with these parameters, under a label.
@@ -118,10 +91,7 @@ def load_rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMe
     Raises: ValueError if there is no such rival, or the parameters cannot be used.
     """
     rival = rival_named(name)
-    try:
-        selector = rival.build(parameters)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    selector = rival.build(parameters)
     given = (f"{key}{value}" for key, value in sorted(parameters.items()))
     more = (str(value) for key in _TOLD if (value := getattr(selector, key, None)) is not None)
     both = replace(cast(Any, selector), per_query_head=True) if rival.for_both_heads else None
@@ -129,13 +99,21 @@ def load_rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMe
     return LoadedMethod(label, variant, bits, "-".join((name, *given, *more)), selector, both)
 
 
-def _published(name: str, folder: Path) -> LoadedMethod:
-    return load_rival(name, rival_named(name).published[0], name)
+def load_method(name: str, folder: Path) -> LoadedMethod:
+    """Load a method with its published parameters, or its hasher in a folder of them.
 
-
-def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
+    Raises: ValueError if the hasher is missing or damaged, or has no remainder that it needs.
+    """
+    if name in RIVALS:
+        return load_rival(name, RIVALS[name].published[0], name)
+    if name == DENSE:
+        return LoadedMethod(name, name, None, name, None, None)
+    if name in ("oracle", "recent"):
+        kind = sparse_decode.OracleSelector if name == "oracle" else sparse_decode.RecentSelector
+        by_query_head = sparse_decode.OracleSelector(per_query_head=True) if name == "oracle" else kind()
+        return LoadedMethod(name, name, None, name, kind(), by_query_head)
     path = folder / name.removesuffix(REMAINDER)
-    hasher = hashtrain.Hasher.from_pretrained(path)
+    hasher, remainder = hashtrain.Hasher.from_pretrained(path), name.endswith(REMAINDER)
     if remainder and all(hasher.remainder(layer) is None for layer in range(len(hasher.layers))):
         raise ValueError(f"the hasher `{path.name}` in {folder} has no remainder: retrain it with `uv run hashtrain`")
     # The config names its weight file, which is named after its content.
@@ -146,42 +124,30 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
     return LoadedMethod(name, hasher.config.variant, bits, identity, *forms, remainder, by_query_head=own)
 
 
-def _whole(name: str) -> Method:
-    """Return the line of a hasher whose selections are completed by the remainder."""
-    load = partial(_hashed, name + REMAINDER, remainder=True)
-    return Method(name + REMAINDER, f"{name}, and what it leaves out as one token", load)
-
-
-def _coded(name: str, summary: str) -> Method:
-    """Return the line of a hasher."""
-    return Method(name, summary, partial(_hashed, name))
-
-
-_CODED = [recipe for recipe in RECIPES + ABLATIONS + EXACT if recipe.variant != "down-proj"]
-"""Hashers that make codes."""
 DENSE = "dense"
-METHODS = (
-    Method(DENSE, "every visible token: what the others are measured against", partial(_plain, DENSE)),
-    Method("oracle", "the largest exact attention: the bound of any selection", partial(_plain, "oracle")),
-    Method("recent", "the last tokens: a sliding window of the same size", partial(_plain, "recent")),
-    _coded("lsh", "signs of a random rotation, untrained"),
-    _coded("paper", "the paper's MLP, from a random start"),
-    _coded("planes", "one key code per KV head, queries in bit planes"),
-    _coded("transform", "keys as digits of a few coordinates, more where they differ more"),
-    *map(_whole, ("lsh", "paper", "planes", "transform")),
-    *(_coded(c.name, f"ablation: {c.summary}") for c in _CODED if c in ABLATIONS and c.name != "planes"),
-    *(_coded(c.name, f"per query head: {c.summary}") for c in _CODED if c in EXACT),
-    _whole("transform-start"),
-    *(Method(name, rival.summary, partial(_published, name)) for name, rival in RIVALS.items()),
-)
-"""Every method that a task can measure; `evals list` prints it."""
-NAMES = tuple(method.name for method in METHODS)
+_COMPLETED = ("lsh", "paper", "planes", "transform")
+METHODS: dict[str, str] = {
+    DENSE: "every visible token: what the others are measured against",
+    "oracle": "the largest exact attention: the bound of any selection",
+    "recent": "the last tokens: a sliding window of the same size",
+    "lsh": "signs of a random rotation, untrained",
+    "paper": "the paper's MLP, from a random start",
+    "planes": "one key code per KV head, queries in bit planes",
+    "transform": "keys as digits of a few coordinates, more where they differ more",
+    **{name + REMAINDER: f"{name}, and what it leaves out as one token" for name in _COMPLETED},
+    **{recipe.name: f"ablation: {recipe.summary}" for recipe in ABLATIONS if recipe.name != "planes"},
+    **{recipe.name: f"per query head: {recipe.summary}" for recipe in EXACT},
+    "transform-start" + REMAINDER: "transform-start, and what it leaves out as one token",
+    **{name: rival.summary for name, rival in RIVALS.items()},
+}
+"""Every method that a task can measure, and what it is; `evals list` prints it."""
+NAMES = tuple(METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
 RIVAL_NAMES = tuple(RIVALS)
 """Methods reimplemented from other papers. They choose their own number of tokens: compare them by measured density."""
 TUNED = "-tuned"
 """Suffix of a rival with the parameters that `evals tune` found for the model."""
-ABLATION_NAMES = tuple(recipe.name for recipe in _CODED if recipe not in RECIPES)
+ABLATION_NAMES = tuple(recipe.name for recipe in (*ABLATIONS, *EXACT))
 """Hashers that `hashtrain --only all` makes in addition to the default ones."""
 _RARE = (*RIVAL_NAMES, *ABLATION_NAMES)
 DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not in _RARE)
@@ -195,7 +161,7 @@ OURS = (*PLANES, "transform", "transform" + REMAINDER)
 
 def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
     """Return those of `names` that need a hasher missing from the folder."""
-    hashed = {recipe.name for recipe in _CODED}
+    hashed = {recipe.name for recipe in ALL}
     needed = dict.fromkeys(name.removesuffix(REMAINDER) for name in names)
     return [name for name in needed if name in hashed and not (folder / name / "config.json").is_file()]
 
@@ -225,7 +191,7 @@ def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[
         raise ValueError(f"unknown method {meant(unknown, NAMES)}")
     if lacking := without_hasher(names, folder):
         raise ValueError(_no_hashers(lacking, folder))
-    loaded = [method.load(folder) for method in METHODS if method.name in names]
+    loaded = [load_method(name, folder) for name in NAMES if name in names]
     for method in loaded:
         if method.selector is not None:
             method.selector.require_match(model_config)

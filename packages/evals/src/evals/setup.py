@@ -61,15 +61,10 @@ def load(command: MethodsCommand, task: str) -> Ready:
     methods = load_methods(command.methods, command.hashers, model.config)
     if command.own_heads:
         methods = [method.for_heads(command.heads) for method in methods]
-    identities = identities_of(methods, command)
+    identities = {method.name: method.identity for method in methods}
     settings = {**command.settings(task), "dtype": str(model.dtype).removeprefix("torch.")}
     settings |= {"model_identity": model_identity(model), "method_identities": identities}
     return Ready(model, tokenizer, shape, methods, [], settings)
-
-
-def identities_of(methods: Sequence[LoadedMethod], command: MethodsCommand) -> dict[str, str]:
-    """Return the methods' identities by name, which protect a resumed run against changed methods."""
-    return {method.name: method.identity_in(command.dense_prompt) for method in methods}
 
 
 def prepare(

@@ -26,7 +26,7 @@ from evals.metrics import Estimate, bootstrap, perplexity
 from evals.results import Result, Row
 from evals.row_logits import RowLogits, row_logits
 from evals.settings import Always, Phase, Prompt
-from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.tasks.ppl_settings import PplCommand
 from evals.tuned import Tuned, read_tuned, with_tuned
 
@@ -90,7 +90,7 @@ def with_choice(command: PplCommand, ready: Ready, tuned: Tuned) -> Ready:
         raise ValueError(f"{seen[0]} is a context that the rivals were tuned on; tune them on another text")
     methods = with_tuned(ready.methods, tuned)
     names = [method.name for method in methods]
-    changed = {"methods": names, "method_identities": identities_of(methods, command)}
+    changed = {"methods": names, "method_identities": {method.name: method.identity for method in methods}}
     return replace(ready, methods=methods, settings={**ready.settings, **changed})
 
 
