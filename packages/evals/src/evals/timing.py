@@ -1,8 +1,7 @@
-"""Comparable timings: methods take turns, after a warm-up, repeatedly."""
+"""Times of steps, and the memory bandwidth to compare them with."""
 
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,47 +12,22 @@ _PROBE_BYTES = 1 << 28  # larger than any last-level cache of two cores
 QUANTILES = {"p50_ms": 50, "p90_ms": 90, "p99_ms": 99}
 
 
-class Turn(NamedTuple):
-    """One method's turn: `step` is timed, `steps` times in a row; `prepare` and `finish` are not."""
-
-    prepare: Callable[[], None]
-    step: Callable[[int], object]
-    finish: Callable[[], None]
-
-
-def nothing() -> None:
-    """Do nothing before or after a turn, or wait for nothing: the CPU runs synchronously."""
-
-
-def in_turns(
-    turns: Mapping[str, Turn],
+def timed(
+    step: Callable[[], object],
     steps: int,
     warmup: int,
-    repeats: int,
-    sync: Callable[[], None] = nothing,
+    device: str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[list[float]]]:
-    """Time each method's steps, in turns, so that a busy moment affects all methods.
-
-    Args:
-        steps: timed steps per turn; warmup: untimed steps before them; repeats: turns of each method.
-        sync: waits for the device.
-    Returns: seconds of each step, [repeats][steps] by method.
-    """
-    found: dict[str, list[list[float]]] = {name: [] for name in turns}
-    for _ in range(repeats):
-        for name, turn in turns.items():
-            turn.prepare()
-            times = []
-            for i in range(warmup + steps):
-                sync()
-                began = clock()
-                turn.step(i)
-                sync()
-                times.append(clock() - began)
-            turn.finish()
-            found[name].append(times[warmup:])
-    return found
+) -> list[float]:
+    """Call `step` `warmup` times, then `steps` times; return the seconds of each of the latter."""
+    times: list[float] = []
+    for _ in range(warmup + steps):
+        began = clock()
+        step()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        times.append(clock() - began)
+    return times[warmup:]
 
 
 def quantiles(times: list[list[float]], seed: int) -> dict[str, Estimate]:

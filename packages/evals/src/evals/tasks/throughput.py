@@ -3,7 +3,6 @@
 Methods take turns and share one cache, which each turn restores.
 """
 
-import contextlib
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from hashtrain.device import device_for
 from hashtrain.models import from_config
 from hashtrain.training.target import top_count
 from rich.console import Console
-from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, Selector, attach
+from sparse_decode import Budget, HashSelector, RecentSelector, Selector, attach
 from transformers import DynamicCache, PreTrainedModel
 
 from evals.metrics import Estimate
@@ -22,7 +21,7 @@ from evals.runner import RunFolder, environment_of
 from evals.setup import store
 from evals.shapes import load_config
 from evals.tasks.throughput_settings import DENSE_WAYS, ThroughputCommand
-from evals.timing import Turn, in_turns, nothing, quantiles, read_bandwidth
+from evals.timing import quantiles, read_bandwidth, timed
 
 
 @torch.inference_mode()
@@ -91,49 +90,6 @@ def fill(
         cache.update(k, v, layer)
 
 
-class _Cell:
-    """The turns of all methods at one context length and batch size, and what they used.
-
-    Attributes:
-        memory: bytes of keys and values, and of codes; density: selected / visible.
-    """
-
-    def __init__(self, command: ThroughputCommand, model: PreTrainedModel, hasher: Hasher, n: int, batch: int):
-        self._command, self._model = command, model
-        self._selectors: dict[str, Selector | None] = {"planes": HashSelector(hasher), "recent": RecentSelector()}
-        self._cache = DynamicCache(config=model.config)  # shared by the methods: each turn removes its tokens
-        dtype = getattr(torch, command.dtype)
-        fill(self._cache, hasher.config.shape, n, batch, dtype, command.seed, command.device)
-        self._token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
-        self.memory: dict[str, tuple[int, int]] = {}
-        self.density: dict[str, float] = {}
-
-    def turn(self, method: str) -> Turn:
-        """Return the turn of a method."""
-        command, model, cache = self._command, self._model, self._cache
-        stack = contextlib.ExitStack()
-        attached: list[Attachment | None] = [None]
-
-        def prepare() -> None:
-            model.set_attn_implementation("eager" if method == "eager" else "sdpa")
-            if (selector := self._selectors.get(method)) is not None:
-                sparse = attach(model, selector, Budget(command.budget), dense_layers=command.dense_layers)
-                attached[0] = stack.enter_context(sparse)
-
-        def finish() -> None:
-            if (sparse := attached[0]) is not None:
-                counts = sparse.counts().values()
-                self.density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
-                self.memory[method] = sparse.memory(cache)
-            else:
-                layers = cast(list[Any], cache.layers)
-                self.memory[method] = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)), 0
-            cache.crop(-(command.warmup + command.steps))
-            stack.close()
-
-        return Turn(prepare, lambda i: model(self._token, past_key_values=cache, use_cache=True).logits, finish)
-
-
 def _measure(
     command: ThroughputCommand,
     model: PreTrainedModel,
@@ -143,10 +99,31 @@ def _measure(
     sizes: dict[str, int],
     speed: float,
 ) -> list[Row]:
-    cell = _Cell(command, model, hasher, n, batch)
-    sync = torch.cuda.synchronize if command.device.startswith("cuda") else nothing
-    turns = {method: cell.turn(method) for method in command.methods}
-    times = in_turns(turns, command.steps, command.warmup, command.repeats, sync)
+    """Time all methods at one context length and batch size: in turns, so that a busy moment affects all of them."""
+    selectors: dict[str, Selector] = {"planes": HashSelector(hasher), "recent": RecentSelector()}
+    cache = DynamicCache(config=model.config)  # shared by the methods: each turn removes its tokens
+    fill(cache, hasher.config.shape, n, batch, getattr(torch, command.dtype), command.seed, command.device)
+    token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
+    times: dict[str, list[list[float]]] = {method: [] for method in command.methods}
+    memory, density = dict[str, tuple[int, int]](), dict[str, float]()  # bytes of keys and values, and of codes
+
+    def step() -> object:
+        return model(token, past_key_values=cache, use_cache=True)
+
+    for method in command.methods * command.repeats:
+        model.set_attn_implementation("eager" if method == "eager" else "sdpa")
+        if method in DENSE_WAYS:
+            times[method].append(timed(step, command.steps, command.warmup, command.device))
+            layers = cast(list[Any], cache.layers)
+            memory[method] = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)), 0
+        else:
+            how = {"dense_layers": command.dense_layers}
+            with attach(model, selectors[method], Budget(command.budget), **how) as sparse:
+                times[method].append(timed(step, command.steps, command.warmup, command.device))
+                counts = sparse.counts().values()
+                density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
+                memory[method] = sparse.memory(cache)
+        cache.crop(-(command.warmup + command.steps))
     steps = {method: [[round(1000 * s, 4) for s in repeat] for repeat in found] for method, found in times.items()}
     write_json(command.out / "samples" / f"{n}x{batch}.json", {"milliseconds": steps})
     rows = []
@@ -156,13 +133,13 @@ def _measure(
         totals = {
             "tokens_per_s": batch / p50,
             "share_of_bandwidth": sizes[method] / speed / p50,
-            "kv_bytes": cell.memory[method][0],
-            "code_bytes": cell.memory[method][1],
+            "kv_bytes": memory[method][0],
+            "code_bytes": memory[method][1],
         }
         named |= {name: Estimate(float(value), None, None) for name, value in totals.items()}
         shared: dict[str, Any] = {
             **{"task": "throughput", "method": method, "variant": method, "bits": None, "rule": "visible"},
-            **{"budget": None if method in DENSE_WAYS else command.budget, "density": cell.density.get(method, 1.0)},
+            **{"budget": None if method in DENSE_WAYS else command.budget, "density": density.get(method, 1.0)},
             **{"dense_layers": command.dense_layers, "sink": 0, "recent": 0, "phase": "decode", "n": command.repeats},
             **{"seed": command.seed, "versions": versions(), "where": f"{n} tokens x {batch}"},
         }
