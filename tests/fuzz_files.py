@@ -1,5 +1,5 @@
-"""Damaged and lying files of untrusted origin: hashers, adapters, published lists, captures, checkpoints, runs, tuned
-parameters, texts, and a benchmark's lines.
+"""Damaged and lying files of untrusted origin: hashers, adapters, published lists, captures, checkpoints, runs,
+texts, and a benchmark's lines.
 
 A case damages one file of one kind: the law stands in fuzz_damage.py.
 """
@@ -10,9 +10,9 @@ from dataclasses import asdict, astuple
 
 import torch
 from evals.harness.lines import read_lines
+from evals.machine import environment
 from evals.results import Row, read_result, rows_to_text
 from evals.runner import RunFolder
-from evals.tuned import FILE, read_tuned
 from fuzz_damage import altered, damaged, folder, found, one_of
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.adapters import base_of
@@ -159,7 +159,7 @@ CELL = {"method": "lsh", "budget": 0.1, "kind": "word", "rouge_l": 0.5, "recall"
 def run_files():
     """The JSON values of a finished run's files."""
     rows = [ROW, Row(*astuple(ROW)[:1], "recent", "recent", None, *astuple(ROW)[4:])]
-    files = {"config": CONFIG, "environment": {"python": "3.12"}, "rows": json.loads(rows_to_text(rows))}
+    files = {"config": CONFIG, "environment": environment(), "rows": json.loads(rows_to_text(rows))}
     files |= {f"samples/000{i}": {"document": f"{i}", "tokens": "abc", "cells": [CELL, CELL]} for i in range(2)}
     (folder() / "run" / "samples").mkdir(parents=True)
     for file, value in files.items():
@@ -186,29 +186,15 @@ def stored_run(rng) -> None:
     path.write_text(json.dumps(run_files()[name]))
 
 
-TUNED = {"model_identity": "m", "phase": "decode", "documents": ["abc"], "parameters": {"quest": {"page": 16}}}
-
-
 @functools.cache
 def imported() -> None:
     """Read one whole file each, so that what readers import at first use is not measured as memory of a read."""
     for path, content, read in (
-        (folder() / FILE, json.dumps(TUNED), lambda path: read_tuned(path.parent, "m", "decode")),
         (folder() / "text.jsonl", '{"text": "a"}', lambda path: read_texts([path])),
         (folder() / "lines.jsonl", '{"a": "a"}', lambda path: read_lines(path, ["a"], "")),
     ):
         path.write_text(content)
         read(path)
-
-
-def tuned(rng) -> None:
-    imported()
-    (folder() / FILE).write_bytes(altered(rng, TUNED))
-    read = found(lambda: read_tuned(folder(), "m", "decode"), FILE)
-    if read is not None:
-        said = json.loads((folder() / FILE).read_text())
-        assert (said["model_identity"], said["phase"]) == ("m", "decode")
-        assert read.parameters.keys() <= {"quest"}
 
 
 # ---- Adapters, texts, a benchmark's lines --------------------------------------------------------------------------
@@ -256,7 +242,7 @@ def benchmark_lines(rng) -> None:
 
 KINDS = (
     *(hasher_weights, hasher_config, published_list, shard),
-    *(checkpoint, stored_run, tuned, adapter, texts, benchmark_lines),
+    *(checkpoint, stored_run, adapter, texts, benchmark_lines),
 )
 
 

@@ -28,7 +28,7 @@ from evals.row_logits import RowLogits, row_logits
 from evals.settings import Always, Phase, Prompt
 from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.tasks.ppl_settings import PplCommand
-from evals.tuned import Tuned, read_tuned, with_tuned
+from evals.tuned import read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
 AS = "as "
@@ -84,11 +84,11 @@ def run(command: PplCommand, console: Console) -> Result:
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
 
 
-def with_choice(command: PplCommand, ready: Ready, tuned: Tuned) -> Ready:
+def with_choice(command: PplCommand, ready: Ready, tuned: dict[str, Any]) -> Ready:
     """Add the tuned rivals. Raises: ValueError if they were tuned on a context of this run."""
-    if seen := [document.name for document in ready.documents if document.digest in tuned.documents]:
+    if seen := [document.name for document in ready.documents if document.digest in tuned["documents"]]:
         raise ValueError(f"{seen[0]} is a context that the rivals were tuned on; tune them on another text")
-    methods = with_tuned(ready.methods, tuned)
+    methods = with_tuned(ready.methods, tuned["parameters"])
     names = [method.name for method in methods]
     changed = {"methods": names, "method_identities": {method.name: method.identity for method in methods}}
     return replace(ready, methods=methods, settings={**ready.settings, **changed})
