@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 import pytest
 import torch
 from evals.methods import NAMES, load_methods
-from evals.tasks.ppl_settings import PplCommand
+from evals.tasks.settings import PplCommand
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path

@@ -15,7 +15,7 @@ from evals.row_logits import row_logits
 from evals.settings import Always
 from evals.tasks import ppl
 from evals.tasks.ppl import Cell, budget_of, measure, prompt_of, sparse_rows
-from evals.tasks.ppl_settings import PplCommand
+from evals.tasks.settings import PplCommand
 from hashtrain import Hasher
 from hashtrain.data.capture import capturing
 from hashtrain.run.recipes import EXACT

@@ -11,9 +11,8 @@ from evals.results import read_result
 from evals.rivals.quest import QuestSelector
 from evals.rivals.table import RIVALS
 from evals.tasks import ppl, tune
-from evals.tasks.ppl_settings import PplCommand
+from evals.tasks.settings import PplCommand, TuneCommand
 from evals.tasks.tune import Setting
-from evals.tasks.tune_settings import TuneCommand
 from hashtrain import models
 from rich.console import Console
 from transformers import LlamaModel

@@ -15,13 +15,11 @@ from evals.results import read_result
 from evals.runner import RunFolder, environment_of
 from evals.settings import Always
 from evals.synthetic import Exercise
-from evals.tasks import fidelity, iou, needle, ppl, ruler, throughput
+from evals.tasks import fidelity, iou, needle, ppl, ruler_synthetic, throughput
 from evals.tasks.answers import continue_greedily, read_answer
-from evals.tasks.exercises_settings import NeedleCommand, RulerCommand
-from evals.tasks.fidelity_settings import FidelityCommand
+from evals.tasks.exercises_settings import NeedleCommand, SyntheticRulerCommand
 from evals.tasks.iou import HEADS, METRICS, Cell, measure
-from evals.tasks.iou_settings import IouCommand
-from evals.tasks.ppl_settings import PplCommand
+from evals.tasks.settings import FidelityCommand, IouCommand, PplCommand
 from evals.tasks.throughput_settings import ThroughputCommand
 from evals.text import edit_similarity, rouge_l
 from evals.timing import quantiles, timed
@@ -40,7 +38,7 @@ TASKS = {
     "ppl": (ppl, PplCommand, {"methods": EVERY, "rules": ("visible",)}),
     "iou": (iou, IouCommand, {"rows": 4, "methods": SELECT}),
     "needle": (needle, NeedleCommand, {"methods": ("planes+remainder", "quest"), "lengths": (96,), "depths": (0.5,)}),
-    "ruler": (ruler, RulerCommand, {"methods": ("planes",), "lengths": (96,), "kinds": ("copy",)}),
+    "ruler": (ruler_synthetic, SyntheticRulerCommand, {"methods": ("planes",), "lengths": (96,), "kinds": ("copy",)}),
     "fidelity": (fidelity, FidelityCommand, {"methods": ("planes", "magicpig"), "new_tokens": 4}),
 }
 

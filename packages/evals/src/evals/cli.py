@@ -14,12 +14,9 @@ from rich.table import Table
 
 from evals.methods import METHODS
 from evals.tasks.benchmark_settings import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
-from evals.tasks.exercises_settings import NeedleCommand, RulerCommand
-from evals.tasks.fidelity_settings import FidelityCommand
-from evals.tasks.iou_settings import IouCommand
-from evals.tasks.ppl_settings import PplCommand
+from evals.tasks.exercises_settings import NeedleCommand, SyntheticRulerCommand
+from evals.tasks.settings import FidelityCommand, IouCommand, PplCommand, TuneCommand
 from evals.tasks.throughput_settings import ThroughputCommand
-from evals.tasks.tune_settings import TuneCommand
 
 # Other imports are made where they are used, so that `--help` does not wait for torch and transformers.
 if TYPE_CHECKING:
@@ -30,7 +27,7 @@ TASKS = {  # name: settings, and module of evals.tasks whose `run` it is
     "iou": (IouCommand, "iou"),
     "fidelity": (FidelityCommand, "fidelity"),
     "needle": (NeedleCommand, "needle"),
-    "ruler-synthetic": (RulerCommand, "ruler"),
+    "ruler-synthetic": (SyntheticRulerCommand, "ruler_synthetic"),
     "longbench": (LongbenchCommand, "benchmark"),
     "ruler": (RulerBenchmarkCommand, "benchmark"),
     "fewshot": (FewshotCommand, "benchmark"),

@@ -29,7 +29,7 @@ class SyntheticCommand(MethodsCommand):
 
 
 @dataclass(frozen=True)
-class RulerCommand(SyntheticCommand):
+class SyntheticRulerCommand(SyntheticCommand):
     """Solve exercises like RULER's: one key, many keys, variables, copying, counting. Dense prefill, then every token
     of the answer with the method. Example: `evals ruler-synthetic --documents 5`."""
 

@@ -10,7 +10,7 @@ from evals.metrics import bootstrap
 from evals.results import Result, Row
 from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, rows_of
 from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
-from evals.tasks.fidelity_settings import FidelityCommand
+from evals.tasks.settings import FidelityCommand
 from evals.text import common_prefix, edit_similarity, rouge_l
 
 METRICS = ("rouge_l", "edit_similarity", "prefix")

@@ -25,7 +25,7 @@ from evals.results import Result, Row
 from evals.settings import Always, MethodsCommand
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, rows_of
 from evals.tables import HEADS
-from evals.tasks.iou_settings import IouCommand
+from evals.tasks.settings import IouCommand
 
 METRICS = (*Quality._fields, "low", "lost")
 """`low`: the 5th percentile of the rows' mass; `lost`: the share of rows that find less than half of the oracle's."""

@@ -27,7 +27,7 @@ from evals.results import Result, Row
 from evals.row_logits import RowLogits, row_logits
 from evals.settings import Always, Phase, Prompt
 from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
-from evals.tasks.ppl_settings import PplCommand
+from evals.tasks.settings import PplCommand
 from evals.tuned import read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20

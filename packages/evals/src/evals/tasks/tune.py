@@ -23,7 +23,7 @@ from evals.results import Result, Row, write_json
 from evals.rivals.table import rival_named
 from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, rows_of
 from evals.tasks import ppl
-from evals.tasks.tune_settings import TuneCommand
+from evals.tasks.settings import TuneCommand
 from evals.tuned import FILE
 
 FLAGS = {"page": "pages", "bits": "bits", "tables": "tables"}

@@ -10,12 +10,12 @@ from evals.results import Result
 from evals.setup import Ready
 from evals.synthetic import Exercise, exercise
 from evals.tasks.answers import How, read_answer, run_exercises
-from evals.tasks.exercises_settings import RulerCommand
+from evals.tasks.exercises_settings import SyntheticRulerCommand
 
 METRICS = ("exact", "tokens", "log_prob")
 
 
-def run(command: RulerCommand, console: Console) -> Result:
+def run(command: SyntheticRulerCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`."""
 
     def make(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], list[Exercise]]:

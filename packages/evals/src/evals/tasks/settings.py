@@ -1,0 +1,167 @@
+"""Settings of `ppl`, `iou`, `fidelity` and `tune`, the tasks on text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from hashtrain.usage import UsageError, require_counts
+
+from evals.methods import DENSE, OURS, RIVAL_NAMES, SELECTION_DEFAULTS, SELECTION_NAMES, SPARSE_NAMES, TUNED
+from evals.settings import (
+    Always,
+    Budgets,
+    Methods,
+    Phase,
+    TaskCommand,
+    each_a_share,
+    each_among,
+    each_once,
+    each_positive,
+)
+
+Rule = Literal["visible", "fixed"]
+Score = Literal["second-half", "all"]
+Ends = Literal["within", "beside"]
+
+
+@dataclass(frozen=True)
+class PplCommand(TaskCommand):
+    """Measure what methods cost: perplexity, and divergence from dense attention, on held-out text, with every row
+    sparse or only those that predict the scored tokens, the last ones of each context. Example: `evals ppl --documents
+    4`."""
+
+    budgets: Budgets = (0.02, 0.01, 0.005)
+    rules: tuple[Rule, ...] = ("visible", "fixed")
+    """What a budget is a share of: `visible`: the row's visible tokens, at least 1; `fixed`, the paper's: the whole
+    context, at least 20."""
+    phase: Phase = "everywhere"
+    """Sparse rows: `everywhere`, the paper's protocol; or `decode`, as in serving: the rows before the scored part are
+    a dense prompt, and each scored token is predicted by a sparse row."""
+    score: Score = "second-half"
+    """Tokens scored in each context: the second half, or `all` but the first, as in the paper."""
+    scored: int | None = None
+    """Number of tokens scored at the end of each context. Default: see --score."""
+    ends: Ends = "within"
+    """Whether --sink and --recent tokens count `within` the budget, or come `beside` it, as the paper's sink and local
+    tokens do. `beside` requires --rules fixed."""
+    match: tuple[str, ...] = ()
+    """Also measure our methods at the measured density of these methods, such as magicpig, on each context: a fair
+    comparison with methods that ignore the budget."""
+    tuned: Path | None = None
+    """Folder of `evals tune`: also measure the rivals of --methods with the chosen parameters, as NAME-tuned."""
+    out: Path = Path("runs/ppl")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        each_once(self, "rules")
+        require_counts(self, scored=1)
+        if self.score == "all" and (self.scored is not None or self.phase == "decode"):
+            other = "--phase decode, which has a prompt" if self.scored is None else f"--scored {self.scored}"
+            raise UsageError(f"--score all scores every token and excludes {other}; leave one of them out")
+        if self.ends == "beside" and (self.rules != ("fixed",) or self.phase == "decode"):
+            raise UsageError(
+                "--ends beside needs a budget that is the same for every row: add --rules fixed, and leave --phase out"
+            )
+        if self.scored is not None and self.scored >= self.context - 1:
+            raise UsageError(f"--scored must be below --context minus 1 = {self.context - 1}, got {self.scored}")
+        if len(set(self.match)) < len(self.match):
+            raise UsageError(f"--match must not repeat a method, got {' '.join(self.match)}")
+        rivals = {name + TUNED for name in self.methods if name in RIVAL_NAMES and self.tuned is not None}
+        rivals |= set(self.methods) - {DENSE, *OURS}
+        if strange := [name for name in self.match if name not in rivals]:
+            wanted = f"here {', '.join(sorted(rivals)) or 'none'}"
+            raise UsageError(
+                f"--match takes no {', '.join(strange)}; expected methods of --methods that are not ours, {wanted}"
+            )
+        if self.match and not set(OURS) & set(self.methods):
+            raise UsageError(f"--match needs a method of ours in --methods, got none; add one of {', '.join(OURS)}")
+
+    @property
+    def always(self) -> Always:
+        return super().always._replace(beside=self.ends == "beside")
+
+    @property
+    def last(self) -> int | None:
+        """Number of tokens scored at the end of each context; None for the second half."""
+        return self.context - 1 if self.score == "all" else self.scored
+
+
+@dataclass(frozen=True)
+class IouCommand(TaskCommand):
+    """Measure how much of the largest exact attention each method selects, by layer and head, for rows drawn from the
+    last three quarters of each context. Example: `evals iou --documents 4`."""
+
+    methods: Methods = SELECTION_DEFAULTS
+    """Methods to measure; see `evals list`. Methods with the remainder are rejected, because it selects nothing."""
+    rows: int = 64
+    """Rows measured per context."""
+    out: Path = Path("runs/iou")
+
+    both_heads: ClassVar[bool] = True  # both kinds are measured, or the one that --heads names
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if idle := [name for name in self.methods if name in SPARSE_NAMES and name not in SELECTION_NAMES]:
+            raise UsageError(f"--methods of iou takes {', '.join(SELECTION_NAMES)}, got {', '.join(idle)}")
+        require_counts(self, rows=1)
+
+
+@dataclass(frozen=True)
+class FidelityCommand(TaskCommand):
+    """Compare greedy continuations with dense attention's: Rouge-L, edit similarity, common prefix. Example: `evals
+    fidelity`."""
+
+    documents: int = 10
+    context: int = 2048
+    """Tokens of prompt and continuation together."""
+    new_tokens: int = 64
+    """Tokens per continuation."""
+    out: Path = Path("runs/fidelity")
+
+    always_prompted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_counts(self, new_tokens=1)
+        if self.new_tokens >= self.context:
+            raise UsageError(f"--new-tokens must be below --context = {self.context}, got {self.new_tokens}")
+
+
+@dataclass(frozen=True)
+class TuneCommand(TaskCommand):
+    """Find the rivals' best parameters, by mean KL from dense, on text that is not used for evaluation: the page size
+    of Quest at a budget, the bits and tables of MagicPIG at a density. Example: `evals tune --methods quest`."""
+
+    methods: Methods = ("quest", "quest-heads", "magicpig")
+    """Rivals to tune."""
+    text: tuple[Path, ...] = ()
+    """Text not used for evaluation: UTF-8 files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME. Default: the
+    training sources of our hashers."""
+    documents: int = 4
+    pages: tuple[int, ...] = (4, 8, 16, 32)
+    """Quest: tokens per page."""
+    bits: tuple[int, ...] = (8, 10, 12, 15)
+    """MagicPIG: bits per table, K."""
+    tables: tuple[int, ...] = (50, 100, 150)
+    """MagicPIG: number of tables, L."""
+    density: float | None = None
+    """Largest density that a setting may reach. Default: that of the published setting with the largest density."""
+    phase: Phase = "everywhere"
+    """Sparse rows, as for `ppl`."""
+    out: Path = Path("runs/tune")
+    """Folder for samples, grid and tuned.json; rerun the command to resume."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("pages", "bits", "tables"):
+            each_positive(self, name)
+        if self.heads is not None:
+            raise UsageError(f"tune takes no --heads, got {self.heads}: each rival has its own heads; leave it out")
+        if max(self.bits) > 31 or min(self.tables) < 2:
+            raise UsageError(
+                f"--bits must be at most 31 and --tables at least 2, got {max(self.bits)} and {min(self.tables)}"
+            )
+        each_a_share(self, "density", "")
+        if len(self.budgets) != 1:
+            raise UsageError(f"--budgets of tune takes one, got {len(self.budgets)}")
+        each_among(self, "methods", RIVAL_NAMES, "tune")
