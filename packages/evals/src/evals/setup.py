@@ -41,7 +41,7 @@ class Ready:
     settings: dict[str, Any]
 
 
-def load(command: MethodsCommand, task: str) -> Ready:
+def load_model_and_methods(command: MethodsCommand, task: str) -> Ready:
     """Load and check the model and the methods of a command; the caller adds the documents.
 
     Raises: ValueError or OSError with one sentence.
@@ -67,7 +67,7 @@ def load(command: MethodsCommand, task: str) -> Ready:
     return Ready(model, tokenizer, shape, methods, [], settings)
 
 
-def prepare(
+def load_with_documents(
     command: MethodsCommand,
     task: str,
     console: Console,
@@ -79,7 +79,7 @@ def prepare(
         make: creates the documents; by default they are the contexts of the command's texts.
     Raises: ValueError or OSError with one sentence.
     """
-    ready = load(command, task)
+    ready = load_model_and_methods(command, task)
     config: Any = ready.model.config
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     flag, length = command.longest

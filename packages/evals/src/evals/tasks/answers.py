@@ -15,7 +15,7 @@ from evals.methods import DENSE, LoadedMethod
 from evals.metrics import bootstrap
 from evals.results import Result, Row
 from evals.settings import Always
-from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
 from evals.synthetic import Exercise
 from evals.tasks.exercises_settings import SyntheticCommand
 
@@ -120,7 +120,7 @@ def run_exercises(
         made.extend(of_seed(command.seed * 1_000_003 + trial) for trial in range(command.documents))
         return [as_document(f"{names[1]} {i + 1}", found) for i, found in enumerate(made)]
 
-    ready = prepare(command, names[0], console, documents)
+    ready = load_with_documents(command, names[0], console, documents)
     cells, methods = cells_of(command, ready), methods_of(ready)
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:

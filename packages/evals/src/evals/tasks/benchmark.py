@@ -11,7 +11,7 @@ from rich.console import Console
 from evals.methods import DENSE
 from evals.metrics import bootstrap, normal
 from evals.results import Result, Row
-from evals.setup import Ready, Sample, each_document, finish, load, rows_of
+from evals.setup import Ready, Sample, each_document, finish, load_model_and_methods, rows_of
 from evals.tasks.answers import methods_of
 from evals.tasks.benchmark_settings import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 
@@ -34,7 +34,7 @@ def run(command: BenchmarkCommand, console: Console) -> Result:
     from evals.harness.load import load_tasks
     from evals.harness.measure import measure
 
-    ready = load(command, NAMES[type(command)])
+    ready = load_model_and_methods(command, NAMES[type(command)])
     _require_possible(command, ready)
     tasks = load_tasks(command)
     cells, methods = cells_of(command, ready), methods_of(ready)

@@ -8,7 +8,7 @@ from evals.documents import TokenDocument
 from evals.methods import DENSE
 from evals.metrics import bootstrap
 from evals.results import Result, Row
-from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, load_with_documents, mean_density, rows_of
 from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
 from evals.tasks.settings import FidelityCommand
 from evals.text import common_prefix, edit_similarity, rouge_l
@@ -18,7 +18,7 @@ METRICS = ("rouge_l", "edit_similarity", "prefix")
 
 def run(command: FidelityCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`."""
-    ready = prepare(command, "fidelity", console)
+    ready = load_with_documents(command, "fidelity", console)
     cells = [Cell(m.name, budget) for budget in command.budgets for m in ready.methods if m.selector]
     methods = methods_of(ready)
 

@@ -23,7 +23,7 @@ from evals.methods import LoadedMethod
 from evals.metrics import by_place
 from evals.results import Result, Row
 from evals.settings import Always, MethodsCommand
-from evals.setup import Ready, Sample, drawn_rows, each_document, finish, mean_density, prepare, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, load_with_documents, mean_density, rows_of
 from evals.tables import HEADS
 from evals.tasks.settings import IouCommand
 
@@ -41,7 +41,7 @@ class Cell(NamedTuple):
 
 def run(command: IouCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`."""
-    ready = prepare(command, "iou", console)
+    ready = load_with_documents(command, "iou", console)
     methods = [method for method in ready.methods if method.selector]
     heads_of = heads_measured(command)
     cells = [Cell(m.name, b, heads) for heads in heads_of for b in command.budgets for m in methods]

@@ -26,7 +26,7 @@ from evals.metrics import Estimate, bootstrap, perplexity
 from evals.results import Result, Row
 from evals.row_logits import RowLogits, row_logits
 from evals.settings import Always, Phase, Prompt
-from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
 from evals.tasks.settings import PplCommand
 from evals.tuned import read_tuned, with_tuned
 
@@ -70,7 +70,7 @@ def budget_of(rule: str, fraction: float, beside: int = 0, length: int = 1) -> B
 
 def run(command: PplCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`."""
-    ready = prepare(command, "ppl", console)
+    ready = load_with_documents(command, "ppl", console)
     if command.tuned is not None:
         tuned = read_tuned(command.tuned, ready.settings["model_identity"], command.phase)
         ready = with_choice(command, ready, tuned)

@@ -21,7 +21,7 @@ from evals.methods import load_rival
 from evals.metrics import Estimate, bootstrap
 from evals.results import Result, Row, write_json
 from evals.rivals.table import rival_named
-from evals.setup import Ready, Sample, each_document, finish, mean_density, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, load_with_documents, mean_density, rows_of
 from evals.tasks import ppl
 from evals.tasks.settings import TuneCommand
 from evals.tuned import FILE
@@ -56,7 +56,7 @@ def run(command: TuneCommand, console: Console) -> Result:
 
     settings = grid(command)
     methods = {setting.label: load_rival(*setting, setting.label) for setting in settings}  # rejects invalid parameters
-    ready = prepare(command, "tune", console, make)
+    ready = load_with_documents(command, "tune", console, make)
     ready = replace(ready, methods=list(methods.values()))
     cells = [ppl.Cell(label, "visible", command.budgets[0]) for label in methods]
 
