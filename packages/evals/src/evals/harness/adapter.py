@@ -8,7 +8,7 @@ only tokens of requests.
 import contextlib
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -26,19 +26,7 @@ TokenRequest = tuple[Any, list[int], list[int]]
 """A request of the harness: its own key, the context's tokens, the continuation's tokens."""
 
 
-if TYPE_CHECKING:
-
-    class _HFLM:
-        """The members of the harness's class used here; its untyped decorator hides them behind the abstract `LM`."""
-
-        def __init__(self, **settings: Any) -> None: ...
-        def __getattr__(self, name: str) -> Any: ...
-        def _loglikelihood_tokens(self, *arguments: Any, **settings: Any) -> Any: ...
-        def _model_generate(self, *arguments: Any, **settings: Any) -> Any: ...
-        def tok_batch_encode(self, *arguments: Any, **settings: Any) -> Any: ...
-
-else:
-    _HFLM = HFLM
+_HFLM: Any = HFLM  # an untyped decorator hides its members behind the abstract `LM`
 
 
 class SparseLM(_HFLM):
@@ -72,8 +60,10 @@ class SparseLM(_HFLM):
         max_length: int | None = None,
     ):
         own: dict[str, Any] = {"backend": "causal", "batch_size": batch_size, "max_length": max_length}
-        with _silent(logging.getLogger(HFLM.__module__)):  # suppresses the warning that the model is already loaded
-            super().__init__(pretrained=model, tokenizer=cast(Any, tokenizer), **own)
+        logger = logging.getLogger(HFLM.__module__)
+        logger.disabled = True  # it warns that the model is already loaded
+        super().__init__(pretrained=model, tokenizer=cast(Any, tokenizer), **own)
+        logger.disabled = False
         self.method: LoadedMethod = method
         self.budget: Budget = budget
         self.always: Always = always
@@ -157,16 +147,6 @@ class SparseLM(_HFLM):
         if len(ids) <= limit:
             return text
         return "".join(str(self.tokenizer.decode(part)) for part in (ids[: limit // 2], ids[-(limit // 2) :]))
-
-
-@contextlib.contextmanager
-def _silent(logger: logging.Logger) -> Iterator[None]:
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _alike(keys: Sequence[Key]) -> dict[Key, list[int]]:
