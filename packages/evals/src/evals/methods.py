@@ -95,7 +95,7 @@ def load_rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMe
     given = (f"{key}{value}" for key, value in sorted(parameters.items()))
     more = (str(value) for key in _TOLD if (value := getattr(selector, key, None)) is not None)
     both = replace(cast(Any, selector), per_query_head=True) if rival.for_both_heads else None
-    variant, bits = (getattr(selector, key, other) for key, other in (("variant", name), ("code_bits", None)))
+    variant, bits = getattr(selector, "variant", name), getattr(selector, "code_bits", None)
     return LoadedMethod(label, variant, bits, "-".join((name, *given, *more)), selector, both)
 
 

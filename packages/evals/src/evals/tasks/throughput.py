@@ -117,8 +117,8 @@ def _measure(
             layers = cast(list[Any], cache.layers)
             memory[method] = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)), 0
         else:
-            how = {"dense_layers": command.dense_layers}
-            with attach(model, selectors[method], Budget(command.budget), **how) as sparse:
+            budget, dense = Budget(command.budget), command.dense_layers
+            with attach(model, selectors[method], budget, dense_layers=dense) as sparse:
                 times[method].append(timed(step, command.steps, command.warmup, command.device))
                 counts = sparse.counts().values()
                 density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
