@@ -172,14 +172,12 @@ class Document:
 
 
 def stored_run(rng) -> None:
-    """A file of a run lies: what is read has finite numbers, and a sample is of this document."""
+    """A file of a run lies: what is read is whole, and a sample is of this document."""
     name, place = one_of(rng, sorted(run_files())), folder() / "run"
     path = place / f"{name}.json"
     path.write_bytes(altered(rng, run_files()[name]))
 
-    result = found(lambda: read_result(place), str(place))
-    if result is not None:
-        assert all(row.value - row.value == 0 for row in result.rows)
+    found(lambda: read_result(place), str(place))
     if name == "samples/0000":
         held = RunFolder(place, CONFIG)
         found(lambda: held.sample(0, Document(), dict), "0000.json")

@@ -51,12 +51,6 @@ def common_prefix(reference: Sequence[object], other: Sequence[object]) -> float
     return alike / len(reference) if reference else 1.0
 
 
-def word_recall(reference: str, other: str) -> float:
-    """Return the share of the reference's distinct words that occur in the other text; 1 for an empty reference."""
-    wanted = set(words(reference))
-    return len(wanted & set(words(other))) / len(wanted) if wanted else 1.0
-
-
 def holds(reference: str, other: str) -> float:
     """Return 1 if the other text contains the reference's words in sequence, else 0; 1 for an empty reference."""
     a, b = words(reference), words(other)

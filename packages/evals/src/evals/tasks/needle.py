@@ -14,9 +14,9 @@ from evals.setup import Ready
 from evals.synthetic import Exercise, exercise, prose
 from evals.tasks.answers import How, continue_greedily, read_answer, run_exercises, to_text
 from evals.tasks.exercises_settings import NeedleCommand
-from evals.text import holds, rouge_l, word_recall
+from evals.text import holds, rouge_l
 
-METRICS = ("rouge_l", "recall", "substring", "log_prob")
+METRICS = ("rouge_l", "substring", "log_prob")
 _BEYOND = 4  # tokens generated in addition to the answer's length
 
 
@@ -32,9 +32,8 @@ def run(command: NeedleCommand, console: Console) -> Result:
         written, density = continue_greedily(ready.model, x.prompt, len(x.answer) + _BEYOND, *how)
         text = to_text(ready.tokenizer, written)
         line = next(iter(text.strip().splitlines()), "")  # the answer is a single line
-        scores = {"rouge_l": rouge_l(x.text, line), "recall": word_recall(x.text, line)}
-        scores |= {"substring": holds(x.text, line), "log_prob": answer.log_prob, "density": density}
-        return {"written": text, **scores}
+        scores = {"rouge_l": rouge_l(x.text, line), "substring": holds(x.text, line), "log_prob": answer.log_prob}
+        return {"written": text, **scores, "density": density}
 
     def where(answer: dict[str, Any]) -> str:
         return where_of(answer["length"], answer["depth"])
