@@ -64,8 +64,6 @@ def test_missing_hashers_are_named_together_with_what_is_there(typed, made, tmp_
         ("iou", {"context": "4096"}, "at most the model's 256 tokens"),
         ("ppl", {"dense-layers": "3"}, "must leave one of 3 layers"),
         ("iou", {"hashers": "nowhere"}, "in nowhere; train with `uv run hashtrain --only lsh"),
-        ("ppl", {"from": "runs/longbench"}, "evals no longer has --from: "),
-        ("report", {}, "evals no longer has report: "),
     ],
 )
 def test_settings_that_cannot_be_used(typed, tmp_path, capsys, task, flags, sentence):

@@ -21,8 +21,6 @@ from transformers import Gemma2Config, MistralConfig
         (["--context", "100000"], "at most the model's 1024 tokens"),
         (["--only", "transfrom"], "--only takes no transfrom; did you mean transform"),
         (["--only"], "--only needs one"),
-        (["--stream"], "--stream left in hashtrain 2.0: captures are made in waves"),
-        (["--alpha=1"], "--alpha left in hashtrain 2.0: every ablation is a hasher with a name"),
         (["--disk", "0.000001"], "not enough free disk for captures"),
         (["--bits", "100"], "multiple of 32"),
         (["--digits", "9"], "--digits must be between 1 and 8, got 9"),

@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from hashtrain import command_line
-from hashtrain.usage import UsageError, guarded, require_folder
+from hashtrain.usage import guarded, require_folder
 from rich.console import Console
 from rich.table import Table
 
@@ -42,11 +42,6 @@ class ListCommand:
 
 
 COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in TASKS.items()}}
-REMOVED = {
-    "report": "a run's tables and figure are report.md and figure.png in its folder",
-    "--from": "evals longbench stores the answers of every method in the folder samples of its run",
-}
-"""Commands and flags that have left, and what to do instead."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,8 +64,6 @@ def _main(arguments: list[str] | None) -> int:
 
 def _parse(arguments: list[str] | None) -> Any:
     words = sys.argv[1:] if arguments is None else arguments
-    if gone := [name for word in words if (name := word.partition("=")[0]) in REMOVED]:
-        raise UsageError(f"evals no longer has {gone[0]}: {REMOVED[gone[0]]}")
     what = "Measure the quality and speed of sparse attention, ours and others'. Example: `evals ppl --documents 4`."
     command = command_line.parse("evals", list(words), COMMANDS, what)
     if hasattr(command, "out"):

@@ -22,7 +22,6 @@ COLOURS = {
     "transform": "#cc79a7",
     "planes": "#d55e00",
     "linear": "#b8a000",
-    "group-xnor": "#7f3f00",
     "quest": "#009e73",
     "quest-heads": "#006a4e",
     "magicpig": "#0072b2",

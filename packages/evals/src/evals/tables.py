@@ -27,8 +27,6 @@ class Grid:
     title: str
     header: list[str]
     sections: list[list[list[str]]]
-    note: str = ""
-    """Text below the table."""
 
     @property
     def lines(self) -> list[list[str]]:
@@ -166,7 +164,7 @@ def signed(row: Row) -> str:
 
 def to_rich(grid: Grid) -> Table:
     """Format a table for the terminal."""
-    table = Table(title=grid.title, caption=grid.note or None)
+    table = Table(title=grid.title)
     for name, is_text in zip(grid.header, grid.text_columns, strict=True):
         table.add_column(name, justify="left" if is_text else "right")
     for section in grid.sections:
@@ -179,5 +177,4 @@ def to_rich(grid: Grid) -> Table:
 def to_markdown(grid: Grid) -> str:
     """Format a table as Markdown, with its title as a paragraph above."""
     lines = [grid.header, ["---" if is_text else "---:" for is_text in grid.text_columns], *grid.lines]
-    below = ["", grid.note] if grid.note else []
-    return "\n".join([f"{grid.title}", "", *("| " + " | ".join(line) + " |" for line in lines), *below])
+    return "\n".join([f"{grid.title}", "", *("| " + " | ".join(line) + " |" for line in lines)])

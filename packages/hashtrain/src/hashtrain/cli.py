@@ -14,7 +14,7 @@ from rich.console import Console
 from hashtrain import command_line
 from hashtrain.demo import DEMO, base_model, model_path
 from hashtrain.run.recipes import RECIPES
-from hashtrain.run.settings import GONE, PAPER, TrainCommand
+from hashtrain.run.settings import PAPER, TrainCommand
 from hashtrain.usage import UsageError, guarded, require_folder
 
 
@@ -56,13 +56,9 @@ def _run(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> Any:
     """Parse a command line, without checking that files exist.
 
-    Raises: UsageError if a setting is invalid, or left in 2.0; SystemExit, after a message, if a command or setting is
-        unknown.
+    Raises: UsageError if a setting is invalid; SystemExit, after a message, if a command or setting is unknown.
     """
     given = _named(arguments)
-    for word in (given[0], *(word.partition("=")[0] for word in given if word.startswith("--"))):
-        if word in GONE:
-            raise UsageError(f"{word} left in hashtrain 2.0: {GONE[word]}")
     command = _parse(given, {})
     if isinstance(command, TrainCommand) and command.model != DEMO:  # other models have other defaults
         command = _parse(given, PAPER)

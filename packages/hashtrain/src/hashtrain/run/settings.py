@@ -15,23 +15,6 @@ PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "lear
 """The defaults of other models: the paper's schedule, where it differs from the demo's. The optimiser is the same
 (`hashtrain.training.trainer`). Source: section 4."""
 
-_ABLATIONS = ("--loss", "--estimator", "--gamma", "--alpha", "--beta", "--max-top", "--max-rest", "--target")
-_ABLATIONS += ("--first-trained", "--target-ends", "--hidden")
-GONE = {
-    "capture": "`hashtrain train` captures what it lacks, and keeps it when it is interrupted",
-    "plan": "use `hashtrain --dry-run`",
-    "inspect": "read the hasher's config.json, or use `Hasher.from_pretrained(FOLDER).config`",
-    "share": "train the hasher again; training measures how heads divide a budget",
-    "push": "use `hf upload OWNER/NAME FOLDER`",
-    "--stream": "captures are made in waves that fit on the disk; `--disk GB` bounds them",
-    "--spread": "workers train different layers, one on each CUDA device",
-    "--backbone-memory": "use a device that holds the model's weights",
-    "--tensorboard": "read metrics.jsonl, which has every number",
-    "--config": "repeat the flags that config.toml lists",
-    **dict.fromkeys(_ABLATIONS, "every ablation is a hasher with a name; `--only all` trains them"),
-}
-"""Commands and flags of earlier versions, and what to do without them."""
-
 _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("learning_rate", lambda x: 0 < x < math.inf, "above 0"),
     ("disk", lambda x: 0 < x < math.inf, "above 0"),
