@@ -18,7 +18,7 @@ from hashtrain.data.capture import Capture, capture
 from hashtrain.data.corpus import contexts, read_texts, split
 from hashtrain.data.shares import room_for
 from hashtrain.demo import DEMO, base_model, model_path
-from hashtrain.evaluation.metrics import hash_quality
+from hashtrain.evaluation.metrics import layer_quality
 from hashtrain.evaluation.remainder import calibrate
 from hashtrain.layers import LayerHasher
 from hashtrain.models import load_model
@@ -31,14 +31,10 @@ DIGITS = 4  # most bits of one dimension; without training steps 5 find more
 
 def evaluate(hasher: LayerHasher, layer: int, validation: Capture) -> tuple[float, float]:
     """Return IoU and attention mass of the hasher's selections on held-out contexts, each row's top 2 %."""
-    found = []
-    for context in range(len(validation)):
-        q, k, scaling = validation.read(context, layer)
-        rows = torch.arange(k.shape[2] // 4, k.shape[2], 16)  # early rows have budgets of a few tokens
-        quality = hash_quality(hasher, q[:, :, rows], k, rows, FRACTION, scaling)
-        found.append(torch.stack([quality.iou.mean(), quality.mass.mean()]))
-    iou, mass = torch.stack(found).mean(0).tolist()
-    return iou, mass
+    tokens = validation.keys(0, layer)[0].shape[2]
+    rows = torch.arange(tokens // 4, tokens, 16)  # early rows have budgets of a few tokens
+    (quality,) = layer_quality([hasher], layer, validation, [rows] * len(validation), FRACTION)
+    return quality.iou.mean().item(), quality.mass.mean().item()
 
 
 def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:

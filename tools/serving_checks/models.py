@@ -16,7 +16,7 @@ def hash_of(model: str, folder: str, given: str | None = None) -> tuple[str, int
         Hasher(HasherConfig("lsh", ModelShape.of(config), bits=128), 0).save_pretrained(folder)
     hasher = Hasher.from_pretrained(given or folder)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    sparse = [i for i, kind in enumerate(kinds) if kind == "full_attention" and i not in hasher.dense_layers]
+    sparse = [i for i, kind in enumerate(kinds) if kind == "full_attention" and i not in hasher.config.dense_layers]
     return given or folder, len(sparse) * config.num_attention_heads
 
 

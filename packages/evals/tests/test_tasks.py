@@ -26,7 +26,8 @@ from evals.timing import quantiles, timed
 from hashtrain import models
 from hashtrain.config import ModelShape
 from hashtrain.data.capture import capturing
-from hashtrain.evaluation.metrics import Quality, hash_quality
+from hashtrain.evaluation.metrics import Quality, quality_of_scores
+from hashtrain.training.target import attention
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -220,8 +221,9 @@ def test_hashed_methods_agree_with_hashtrain(loaded, name):
 
     def sink(layer, q, k, v, scaling):
         for heads in HEADS:
-            by_query_head = heads == "query_head"
-            other = hash_quality(hasher.layer(layer), q[:, :, POSITIONS], k, POSITIONS, 0.1, scaling, by_query_head)
+            rows, by_query_head = q[:, :, POSITIONS], heads == "query_head"
+            p = attention(rows, k, POSITIONS, scaling, "query" if by_query_head else "kv")
+            other = quality_of_scores(hasher.layer(layer).scores(rows, k, by_query_head), p, POSITIONS, 0.1)
             figures = {metric: getattr(other, metric)[0].double().mean(-1).tolist() for metric in Quality._fields}
             figures["low"] = np.quantile(other.mass[0].double().numpy(), 0.05, axis=-1).tolist()
             figures["lost"] = (other.mass[0] < 0.5).double().mean(-1).tolist()

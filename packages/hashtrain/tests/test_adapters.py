@@ -71,9 +71,9 @@ def test_hashers_record_the_adapter_and_tell_it_from_others(folder):
     assert main(["--model", str(folder / "adapter"), *names]) == 0
     hasher = Hasher.from_pretrained(folder / "run" / "planes")
     model, base = load_model(str(folder / "adapter"))[0], load_model(str(folder / "model"))[0]
-    assert hasher.adapter == adapter_of(model)
+    assert hasher.config.adapter == adapter_of(model)
     assert other_adapter(hasher, model) is None
-    assert f"with the adapter {hasher.adapter}, this one has none, unless" in other_adapter(hasher, base)
+    assert f"with the adapter {hasher.config.adapter}, this one has none, unless" in other_adapter(hasher, base)
     other = adapt(base, folder / "second", seed=1)
     assert f"this one has the adapter {adapter_of(other)}" in other_adapter(hasher, other)
 

@@ -9,7 +9,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture, output_projections
 from hashtrain.evaluation import cost
 from hashtrain.evaluation.cost import FALLS, LEAST_SHARE, MOST_SHARE, Steps, divide, layer_costs, layer_shares
-from hashtrain.evaluation.metrics import best_searched, hash_quality, quality, reading
+from hashtrain.evaluation.metrics import best_searched, quality, quality_of_scores, reading
 from hashtrain.evaluation.remainder import (
     FRACTIONS,
     Evidence,
@@ -37,16 +37,16 @@ def test_quality_of_hand_computed_selections():
         torch.testing.assert_close(values, torch.tensor([[[first, 1.0, 1.0]]]))
 
 
-def test_hash_quality_is_measured_on_the_selection_that_is_deployed():
+def test_quality_is_measured_on_the_selection_that_is_deployed():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 4, 6, 64, generator=generator), torch.randn(1, 2, 100, 64, generator=generator)
     positions = torch.tensor([70, 75, 80, 85, 90, 99])
     layer = BY_VARIANT["lsh"](HasherConfig("lsh", ModelShape(1, 4, 2, 64)), torch.Generator().manual_seed(1))
-    found = hash_quality(layer, q, k, positions, 0.2, 0.125)
+    p = attention(q, k, positions, 0.125)
+    found = quality_of_scores(layer.scores(q, k), p, positions, 0.2)
     signs = lambda x: (x > 0).float() * 2 - 1  # noqa: E731
     keys = signs(k @ layer.rotation)
     scores = (signs(q.view(1, 2, 2, 6, 64) @ layer.rotation[:, None]).sum(2)) @ keys.transpose(-1, -2)
-    p = attention(q, k, positions, 0.125)
     for head in range(2):
         for row, position in enumerate(positions.tolist()):
             count, others = top_count(position + 1, 0.2) - 8, range(4, position - 3)  # the others are always read
@@ -195,7 +195,7 @@ def test_a_config_keeps_shares_and_refuses_others(tmp_path):
     shape = ModelShape(2, 4, 2, 32, per_layer=((4, 2, 32), (4, 1, 32)))
     config = HasherConfig("lsh", shape, head_shares=[[0.5, 1.5], [1]], layer_shares=[0.5, 1.5])
     Hasher(config).save_pretrained(tmp_path)
-    found = Hasher.from_pretrained(tmp_path)
+    found = Hasher.from_pretrained(tmp_path).config
     assert (found.head_shares, found.layer_shares) == (((0.5, 1.5), (1,)), (0.5, 1.5))
     assert HasherConfig("lsh", shape).head_shares == HasherConfig("lsh", shape).layer_shares == ()
     for wrong in ([[1, 1]], [[1, 1], [1, 1]], [[1, 0], [1]], [[1, "1"], [1]], [1, 1], 3, [[1, float("nan")], [1]]):

@@ -71,8 +71,8 @@ def test_a_run_stores_hashers_that_load_and_tell_how_they_were_trained(folder, t
     for name in ("lsh", "paper", "transform"):
         hasher = Hasher.from_pretrained(out / name)
         hasher.require_match(tiny_config())
-        assert hasher.layer_shares == (() if name == "lsh" else (1.0, 1.0))  # layer 0 stays dense, one is left
-        assert [len(own) for own in hasher.head_shares] == ([] if name == "lsh" else [2, 2])
+        assert hasher.config.layer_shares == (() if name == "lsh" else (1.0, 1.0))  # layer 0 stays dense, one is left
+        assert [len(own) for own in hasher.config.head_shares] == ([] if name == "lsh" else [2, 2])
         assert 0 < metrics["hashers"][name]["kv_head"]["mean"]["iou"] <= 1
     assert not list(out.glob(".work*"))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -11,9 +11,10 @@ import torch
 from hashtrain import Hasher, ModelShape
 from hashtrain.cli import main
 from hashtrain.data import captured
-from hashtrain.data.capture import capture_one, context_bytes
+from hashtrain.data.capture import context_bytes, run_context
 from hashtrain.data.captured import Capture
 from hashtrain.evaluation import remainder
+from hashtrain.files.atomic import save_tensors
 from hashtrain.layers import transform
 from hashtrain.run import pipeline, waves
 from hashtrain.run import prepare as prepare_module
@@ -98,7 +99,7 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     monkeypatch.setattr("hashtrain.run.pipeline.card", fail)
     assert main([*arguments, "--out", str(out)]) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("hashtrain.run.waves.capture_one", fail)
+    monkeypatch.setattr("hashtrain.run.waves.run_context", fail)
     monkeypatch.setattr("hashtrain.run.job.layer_quality", fail)
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted
@@ -165,7 +166,8 @@ def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypa
     monkeypatch.setattr(captured, "FEW", 50)
     ids = torch.randint(0, 97, (512,), generator=torch.Generator().manual_seed(1))  # the first context of `data`
     few = Capture(tmp_path, 1)
-    capture_one(model, ids, few.file(0), whole=False)
+    tensors, header = run_context(model, ids, whole=False)
+    save_tensors(tensors, few.file(0), metadata=header)
     rows = torch.tensor([510, 30, 510])
     assert (few.stride(0), data.stride(0)) == (10, 1)
     assert torch.equal(few.queries(0, 0, rows), data.queries(0, 0, rows))
@@ -208,15 +210,15 @@ def test_hashers_are_the_same_bits_in_waves_also_of_a_run_that_was_stopped_in_on
             assert main(command(folder, tmp_path / name, *words, "transform", *more)) == 0
     assert stored(tmp_path / "all") == stored(tmp_path / "waves")
     assert max(sizes) < always + other + 4 * 4096  # headers
-    capture, made = waves.capture_one, []
+    save, made = waves.save_tensors, []
 
-    def dies(model, ids, path, *more, **how):
+    def dies(tensors, path, metadata):
         made.append(int(path.name[:5]))
         if len(made) == 2 + 4:  # the first context, the held-out one, and four others
             raise OSError("the power went")
-        return capture(model, ids, path, *more, **how)
+        save(tensors, path, metadata)
 
-    monkeypatch.setattr(waves, "capture_one", dies)
+    monkeypatch.setattr(waves, "save_tensors", dies)
     assert [main(command(folder, tmp_path / "cut", *words, *room)) for _ in range(2)] == [2, 0]
     assert made[2:] == [1, 2, 3, 1, 1]  # for steps 1, 2, 3, 5; context 0 is always there
     whole, cut = (Hasher.from_pretrained(tmp_path / name / "planes").state_dict() for name in ("all", "cut"))

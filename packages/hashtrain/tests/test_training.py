@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
-from hashtrain.evaluation.metrics import Quality, hash_quality
+from hashtrain.evaluation.metrics import Quality, quality_of_scores
 from hashtrain.hasher import make_layer
 from hashtrain.layers import BY_VARIANT
 from hashtrain.training import choose as module
 from hashtrain.training.checkpoint import Checkpoint
 from hashtrain.training.choose import choose
+from hashtrain.training.target import attention
 from hashtrain.training.trainer import Training
 from hashtrain_runs import Given
 
@@ -37,7 +38,9 @@ def layer_of(variant):
 
 def iou(layer, held):
     rows = torch.arange(200, 400, 5)
-    return hash_quality(layer, held.q[:, :, rows], held.k, rows, 0.05, held.scaling).iou.mean().item()
+    q = held.q[:, :, rows]
+    p = attention(q, held.k, rows, held.scaling)
+    return quality_of_scores(layer.scores(q, held.k), p, rows, 0.05).iou.mean().item()
 
 
 SETTINGS = TrainConfig(fraction=0.05, steps=60, rows=16, max_top=8, max_rest=32, min_position=50, learning_rate=5e-3)

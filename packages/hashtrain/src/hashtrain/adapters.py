@@ -114,7 +114,7 @@ def other_adapter(hasher: Any, model: Any) -> str | None:
 
     Hashers that do not depend on a model, and those from before adapters were recorded, are never told apart.
     """
-    made: str | None = getattr(hasher, "adapter", None)
+    made: str | None = getattr(getattr(hasher, "config", hasher), "adapter", None)
     if made is None or made == (found := adapter_of(model)):
         return None
     said = f"the adapter {made}" if made else "no adapter"

@@ -55,32 +55,11 @@ class Hasher(nn.Module):
         )
 
     @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """Layers that stay dense when a model decodes with this hasher."""
-        return self.config.dense_layers
-
-    @property
     def reach(self) -> int | None:
         """The longest context that this hasher was made for, in tokens; None if it does not depend on positions, or is
         not known. One without a record reaches as far as the contexts that it was trained on."""
         trained = self.config.training.get("context")
         return self.config.reach or (trained if type(trained) is int else None)
-
-    @property
-    def adapter(self) -> str | None:
-        """A digest of the adapter in the model that it was made for, "" if it had none; None if that does not matter,
-        or is not known."""
-        return self.config.adapter
-
-    @property
-    def layer_shares(self) -> tuple[float, ...]:
-        """For each layer the budget that suits it, relative to the mean; empty if not measured."""
-        return self.config.layer_shares
-
-    @property
-    def head_shares(self) -> tuple[tuple[float, ...], ...]:
-        """For each layer the budgets that suit its KV heads, relative to their mean; empty if not measured."""
-        return self.config.head_shares
 
     def layer(self, index: int) -> LayerHasher:
         """Return one layer's hash functions."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
+from hashtrain import Hasher
 from hashtrain.adapters import other_adapter
 from hashtrain.data.offsets import beyond
 from hashtrain.models import text_decoder
@@ -120,7 +121,8 @@ def attach_rows(
         raise ValueError(f'prompt must be "exact" or "sparse", got {prompt!r}')
     if not isinstance(cast(object, budget), Budget | None):  # user input of any type
         raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
-    dense = getattr(selector, "dense_layers", ()) if dense_layers is None else dense_layers
+    told = selector.config if isinstance(selector, Hasher) else selector
+    dense = getattr(told, "dense_layers", ()) if dense_layers is None else dense_layers
     dense = range(dense) if isinstance(dense, int) else dense
     return Attachment(model, selector, Options(budget, dense, RowRule(sparse_rows), kv == "host", remainder, prompt))
 

@@ -142,7 +142,7 @@ class OfHasher:
 
     def __getattr__(self, name: str) -> Any:
         if name in _FACTS:
-            return getattr(self.hasher, name)
+            return getattr(self.hasher if hasattr(self.hasher, name) else self.hasher.config, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
 

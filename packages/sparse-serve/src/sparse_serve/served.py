@@ -26,7 +26,7 @@ def shard_hasher(hasher: Hasher, rank: int, size: int) -> Hasher:
     for heads in {hkv for _, hkv, _ in hasher.config.shape.per_layer} or {hasher.config.shape.num_kv_heads}:
         if heads % size:
             raise ValueError(f"KV heads must be a multiple of the ranks, got {heads} for {size} ranks")
-    shares = tuple(own[len(own) // size * rank :][: len(own) // size] for own in hasher.head_shares)
+    shares = tuple(own[len(own) // size * rank :][: len(own) // size] for own in hasher.config.head_shares)
     whole = hasher.config.shape
     shape = replace(
         whole,
@@ -74,7 +74,7 @@ class Served:
         self.selector: HashSelector = HashSelector(self.hasher if size == 1 else shard_hasher(self.hasher, rank, size))
         self.budget: LayerBudget = settings.budget()
         given = settings.dense_layers
-        self.dense_layers: tuple[int, ...] = self.hasher.dense_layers if given is None else given
+        self.dense_layers: tuple[int, ...] = self.hasher.config.dense_layers if given is None else given
         self._words = self.hasher.config.bits // 32
         self._layers: list[Any] = []
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations import sdpa_attention
 
 from hashtrain.config import ModelShape
-from hashtrain.data.captured import KEY, STRIDE, stride
+from hashtrain.data.captured import STRIDE, stride
 from hashtrain.data.captured import Capture as Capture
 from hashtrain.data.offsets import places, positions
 from hashtrain.device import finish as wait_for
@@ -107,26 +107,9 @@ def capture(
     stored, shape = Capture(folder, len(contexts)), ModelShape.of(model.config)
     require_disk(folder, sum(context_bytes(shape, len(ids), dtype) for ids in contexts))
     for number, ids in enumerate(contexts):
-        where = places(number, len(ids), reach, torn)
-        capture_one(model, ids, stored.file(number), "", dtype, where=where)
+        tensors, header = run_context(model, ids, dtype, where=places(number, len(ids), reach, torn))
+        save_tensors(tensors, stored.file(number), metadata=header)
     return stored
-
-
-def capture_one(
-    model: PreTrainedModel,
-    ids: Tensor,
-    path: Path,
-    key: str = "",
-    dtype: torch.dtype = torch.bfloat16,
-    whole: bool = True,
-    where: Tensor | None = None,
-) -> None:
-    """Store q, k and v of one context, int64 [T]; if it is not kept `whole`, only its keys and every `stride`-th query.
-
-    Args: key: `context_key` of all this; where: each token's position, int64 [T]; None: from 0 on.
-    """
-    tensors, scalings = run_context(model, ids, dtype, whole, where=where)
-    save_tensors(tensors, path, metadata={**scalings, KEY: key})
 
 
 def context_key(
@@ -168,7 +151,8 @@ def run_context(
     """Run one context; return its tensors, and the file's header.
 
     Args:
-        whole: whether to keep all queries, and the values. The host waits for the device once, at the end.
+        whole: whether to keep all queries, and the values; if not, only keys and every `stride`-th query. The host
+            waits for the device once, at the end.
         where: each token's position, int64 [T]; None: from 0 on.
     """
     device, tensors, header = model.device, dict[str, Tensor](), {STRIDE: str(1 if whole else stride(len(ids)))}

@@ -14,7 +14,7 @@ import hashcore
 import torch
 from torch import Tensor
 
-from hashtrain.config import RECENT, SINK, Heads
+from hashtrain.config import RECENT, SINK
 from hashtrain.data.captured import Capture
 from hashtrain.layers import LayerHasher
 from hashtrain.training.target import always_read, always_read_tokens, attention, top_count
@@ -29,32 +29,11 @@ class Quality(NamedTuple):
 
 
 @torch.no_grad()
-def hash_quality(
-    layer: LayerHasher,
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    fraction: float,
-    scaling: float,
-    per_query_head: bool = False,
-) -> Quality:
-    """Measure a layer's hash selection on some rows.
-
-    Args:
-        layer: the hash functions.
-        q: queries of the rows, [B, Hq, R, D]; k: all keys, [B, Hkv, T, D].
-        positions: int64 [R]; row r sees tokens 0 ... positions[r].
-        fraction: the budget, of each row's visible tokens (eq. 7).
-        scaling: the model's attention scaling.
-        per_query_head: one selection per query head against that head's attention, instead of one per KV head.
-    """
-    heads: Heads = "query" if per_query_head else "kv"
-    p = attention(q, k, positions, scaling, heads)
-    return quality_of_scores(layer.scores(q, k, per_query_head), p, positions, fraction)
-
-
 def quality_of_scores(scores: Tensor, p: Tensor, positions: Tensor, fraction: float) -> Quality:
-    """Measure the selection that scores [B, H, R, T] make, given `attention` of the same heads."""
+    """Measure the selection that scores [B, H, R, T] make, given `attention` of the same heads.
+
+    Args: positions: int64 [R]; row r sees tokens 0 ... positions[r]. fraction: the budget, of these tokens (eq. 7).
+    """
     counts, always = top_count(positions + 1, fraction), always_read(positions, p.shape[-1])
     return quality(p, best_searched(scores, positions, fraction), counts, always)
 

@@ -152,12 +152,12 @@ def _collect(
         if len(dense) < prepared.shape.num_layers:
             hasher.config = replace(hasher.config, dense_layers=tuple(dense))
         if name in costs:
-            shares = layer_shares(costs[name]["layers"], hasher.dense_layers)
+            shares = layer_shares(costs[name]["layers"], hasher.config.dense_layers)
             errors = [found.errors[int(n not in costs[name]["bare"])] for n, found in enumerate(by_name[name])]
             heads = tuple(head_shares(own, prepared.command.fraction) for own in errors)
             hasher.config = replace(hasher.config, layer_shares=shares, head_shares=heads)
     return {
-        name: {**_found(layers, hashers[name].dense_layers), **({"cost": costs[name]} if name in costs else {})}
+        name: {**_found(layers, hashers[name].config.dense_layers), **({"cost": costs[name]} if name in costs else {})}
         for name, layers in by_name.items()
     }
 

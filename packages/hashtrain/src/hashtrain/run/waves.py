@@ -21,10 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hashtrain.config import ModelShape
-from hashtrain.data.capture import capture_one, context_bytes, context_key
-from hashtrain.data.captured import Capture
+from hashtrain.data.capture import context_bytes, context_key, run_context
+from hashtrain.data.captured import KEY, Capture
 from hashtrain.data.offsets import places
 from hashtrain.device import here
+from hashtrain.files.atomic import save_tensors
 from hashtrain.models import load_config, load_model
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
@@ -42,7 +43,7 @@ class Source:
     folder: Path
     contexts: Sequence[Tensor]
     whole: int
-    """Number of first contexts that are stored whole (`hashtrain.data.capture.capture_one`)."""
+    """Number of first contexts that are stored whole (`hashtrain.data.capture.run_context`)."""
     shape: ModelShape
     weights: str
     """`hashtrain.data.capture.weights_hash` of the model."""
@@ -165,7 +166,8 @@ def make_all(
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:
     own = model or loaded(job.model, str(here(job.device)))[0]
-    capture_one(own, job.ids, job.path, job.key, whole=job.whole, where=job.where)
+    tensors, header = run_context(own, job.ids, whole=job.whole, where=job.where)
+    save_tensors(tensors, job.path, metadata={**header, KEY: job.key})
     report(f"capture {job.name} q and k", 1)
 
 
