@@ -190,10 +190,6 @@ def test_a_long_text_is_tokenised_in_parts_and_only_as_far_as_needed(unit, monke
     seen.clear()
     assert len(contexts([Document("long", text)], counted, 100, 3)) == 3
     assert len(seen) == 1
-    many = ["word " * 50, "", "x" * 200, "a line\n" * 30]
-    found = corpus._tokenised(many, counted, 10_000)
-    assert isinstance(seen[1], list), "they are tokenised together"
-    assert all(torch.equal(ids, token_ids(text, letters)) for ids, text in zip(found, many, strict=True))
 
 
 # ---- Held-out text --------------------------------------------------------------------------------------------------

