@@ -1,6 +1,5 @@
 """Handle unusable input: one sentence on stderr and exit code 2, for every command line of the project."""
 
-import contextlib
 import difflib
 import errno
 import importlib.util
@@ -11,7 +10,6 @@ import stat
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TextIO
 
 LARGEST = (1 << 31) - 1
 """Largest count that a flag accepts."""
@@ -82,59 +80,34 @@ def file_kind(mode: int) -> str:
 def guarded(program: str, call: Callable[[], int], interrupted: str = "stopped") -> int:
     """Return the result of `call`; 2 with one sentence on stderr if the input cannot be used; 130 if interrupted; 141,
     silently, if the reader of the output has exited, as after `| head`."""
-    try:
-        return _guarded(program, call)
-    except KeyboardInterrupt:
-        return _complain(program, interrupted, 130)
-
-
-def _guarded(program: str, call: Callable[[], int]) -> int:
-    """Do the same, but pass interruptions on."""
-    streams: list[TextIO | None] = [sys.stdout, sys.stderr]  # None if the shell has closed one: `>&-`
-    if streams[1] is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 stays open as long as the program runs
-    if streams[0] is None:
-        return _complain(program, "standard output is closed: expected a terminal, a file or a pipe")
-    for stream in streams:
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end a run
     try:
         try:
             return call()
         finally:
-            sys.stdout.flush()
-    except (UsageError, ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
-        if isinstance(error, BrokenPipeError):
-            _drop_output()
-            return PIPE_CLOSED
-        # On the CPU torch has no exception class for lack of memory. Any other RuntimeError is a bug.
-        lack = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
-        if isinstance(error, RuntimeError) and not lack:
+            print(end="", flush=True)
+    except (UsageError, ValueError, OSError, FloatingPointError, MemoryError, RuntimeError, SystemExit) as error:
+        if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # raised by rich
+            words, code = "", PIPE_CLOSED
+        elif isinstance(error, SystemExit) or (isinstance(error, RuntimeError) and not _lacks_memory(error)):
             raise
-        return _complain(program, sentence(error))
-    except SystemExit as leaving:
-        if isinstance(leaving.__context__, BrokenPipeError):  # raised by rich
-            _drop_output()
-            return PIPE_CLOSED
-        raise
-
-
-def _complain(program: str, words: str, code: int = 2) -> int:
-    with contextlib.suppress(OSError):  # stderr may be closed too
-        print(f"{program}: {words}", file=sys.stderr, flush=True)
-    _drop_output()
+        else:
+            words, code = f"{program}: {sentence(error)}\n", 2
+    except KeyboardInterrupt:
+        words, code = f"{program}: {interrupted}\n", 130
+    print(words, end="", file=sys.stderr, flush=True)
+    try:
+        print(end="", flush=True)
+    except OSError:  # no reader, or a full device: Python would fail on it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
-def _drop_output() -> None:
-    """Discard unwritable output, so that Python does not fail on it at exit."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            stream.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+def _lacks_memory(error: RuntimeError) -> bool:
+    """Whether it is for lack of memory, for which torch has no class of its own on the CPU; any other is a bug."""
+    return type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
 
 
 def sentence(error: BaseException) -> str:
