@@ -23,7 +23,6 @@ from transformers import Gemma2Config, MistralConfig
         (["--only"], "--only needs one"),
         (["--disk", "0.000001"], "not enough free disk for captures"),
         (["--bits", "100"], "multiple of 32"),
-        (["--digits", "9"], "--digits must be between 1 and 8, got 9"),
         (["--dense-layers", "2"], "must leave one of 2 layers"),
     ],
 )

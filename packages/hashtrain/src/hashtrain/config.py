@@ -152,10 +152,10 @@ class HasherConfig:
     planes: int = 0
     """Bit planes of queries (eq. 5), for `planes` and `transform`; 0 selects the variant's default: 3 and 6."""
     hidden: int = 128
-    """Hidden width of the MLP; `paper` with a rotation start needs at least twice head_dim."""
+    """Hidden width of the MLP."""
     init: str = "rotation"
-    """How a learned variant starts. `paper`: `gaussian` is the paper's start, normal numbers with standard deviation
-    START_STD, and any other torch's default for linear layers; all others as LSH."""
+    """`gaussian`, for `paper` only, is the paper's start: normal numbers with standard deviation START_STD. Otherwise
+    `paper` starts as torch's linear layers, and all other variants as LSH."""
     estimator: str = ""
     """`paper` only: `straight-through` trains it with our surrogate for the sign; "" as in the paper, with softsign."""
     residual: bool = False
@@ -228,8 +228,8 @@ class HasherConfig:
 
     def _start_problems(self) -> Iterator[str]:
         """Check that the start and the training suit the variant."""
-        if self.init not in ("rotation", "random", "gaussian"):
-            yield f"init must be rotation, random or gaussian, got {self.init!r}"
+        if self.init not in ("rotation", "random", "gaussian"):  # the second is that of stored hashers alone
+            yield f"init must be rotation or gaussian, got {self.init!r}"
         if self.init == "gaussian" and self.variant != "paper":
             yield f"init=gaussian requires variant paper, got {self.variant}"
         if self.estimator not in ("", "straight-through", "softsign"):

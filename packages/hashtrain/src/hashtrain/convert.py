@@ -34,7 +34,7 @@ def convert(path: str | Path, model_config: Any, out: str | Path, base_model: st
     """
     path, shape = Path(path), ModelShape.of(model_config)
     d = shape.head_dim
-    form: dict[str, Any] = {"bits": d, "hidden": d, "init": "random", "residual": True}
+    form: dict[str, Any] = {"bits": d, "hidden": d, "residual": True}
     longest = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     reach = min(_TRAINED, longest or _TRAINED)
     config = HasherConfig("paper", shape, **form, reach=reach, base_model=base_model)

@@ -67,11 +67,6 @@ class LayerJob:
         return training_of(self.command, self.recipe, self.device)
 
     @property
-    def digits(self) -> int:
-        """Most bits of one dimension where `transform` starts."""
-        return self.command.digits or self.recipe.digits
-
-    @property
     def key(self) -> str:
         """A digest of everything that decides the bits of this layer."""
         evaluated = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
@@ -80,7 +75,6 @@ class LayerJob:
             "config": asdict(self.config),
             "training": asdict(self.training),
             "judged": evaluated,
-            "digits": self.digits,
             "layer": self.layer,
             "device": torch.device(self.device).type,
             "source": self.source,
@@ -155,7 +149,7 @@ def _made(job: LayerJob, started: bool = True) -> LayerHasher:
     """Create the layer's functions as before the first step; without the start, which a checkpoint contains, too."""
     made = make_layer(job.config, job.layer, job.command.seed).to(here(job.device))
     if started:
-        made.start(job.data, job.layer, job.digits)
+        made.start(job.data, job.layer, job.recipe.digits)
     return made
 
 
@@ -165,7 +159,7 @@ def _choose(job: LayerJob, training: Training) -> dict[int, str]:
         return {}
     keys_alone = _made(job, False)
     keys_alone.load_state_dict(training.kept["keys"])
-    others = {"keys alone trained": keys_alone, f"start of {job.digits} digits": _made(job)}
+    others = {"keys alone trained": keys_alone, f"start of {job.recipe.digits} digits": _made(job)}
     with torch.device(here(job.device)):
         return choose(training.hasher, others, job.layer, job.data, job.command.fraction)
 

@@ -36,22 +36,18 @@ def _rate(rate: float, **more: Any) -> dict[str, Any]:
     return {"learning_rate": rate, **more}
 
 
-_RANDOM = {"init": "random"}
-_STRAIGHT = {**_RANDOM, "estimator": "straight-through"}
 RECIPES = (
     Recipe("lsh", "lsh", trained=False),
-    Recipe("paper", "paper", _RANDOM, _rate(3e-3)),
+    Recipe("paper", "paper", training=_rate(3e-3)),
     Recipe("transform", "transform", training=_rate(3e-3, keys_first=0.5), digits=3),
 )
 # `planes`, from which `transform` came, and what the paper compares its hash with: included in `--only all`.
 ABLATIONS = (
     Recipe("planes", "planes", summary="one key code per KV head, queries in bit planes"),
     Recipe("linear", "linear", summary="a rotation, trained as in the paper"),
-    Recipe("paper-untrained", "paper", _RANDOM, trained=False, summary="the paper's MLP, untrained"),
-    Recipe(
-        "paper-straight", "paper", {**_RANDOM, "estimator": "straight-through"}, _rate(1e-2), summary="our estimator"
-    ),
-    Recipe("paper-reconstruction", "paper", _RANDOM, _rate(3e-3, loss="reconstruction"), summary="paper, other loss"),
+    Recipe("paper-untrained", "paper", trained=False, summary="the paper's MLP, untrained"),
+    Recipe("paper-straight", "paper", {"estimator": "straight-through"}, _rate(1e-2), summary="our estimator"),
+    Recipe("paper-reconstruction", "paper", {}, _rate(3e-3, loss="reconstruction"), summary="paper, other loss"),
     Recipe("transform-start", "transform", trained=False, summary="the start of transform: two measured moments"),
     Recipe("planes-reconstruction", "planes", {}, _rate(8e-2, loss="reconstruction"), summary="planes, other loss"),
 )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import DEMO, model_path
 from hashtrain.run.recipes import ALL, RECIPES, Recipe
 from hashtrain.usage import UsageError, meant, require_counts, require_device_name, require_seed
@@ -22,7 +21,6 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("checkpoint_seconds", lambda x: 0 <= x < math.inf, "0 or more"),
     ("bits", lambda x: 32 <= x <= 4096 and not x % 32, "a multiple of 32 between 32 and 4096"),
     ("planes", lambda x: 1 <= x <= 8, "between 1 and 8"),
-    ("digits", lambda x: 1 <= x <= MAX_DIGITS, f"between 1 and {MAX_DIGITS}"),
     ("fraction", lambda x: 0 < x <= 1, "above 0 and at most 1"),
 )
 """What a field that is set must be."""
@@ -50,9 +48,6 @@ class TrainCommand:
     """Code length in bits."""
     planes: int | None = None
     """Bit planes of queries, 1 to 8. Default: each hasher's own."""
-    digits: int | None = None
-    """Most bits that the start of `transform` gives one dimension of a head, 1 to 8. More digits than a query has
-    planes are of little use. Default: each hasher's own."""
     fraction: float = 0.02
     """The budget for training and evaluation: a share of each row's visible tokens, sink and recent tokens included."""
     context: int = 4096
