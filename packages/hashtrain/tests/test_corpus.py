@@ -9,8 +9,8 @@ import pytest
 import torch
 from hashtrain.data import corpus, texts
 from hashtrain.data.corpus import Document, contexts, held_out_sources, python_sources, read_texts, split, token_ids
-from hashtrain.data.shares import LEAST, room_for, shares
 from hashtrain.data.texts import long_lines, require_apart
+from hashtrain.data.texts_to_read import LEAST, room_for, shares
 from hashtrain.usage import UsageError
 
 MIB = 1 << 20

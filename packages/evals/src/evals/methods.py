@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkabl
 import hashtrain
 import sparse_decode
 from hashtrain.run.recipes import ABLATIONS, ALL, EXACT
-from hashtrain.usage import meant
+from hashtrain.usage import did_you_mean
 
 from evals.rivals.table import RIVALS, rival_named
 
@@ -188,7 +188,7 @@ def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[
     Raises: ValueError if a name is unknown, or a hasher is missing, damaged or of another model.
     """
     if unknown := [name for name in names if name not in NAMES]:
-        raise ValueError(f"unknown method {meant(unknown, NAMES)}")
+        raise ValueError(f"unknown method {did_you_mean(unknown, NAMES)}")
     if lacking := without_hasher(names, folder):
         raise ValueError(_no_hashers(lacking, folder))
     loaded = [load_method(name, folder) for name in NAMES if name in names]

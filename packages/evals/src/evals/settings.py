@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 import tyro
 from hashtrain.config import RECENT, SINK
 from hashtrain.demo import DEMO, model_path
-from hashtrain.usage import UsageError, meant, require_counts, require_device_name, require_seed
+from hashtrain.usage import UsageError, did_you_mean, require_counts, require_device_name, require_seed
 
 from evals.methods import DEFAULT_NAMES, NAMES, SPARSE_NAMES
 from evals.results import versions
@@ -63,7 +63,7 @@ def each_among(command: Any, name: str, known: Collection[str], task: str = "") 
     """Raise UsageError if a field of several names has one that is not known."""
     if unknown := [one for one in getattr(command, name) if one not in known]:
         of = f" of {task}" if task else ""
-        raise UsageError(f"--{name}{of} takes no {meant(unknown, known)}")
+        raise UsageError(f"--{name}{of} takes no {did_you_mean(unknown, known)}")
 
 
 def each_positive(command: Any, name: str) -> None:

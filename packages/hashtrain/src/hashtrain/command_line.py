@@ -5,7 +5,7 @@ from typing import Annotated, Any, TypeVar, Union, cast
 
 import tyro
 
-from hashtrain.usage import UsageError, meant
+from hashtrain.usage import UsageError, did_you_mean
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def parse(
     if words and words[0] in commands:  # parsed alone, so that an error about a flag points to the help that lists it
         return parse_settings(f"{program} {words[0]}", words[1:], commands[words[0]], default)
     if words and not words[0].startswith("-"):
-        raise UsageError(f"no command {meant([words[0]], commands)}")
+        raise UsageError(f"no command {did_you_mean([words[0]], commands)}")
     kinds = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in commands.items())
     usual = tyro.MISSING_NONPROP if default is None else default
     return tyro.cli(cast(Any, Union)[kinds], args=words, prog=program, description=description, default=usual)

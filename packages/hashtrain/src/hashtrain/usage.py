@@ -22,7 +22,7 @@ class UsageError(Exception):
     """An invalid setting. Not a ValueError, which the argument parser would wrap in a box of its own."""
 
 
-def meant(given: Sequence[str], known: Collection[str]) -> str:
+def did_you_mean(given: Sequence[str], known: Collection[str]) -> str:
     """Return the unknown names, and the known ones that look alike, for an error; if none does, all of them."""
     close = dict.fromkeys(one for name in given for one in difflib.get_close_matches(name, known))
     remedy = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(known)}"

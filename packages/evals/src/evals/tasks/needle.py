@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from hashtrain.data.corpus import read_texts
-from hashtrain.data.shares import room_for
+from hashtrain.data.texts_to_read import room_for
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hashtrain.data.shares import shares
+from hashtrain.data.texts_to_read import shares
 from hashtrain.files.untrusted import first_line
 from hashtrain.usage import require_package, require_plain_file
 
@@ -48,7 +48,7 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
 
     Args:
         at_most: largest number of documents from one table or data set.
-        room: most bytes of text, divided equally among the paths (`hashtrain.data.shares`); None: no limit.
+        room: most bytes of text, divided equally among the paths (`hashtrain.data.texts_to_read`); None: no limit.
         seed: draws the files if not all are read.
     Raises: ValueError if a path is missing, binary, not UTF-8 or has no text, or is a table and the extra `datasets` is
         missing.

@@ -108,7 +108,7 @@ class LayerResult(NamedTuple):
     stopped: str
     quality: dict[str, Any]
     """`hashtrain.evaluation.metrics.summary` on held-out rows."""
-    taken: dict[int, str]
+    chosen: dict[int, str]
     """For each KV head that did not keep its last weights, what it got (`hashtrain.training.choose`)."""
 
 
@@ -118,7 +118,7 @@ def make(job: LayerJob, report: Report) -> None:
     Raises: OSError if it cannot be written; FloatingPointError if its loss was never finite.
     """
     command, layer, device = job.command, job.layer, here(job.device)
-    hasher, losses, stopped, taken = _made(job, not job.unfinished.exists()), list[float](), "", dict[int, str]()
+    hasher, losses, stopped, chosen = _made(job, not job.unfinished.exists()), list[float](), "", dict[int, str]()
     if job.recipe.trained:
         training = Training(
             hasher, layer, job.data, job.training, Checkpoint(job.unfinished, command.checkpoint_seconds)
@@ -129,10 +129,10 @@ def make(job: LayerJob, report: Report) -> None:
         losses, stopped = training.losses, training.stopped
         if stopped:
             report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
-        taken = _choose(job, training)
-        if taken:
-            said = ", ".join(f"head {head}: {what}" for head, what in sorted(taken.items()))
-            report(f"{job.name}: {said}", 0, {**job.line, "repaired": taken})
+        chosen = _choose(job, training)
+        if chosen:
+            said = ", ".join(f"head {head}: {what}" for head, what in sorted(chosen.items()))
+            report(f"{job.name}: {said}", 0, {**job.line, "chosen": chosen})
     with torch.device(device):
         hasher.round_matrices()  # before anything is measured
         errors = calibrate(hasher, layer, job.data, command.seed, _output(job, device))
@@ -140,7 +140,7 @@ def make(job: LayerJob, report: Report) -> None:
         quality = summary(layer_quality([hasher], layer, job.validation, rows, command.fraction)[0])
     tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
     tensors |= {"losses": torch.tensor(losses, dtype=torch.float64), "errors": errors}
-    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality, "repaired": taken})
+    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality, "chosen": chosen})
     job.unfinished.unlink(missing_ok=True)
     report(f"evaluated {job.name}", 1, {**job.line, "iou": quality["iou"]})
 
@@ -180,8 +180,8 @@ def result(job: LayerJob) -> LayerResult:
     try:
         losses, errors = tensors.pop("losses").tolist(), tensors.pop("errors")
         plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
-        taken = {int(head): what for head, what in state["repaired"].items()}
-        return LayerResult(plain, errors, losses, state["stopped"], state["quality"], taken)
+        chosen = {int(head): what for head, what in state["chosen"].items()}
+        return LayerResult(plain, errors, losses, state["stopped"], state["quality"], chosen)
     except KeyError as error:
         raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
 

@@ -13,8 +13,8 @@ from hashtrain.config import ModelShape
 from hashtrain.data.capture import context_key, free_disk, require_disk, weights_hash
 from hashtrain.data.corpus import held_out_sources, numbered_contexts, python_sources, split
 from hashtrain.data.offsets import reach_of
-from hashtrain.data.shares import room_for
 from hashtrain.data.texts import read_texts, require_apart
+from hashtrain.data.texts_to_read import room_for
 from hashtrain.demo import base_model
 from hashtrain.device import here
 from hashtrain.evaluation.remainder import MAX_CONTEXTS

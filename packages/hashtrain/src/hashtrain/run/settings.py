@@ -8,7 +8,7 @@ from typing import Any
 
 from hashtrain.demo import DEMO, model_path
 from hashtrain.run.recipes import ALL, RECIPES, Recipe
-from hashtrain.usage import UsageError, meant, require_counts, require_device_name, require_seed
+from hashtrain.usage import UsageError, did_you_mean, require_counts, require_device_name, require_seed
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The defaults of other models: the paper's schedule, where it differs from the demo's. The optimiser is the same
@@ -99,7 +99,7 @@ class TrainCommand:
             raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, default or all")
         known = ["default", "all", *(c.name for c in ALL)]
         if unknown := [name for name in self.only if name not in known]:
-            raise UsageError(f"--only takes no {meant(unknown, known)}")
+            raise UsageError(f"--only takes no {did_you_mean(unknown, known)}")
 
     @property
     def recipes(self) -> list[Recipe]:

@@ -42,7 +42,7 @@ class Source:
     name: str
     folder: Path
     contexts: Sequence[Tensor]
-    whole: int
+    whole_contexts: int
     """Number of first contexts that are stored whole (`hashtrain.data.capture.run_context`)."""
     shape: ModelShape
     weights: str
@@ -62,21 +62,25 @@ class Source:
         """The capture on disk."""
         return Capture(self.folder, len(self.contexts))
 
+    def is_whole(self, number: int) -> bool:
+        """Whether a context is stored whole."""
+        return number < self.whole_contexts
+
     def key(self, number: int) -> str:
         """Return what identifies the capture of a context."""
-        whole = number < self.whole
+        whole = self.is_whole(number)
         return context_key(self.weights, self.contexts[number], self.device[:4], whole, self.places(number))
 
     def bytes(self, numbers: Iterable[int]) -> int:
         """Return the bytes that captures of these contexts take."""
         few, every = (context_bytes(self.shape, len(self.contexts[0]), _DTYPE, whole) for whole in (False, True))
-        return sum(every if number < self.whole else few for number in numbers)
+        return sum(every if self.is_whole(number) else few for number in numbers)
 
     def stored_in(self, wave: range) -> list[int]:
         """Return the contexts that are stored during a wave of steps."""
         count = len(self.contexts)
         read = range(count) if len(wave) >= count else (step % count for step in wave)
-        return sorted({*range(min(self.whole, count)), *read})
+        return sorted({*range(min(self.whole_contexts, count)), *read})
 
     def lacking(self, numbers: Iterable[int]) -> list[int]:
         """Return those of these contexts that are not captured yet."""
@@ -97,7 +101,7 @@ def waves(train: Source, steps: int, always: int, room: int) -> list[range]:
         always: bytes that are stored all the time; room: bytes for all captures.
     Raises: OSError if there is no room for one context beside what is always stored.
     """
-    others = range(train.whole, len(train.contexts))
+    others = range(train.whole_contexts, len(train.contexts))
     if always + train.bytes(others) <= room:
         return [range(steps)]
     fitting = (room - always) // max(1, train.bytes(others[:1]))
@@ -144,7 +148,7 @@ def make_all(
     processes, which share one copy of the model. On CUDA each process has its own device and its own copy.
     """
     jobs = [
-        _Job(model, of.device, of.contexts[n], of.stored.file(n), of.key(n), of.name, n < of.whole, of.places(n))
+        _Job(model, of.device, of.contexts[n], of.stored.file(n), of.key(n), of.name, of.is_whole(n), of.places(n))
         for of, numbers in lots
         for n in numbers
     ]

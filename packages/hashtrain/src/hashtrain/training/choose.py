@@ -29,13 +29,13 @@ def choose(
     best, *masses = (
         list(found.mass) for found in layer_quality([hasher, *others.values()], layer, data, rows, fraction)
     )
-    taken: dict[int, str] = {}
+    chosen: dict[int, str] = {}
     for (name, other), found in zip(others.items(), masses, strict=True):
         for head in range(hasher.hkv):
             if _rank(found[head]) > _rank(best[head]):
                 hasher.take_head(other, head)
-                best[head], taken[head] = found[head], name
-    return taken
+                best[head], chosen[head] = found[head], name
+    return chosen
 
 
 def _rank(mass: Tensor) -> tuple[bool, float]:
