@@ -31,7 +31,8 @@ def table(name: str, results: pathlib.Path) -> str:
     try:
         if "text" in described:
             return environment.from_string(described["text"]).render(known).strip()
-        return to_markdown(_grid(environment, described, known))
+        note = environment.from_string(described.get("note", "")).render(known)
+        return "\n\n".join(filter(None, (to_markdown(_grid(environment, described, known)), note)))
     except (jinja2.UndefinedError, LookupError, TypeError) as error:
         raise ValueError(f"the table {name} lacks a stored value ({error}); store the run again") from error
 
@@ -49,4 +50,4 @@ def _grid(environment: jinja2.Environment, described: dict[str, Any], known: dic
         seen = [{"part": part, "row": row, **(row if isinstance(row, dict) else {})} for row in rows]
         sections.append([[filled(cell, **at) for cell in described["columns"].values()] for at in seen])
     header = [filled(name) for name in described["columns"]]
-    return Grid(filled(described["title"]), header, sections, filled(described.get("note", "")))
+    return Grid(filled(described["title"]), header, sections)
