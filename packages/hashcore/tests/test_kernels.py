@@ -94,7 +94,7 @@ def searches(draw):
     k = draw(st.one_of(st.integers(1, n), st.just("ragged")))
     ragged = draw(st.booleans())
     return {
-        **{"weights": weights, "query": query, "keys": keys, "wide": draw(st.booleans())},
+        **{"weights": weights, "query": query, "keys": keys},
         "k": rng.integers(0, n + 1, rows).astype(np.int32) if k == "ragged" else k,
         "lengths": rng.integers(0, n + 1, rows).astype(np.int32) if ragged else draw(st.none() | st.integers(0, n)),
         "starts": rng.integers(0, n // 2 + 1, rows).astype(np.int32) if ragged else draw(st.none() | st.integers(0, n)),
@@ -136,7 +136,7 @@ def test_a_search_keeps_its_launches_and_its_memory_also_of_a_cache_that_grows(r
     query, cache = torch.from_numpy(random_codes(rng, 2, 3, 4)), torch.from_numpy(random_codes(rng, 2, 900, 4))
     forget(monkeypatch)
     for n in (900, 777, 778, 777, 760, 900):
-        out = empty(2, 70), empty(2, 70)
+        out = empty(2, 70), empty(2, 70, dtype=np.int64)
         tensor_search.search(query, cache[:, :n], 70, PLANES, operands.Bounds(), *out, Device())
         assert_same(out, reference.search(query.numpy(), cache[:, :n].numpy(), 70, PLANES, order="index"))
         monkeypatch.setattr(tensors.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
@@ -163,7 +163,7 @@ def test_bounds_beyond_int32_are_clamped_too(rng, far):
     query, keys = random_codes(rng, 4, 3, 4), random_codes(rng, 4, 300, 4)
     rows = {"k": [far, 9, 9, 9], "lengths": [300, far, 300, 300], "starts": [0, 0, 0, far]}
     k, lengths, starts = (torch.from_numpy(np.array(values)) for values in rows.values())
-    out, bounds = (empty(4, 300), empty(4, 300)), operands.Bounds(lengths, starts, 1, 1)
+    out, bounds = (empty(4, 300), empty(4, 300, dtype=np.int64)), operands.Bounds(lengths, starts, 1, 1)
     tensor_search.search(inside(query), inside(keys), k, PLANES, bounds, *out, Device())
     clamped = {name: np.array(value).clip(0, 300) for name, value in rows.items()}
     expected = reference.topk(reference.score(query, keys, PLANES), **clamped, sink=1, recent=1)
@@ -208,7 +208,7 @@ def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, 
     query, keys = random_codes(rng, 2, queries, len(weights), words), random_codes(rng, 2, 1, n, words)
     lengths = np.sort(rng.integers(0, n + 1, (2, queries)), axis=1).astype(np.int32)
     counts = (lengths // rng.integers(2, 9)).astype(np.int32)
-    assert_finds(device, query, keys, counts, weights, wide=True, lengths=lengths, sink=1, recent=2)
+    assert_finds(device, query, keys, counts, weights, lengths=lengths, sink=1, recent=2)
     assert "list_candidates_shared" in device.kernels
 
 
@@ -266,7 +266,7 @@ class Pool:
         """Search planes [B, H, P, W], or with a dimension `between` heads and tables queries [B, H, Q, W]."""
         at = (slice(None), None, *between)
         gathered = reference.gathered(self.codes, self.tables[:, None])
-        assert_finds(device, query, self.codes, k, weights, True, self.blocks[at], gathered, **ranges)
+        assert_finds(device, query, self.codes, k, weights, self.blocks[at], gathered, **ranges)
 
 
 @settings(deadline=None, max_examples=20)

@@ -139,10 +139,10 @@ class Rows(NamedTuple):
     recent: int
 
 
-def rows(how: Any, shape: tuple[int, ...], given: tuple[Any, ...], out: Any) -> Rows:
+def rows(how: Any, shape: tuple[int, ...], given: tuple[Any, ...]) -> Rows:
     """Check k, lengths, starts, sink and recent of a selection from scores [..., N].
 
-    how: what runs the selection (ops.Host). out: the outputs or None.
+    how: what runs the selection (ops.Host).
     """
     *lead, n = shape
     numbers, arrays = [0, n, 0], [None, None, None]
@@ -163,7 +163,7 @@ def rows(how: Any, shape: tuple[int, ...], given: tuple[Any, ...], out: Any) -> 
     if lengths is None:
         ordered(start, length, 0)
     if k is not None:
-        count = position("k", how.largest(k, lead, out), n)
+        count = position("k", how.largest(k, lead), n)
     return Rows(count, k, lengths, starts, length, start, natural("sink", given[3], n), natural("recent", given[4], n))
 
 
@@ -221,45 +221,6 @@ def searched(compared: Comparison, blocks: Any) -> None:
             f"the scores of a search must stay below {1 << 16}, got sum(weights) * 32 * W = {top}; "
             "use smaller weights or fewer bits"
         )
-
-
-def outputs(how: Any, out: tuple[Any, Any], shape: tuple[int, ...], dtype: Any, n: int, inputs: Sequence[Any]) -> None:
-    """Raise an error unless a pair of arrays can be the output of a selection from n positions."""
-    output(how, "out[0]", out[0], shape, [dtype], inputs)
-    output(how, "out[1]", out[1], shape, [np.int64, np.int32], [*inputs, out[0]])
-    if n > 1 << 31 and how.layout("out[1]", out[1]).dtype == np.int32:
-        raise TypeError(f"out[1] must be int64 for positions beyond int32, got int32 for {n} positions; pass int64")
-
-
-def output(how: Any, name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Raise an error unless out has the right shape and dtype, is writeable, and shares no memory with inputs."""
-    if not is_array(out):
-        raise TypeError(f"{name} must be an array of the inputs' kind, got {type(out).__name__}; create one")
-    seen = how.layout(name, out)
-    if seen.dtype not in [np.dtype(dtype) for dtype in dtypes]:
-        wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
-        raise TypeError(f"{name} must be {wanted}, got {seen.dtype}; results are never converted")
-    if seen.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(seen.shape)}; slice or reshape it")
-    if isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise ValueError(f"{name} must be writeable, got a read-only array; pass another")
-    if 0 not in shape and _overlaps_itself(seen):
-        raise ValueError(
-            f"elements of {name} must not share memory, got strides {list(seen.strides)}; "
-            "pass an array that is not broadcast"
-        )
-    if any(is_array(x) and how.share_memory(out, x) for x in inputs):
-        raise ValueError(f"{name} must not share memory with another argument, got one that does; pass another")
-
-
-def _overlaps_itself(x: Layout) -> bool:
-    """Whether elements share memory: a stride is smaller than the span of the dimensions with smaller strides."""
-    span = x.dtype.itemsize
-    for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape, strict=True)):
-        if size > 1 and stride < span:
-            return True
-        span += stride * (size - 1)
-    return False
 
 
 # ---- Options, and arguments of an index ----------------------------------------------------------------------------

@@ -82,20 +82,17 @@ def row_bounds(rows: Rows, n: int) -> RowBounds:
     return RowBounds(k, low, np.maximum(end - rows.recent, low))
 
 
-def score(query: Codes, keys: Codes, weights: Any, out: Codes | None, compared: Comparison) -> Codes:
+def score(query: Codes, keys: Codes, weights: Any, compared: Comparison) -> Codes:
     """Score codes that `compared` describes: ops.score."""
     made = _planned(launch_plan.score, compared)
-    found = out if out is not None and out.flags.carray else np.empty(made.shape, np.int32)
+    found = np.empty(made.shape, np.int32)
     if all(made.shape):
         passed = made.header, made.rows, *map(arguments.address, (query, keys, found))
         threads.run(score_kernels.score_tasks, made.tasks, made.workers, passed)
-    if out is None or found is out:
-        return found
-    out[...] = found
-    return out
+    return found
 
 
-def topk(scores: NDArray[Any], *wanted: Any, out: Pair | None, compared: None = None) -> Pair:
+def topk(scores: NDArray[Any], *wanted: Any, compared: None = None) -> Pair:
     """Select from integers [..., N] what validation.Rows says: ops.topk."""
     rows = Rows(*wanted)
     values = np.zeros((*scores.shape[:-1], rows.width), scores.dtype.newbyteorder("="))
@@ -108,10 +105,7 @@ def topk(scores: NDArray[Any], *wanted: Any, out: Pair | None, compared: None = 
         bounds = (np.broadcast_to(x, at.shape).copy() for x in row_bounds(rows, scores.shape[-1]))
         passed = at, *bounds, *(x.reshape(len(at), rows.width) for x in (values, indices))
         threads.run(select_kernels.topk_tasks, len(at), threads.count(4 * scores.size), passed)
-    if out is None:
-        return values, indices
-    out[0][...], out[1][...] = values, indices
-    return out
+    return values, indices
 
 
 def search(
@@ -122,7 +116,6 @@ def search(
     weights: Any,
     *more: Any,
     compared: Comparison,
-    out: Pair | None = None,
     only: NDArray[np.int64] | None = None,
 ) -> Pair:
     """Search codes that `compared` describes, with the arguments of the operator: ops.search.
@@ -144,15 +137,9 @@ def search(
         made = _paged(made, keys, blocks)
     elif only is not None:
         made = made._replace(table=only)
-    if out is not None and out[1].dtype == np.int64 and all(x.flags.carray for x in out):
-        found = out
-    else:
-        found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
+    found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
     if all(made.shape):
         _run(made, arguments.address(query), arguments.address(keys), *found)
-    if out is not None and found is not out:
-        out[0][...], out[1][...] = found
-        return out
     return found
 
 

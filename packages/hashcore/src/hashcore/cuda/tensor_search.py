@@ -37,7 +37,7 @@ def search(
         query: planes [..., P, W], or without weights codes [..., Q, W].
         keys: [..., N, W]; with blocks pages [..., M, S, W], S a power of two and M above 0.
         k: one count, or an integer tensor on the device that broadcasts to the rows.
-        scores, indices: contiguous int32, and int32 or int64, [rows..., K]; unused slots get 0 and -1.
+        scores, indices: contiguous int32 and int64 [rows..., K]; unused slots get 0 and -1.
         blocks: page tables int32 or int64 [..., T], which broadcast to the rows; N = T S. Page numbers out of range
             count as M - 1.
     Raises: ValueError if words of keys in pages are not contiguous and aligned.
@@ -52,11 +52,11 @@ def search(
     tables = None if blocks is None else page_tables(blocks, lead)
     n = keys.shape[-2] * (1 if tables is None else tables.blocks.shape[-1])
     layout.require_positions(n)
-    how = indices.dtype, device, at % 16, keys_at % 16, weights, counts_bits(device)
+    how = device, at % 16, keys_at % 16, weights, counts_bits(device)
     # Not the number of keys: a cache that grows by a token needs no new launches.
     lengths = (keys.shape[:-2], keys.shape[-1]) if tables is None else (keys.shape, *tables[1:])
     form = query.shape, query.stride(), *lengths, keys.stride(), n == 1, lead, how
-    found = _searches.found.get(form) or _searches.keep(form, _Search(query, keys, weights, lead, indices, tables))
+    found = _searches.found.get(form) or _searches.keep(form, _Search(query, keys, weights, lead, tables))
     launches = found.launches(n)
     held = found.bound(bounds, k, lead, n, scores.shape[-1])
     found.place(kept.scratch(found.plan.words, device).address)
@@ -75,19 +75,19 @@ class _Search:
 
     def __init__(
         self, query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int],
-        indices: torch.Tensor, tables: Tables | None,
+        tables: Tables | None,
     ):  # fmt: skip
         at, self.direct = _placed(query, keys, weights, lead, tables is not None)
-        self.map, self.rows, self.index_bits = at.map, math.prod(lead), 8 * indices.element_size()
+        self.map, self.rows = at.map, math.prod(lead)
         self.slots, self.group = _slots(at.map, self.rows, self.rows if tables is None else tables.per)
-        self.sms, words, weights = sm_count(indices.device), keys.shape[-1], weights or (1,)
+        self.sms, words, weights = sm_count(query.device), keys.shape[-1], weights or (1,)
         self.query, self.keys, self.values, self.indices = (ctypes.c_void_p() for _ in range(4))
         self.window, self.selection, top = layout.Window(), layout.Selection(), 32 * words * sum(weights)
         self.space = layout.Space(shift=layout.sample_shift(top), top=top)
         self.codes = layout.Codes(layout.Weights.holding(weights), len(weights), words)
         self.pages = layout.Pages() if tables is None else _pages(keys, tables)
         self.paged = () if tables is None else (self.pages,)
-        self.macros = kernels.score_macros(words, weights, counts_bits(indices.device))
+        self.macros = kernels.score_macros(words, weights, counts_bits(query.device))
         self.made: dict[tuple[int, int], kernels.Kept] = {}
         self.n, self.at, self.plan = 0, 0, SearchSpace.plan(self.slots, self.group, 1, self.sms)
         self.bounded: object = None
@@ -120,8 +120,7 @@ class _Search:
         results = self.query, self.keys, self.values, self.indices, *read[2:]
         given = *results, self.codes, self.space, groups, *self.paged
         grid = count * self.group, splits
-        name = f"select_{self.index_bits}"
-        return first, kernels.make_launch("choose.cu", name, grid, layout.THREADS, given, paged, True)
+        return first, kernels.make_launch("choose.cu", "select_64", grid, layout.THREADS, given, paged, True)
 
     def place(self, address: int) -> None:
         """Set the places in the workspace, if they have changed."""
