@@ -3,7 +3,9 @@
 import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -70,6 +72,13 @@ class Device:
             made.launch(one.kernel, one.grid, (one.threads,), one.arguments, **how)
 
 
+@contextmanager
+def running(device) -> Iterator[None]:
+    """Let what would be launched on a device go to this one."""
+    with mock.patch("hashcore.cuda.launch.run", device):
+        yield
+
+
 def orders():
     """Draw devices with different thread orders."""
     return st.builds(Device, st.sampled_from(ORDERS), st.integers(1, 4))
@@ -99,7 +108,8 @@ def search(device, query, keys, k, weights, blocks=None, **ranges):
     values, indices = empty(*rows, width), empty(*rows, width, dtype=np.int64)
     bounds = operands.Bounds(**{name: tensor_or(bound) for name, bound in ranges.items()})
     given = inside(query), inside(keys) if blocks is None else torch.from_numpy(keys), tensor_or(k), weights
-    tensor_search.search(*given, bounds, values, indices, blocks=blocks, run=device)
+    with running(device):
+        tensor_search.search(*given, bounds, values, indices, blocks)
     return values, indices
 
 

@@ -70,8 +70,6 @@ REFUSED = {
         ValueError,
         "must be contiguous and aligned, got strides [256, 16, 8]; copy the pages",
     ),
-    "an argument that left": (lambda: search(CODES, CODES, 1, shortlist=4), ValueError, "no longer takes shortlist"),
-    "an argument that never was": (lambda: search(CODES, CODES, 1, short=4), TypeError, "keyword argument 'short'"),
 }
 
 
@@ -202,7 +200,6 @@ ADDING = {
 }
 
 SEARCHING = {
-    "a shortlist": (lambda i: i.search(X, 1, shortlist=4), ValueError, "search no longer takes shortlist: no decode"),
     "k beyond": (lambda i: i.search(X, 6), ValueError, "k must be in 0..5, got 6; there are no more codes in"),
     "k beyond the ids": (lambda i: i.search(X, 3, ids=[1, 4]), ValueError, "in 0..2, got 3; there are no more codes"),
     "k beyond the others": (lambda i: i.search(X, 3, without=[1, 4, 2]), ValueError, "more codes without these ids;"),

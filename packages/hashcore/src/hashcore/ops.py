@@ -247,7 +247,6 @@ def search(
     recent: int = 0,
     order: str = "best",
     blocks: Array | None = None,
-    **removed: object,
 ) -> tuple[Array, Array]:
     """Find the k keys that score highest against each query: topk of score in one pass, without storing the scores.
 
@@ -262,7 +261,6 @@ def search(
             [..., M, S, W] of S keys each, with contiguous words; position j of a row is key j % S of page
             blocks[j // S], and N = T S. Pages may be shared; entries for positions that a row does not see may be
             anything.
-        removed: an argument of earlier versions, which is refused.
     Rows are [..., Q], or [...] with weights; k, lengths and starts are integers, or arrays of integers that broadcast
     to that shape.
     Returns: scores int32 and indices int64, [..., Q, K], or [..., K] with weights. K is k, or the largest k. Unused
@@ -272,8 +270,6 @@ def search(
         count as the last page; pages there have a power of two of keys, in words aligned as a key's are.
     Source: docs/algorithm.md, eq. 2, 4, 6, 13 and 14.
     """
-    if removed:
-        validation.refuse_removed("search", removed)
     optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks}
     (query, keys, *rows, blocks), how = _given(optional, query=query, keys=keys)
     best, weights = validation.choice("order", order, ORDERS) == "best", arguments.integers("weights", weights)

@@ -1,6 +1,6 @@
 """Checks of the public functions' arguments. Messages say what was expected, what was passed, and what to do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -180,13 +180,6 @@ def broadcasts(shape: Sequence[int], lead: Sequence[int]) -> bool:
     """Whether an array of a shape broadcasts to the rows; sizes may be symbols of a traced program."""
     aligned = zip(reversed(shape), reversed(lead), strict=False)
     return len(shape) <= len(lead) and all(size in (1, row) for size, row in aligned)
-
-
-def refuse_removed(name: str, given: Mapping[str, object]) -> None:
-    """Raise ValueError for the argument that left a search, TypeError for others."""
-    if set(given) == {"shortlist"}:
-        raise ValueError(f"{name} no longer takes shortlist: no decode step was faster with it; omit it")
-    raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(given))!r}")
 
 
 def paged(pool: Layout, blocks: Any) -> Layout:

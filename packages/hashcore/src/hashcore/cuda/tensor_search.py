@@ -13,7 +13,7 @@ import torch
 from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.layout import SearchSpace
 from hashcore.cuda.operands import Bounds, Operands, Tables, page_tables, set_selection, supported
-from hashcore.cuda.tensors import Run, counts_bits, sm_count
+from hashcore.cuda.tensors import counts_bits, sm_count
 
 _NUMBERS = int, type(None)
 
@@ -26,7 +26,6 @@ def search(
     bounds: Bounds,
     scores: torch.Tensor,
     indices: torch.Tensor,
-    run: Run | None = None,
     blocks: torch.Tensor | None = None,
 ) -> None:
     """Score and select in two launches, in ascending index order (eq. 4, eq. 6).
@@ -66,7 +65,7 @@ def search(
         at, keys_at = placed.at.query.data_ptr(), placed.at.keys.data_ptr()
     found.query.value, found.keys.value, found.pages.table = at, keys_at, tables and tables.blocks.data_ptr()
     found.values.value, found.indices.value = scores.data_ptr(), indices.data_ptr()
-    (launch.run if run is None else run)(launches, device)
+    launch.run(launches, device)
     del held  # kept until the launches are in the stream; from here on the allocator may reuse them
 
 

@@ -222,7 +222,6 @@ class BitIndex:
         rerank: int | None = None,
         vectors: Array | None = None,
         metric: str = "dot",
-        **removed: object,
     ) -> tuple[Any, Any]:
         """Find the k best codes of each query.
 
@@ -239,13 +238,10 @@ class BitIndex:
             vectors: original vectors for rerank, floats [M, D]; row i belongs to id i. Only rows of candidates are
                 read, also of a memory-mapped array.
             metric: exact score of rerank, 'dot' or 'cosine' (0 for a zero vector).
-            removed: an argument of earlier versions, which is refused.
         Returns: scores and ids int64, both [..., k], best first; ties in the order of addition. Scores are int32, or
             float32 with rerank.
         Raises: ValueError or TypeError.
         """
-        if removed:
-            validation.refuse_removed("search", removed)
         content, only = self._rows, None
         count, place = content.count, "in the index"
         array, coded, restore = validation.vectors_or_codes(queries=queries)
