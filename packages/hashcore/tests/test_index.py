@@ -62,14 +62,14 @@ def test_many_ids_mark_their_rows_whatever_their_form(form, gaps):
     ids = ids.astype(np.uint64) if form == "uint64" else ids
     ids.flags.writeable = form != "read-only"
     for others in (False, True):
-        bits, count = content.only(ids, others=others)
+        bits, count = content.allowed(ids, others=others)
         assert np.array_equal(np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(present)], expected ^ others)
         assert count == (expected ^ others).sum()
     for wrong in (-1, 6, 8 if gaps else present[-1] + 1, 2**63 - 1):
         with pytest.raises(ValueError, match=f"got {wrong}, which is not"):
-            content.only(np.append(ids.astype(np.int64), wrong), others=False)
+            content.allowed(np.append(ids.astype(np.int64), wrong), others=False)
     with pytest.raises(ValueError, match=f"got {2**63 + 7}, which is not"):
-        content.only(np.append(ids.astype(np.uint64), np.uint64(2**63 + 7)), others=False)
+        content.allowed(np.append(ids.astype(np.uint64), np.uint64(2**63 + 7)), others=False)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 16, 48])

@@ -106,11 +106,11 @@ def pack(x: Array) -> Array:
     Raises: ValueError if D is not a positive multiple of 32.
     Source: docs/algorithm.md, eq. 1.
     """
-    (x,), how = _given(x=x)
-    seen = how.layout("x", x)
+    (x,), runner = _given(x=x)
+    seen = runner.layout("x", x)
     validation.real("x", seen, "[..., D]")
     validation.bits("x", seen)
-    return how.run("pack", x)
+    return runner.run("pack", x)
 
 
 def unpack(codes: Array) -> Array:
@@ -121,9 +121,9 @@ def unpack(codes: Array) -> Array:
     Returns: bool [..., 32 W].
     Source: docs/algorithm.md, eq. 1.
     """
-    (codes,), how = _given(codes=codes)
-    validation.codes("codes", how.layout("codes", codes), "[..., W]")
-    return how.run("unpack", codes)
+    (codes,), runner = _given(codes=codes)
+    validation.codes("codes", runner.layout("codes", codes), "[..., W]")
+    return runner.run("unpack", codes)
 
 
 def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, Array]:
@@ -138,11 +138,11 @@ def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, A
     Raises: ValueError if w is checked and not finite, D is 0, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (w,), how = _given(w=w)
-    validation.real("w", how.layout("w", w), "[..., D]")
+    (w,), runner = _given(w=w)
+    validation.real("w", runner.layout("w", w), "[..., D]")
     if w.shape[-1] == 0:
         raise ValueError("the last dimension of w must not be empty, got 0; pass at least one weight per row")
-    return how.run("quantise", w, _planes(planes), check)
+    return runner.run("quantise", w, _planes(planes), check)
 
 
 def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tuple[int, ...]]:
@@ -158,12 +158,12 @@ def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tup
     Raises: ValueError if w is checked and not finite, its last dimension does not fill words, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (w,), how = _given(w=w)
-    seen = how.layout("w", w)
+    (w,), runner = _given(w=w)
+    seen = runner.layout("w", w)
     validation.real("w", seen, "[..., D]")
     validation.bits("w", seen)
     count = _planes(planes)
-    return how.run("planes", w, count, check), tuple(1 << p for p in range(count))
+    return runner.run("planes", w, count, check), tuple(1 << p for p in range(count))
 
 
 def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
@@ -175,11 +175,11 @@ def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
     Raises: ValueError if the group is empty.
     Source: docs/algorithm.md, eq. 3.
     """
-    (codes,), how = _given(codes=codes)
-    validation.codes("codes", how.layout("codes", codes), "[..., G, W]")
+    (codes,), runner = _given(codes=codes)
+    validation.codes("codes", runner.layout("codes", codes), "[..., G, W]")
     if codes.shape[-2] == 0:
         raise ValueError(f"a group must have at least one code, got shape {list(codes.shape)}")
-    return how.run("group_planes", codes), quantiser.group_weights(codes.shape[-2])
+    return runner.run("group_planes", codes), quantiser.group_weights(codes.shape[-2])
 
 
 def score(query: Array, keys: Array, weights: Sequence[int] | None = None) -> Array:
@@ -197,10 +197,10 @@ def score(query: Array, keys: Array, weights: Sequence[int] | None = None) -> Ar
     Raises: ValueError if words, weights or leading dimensions do not fit each other.
     Source: docs/algorithm.md, eq. 2; with weights eq. 4.
     """
-    (query, keys), how = _given(query=query, keys=keys)
+    (query, keys), runner = _given(query=query, keys=keys)
     weights = arguments.integers("weights", weights)
-    query, keys, compared = how.compared(query, keys, weights)
-    return how.run("score", query, keys, weights, compared=compared)
+    query, keys, compared = runner.compared(query, keys, weights)
+    return runner.run("score", query, keys, weights, compared=compared)
 
 
 def topk(
@@ -226,13 +226,13 @@ def topk(
     Raises: ValueError if k, a length or a start is out of range.
     Source: docs/algorithm.md, eq. 6 and 13.
     """
-    (scores, *rows), how = _given({"k": k, "lengths": lengths, "starts": starts}, scores=scores)
-    seen = how.layout("scores", scores)
+    (scores, *rows), runner = _given({"k": k, "lengths": lengths, "starts": starts}, scores=scores)
+    seen = runner.layout("scores", scores)
     if seen.dtype.kind not in "iu":
         raise TypeError(f"scores must be integers, got {seen.dtype}; hashcore.score returns int32")
     if seen.ndim == 0:
         raise ValueError("scores must have shape [..., N], got a scalar; add a dimension")
-    return how.run("topk", scores, *validation.rows(how, seen.shape, (*rows, sink, recent)))
+    return runner.run("topk", scores, *validation.rows(runner, seen.shape, (*rows, sink, recent)))
 
 
 def search(
@@ -271,9 +271,9 @@ def search(
     Source: docs/algorithm.md, eq. 2, 4, 6, 13 and 14.
     """
     optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks}
-    (query, keys, *rows, blocks), how = _given(optional, query=query, keys=keys)
+    (query, keys, *rows, blocks), runner = _given(optional, query=query, keys=keys)
     best, weights = validation.choice("order", order, ORDERS) == "best", arguments.integers("weights", weights)
-    query, keys, compared = how.compared(query, keys, weights, blocks)
+    query, keys, compared = runner.compared(query, keys, weights, blocks)
     validation.searched(compared, blocks)
-    wanted = validation.rows(how, compared.shape, (*rows, sink, recent))
-    return how.run("search", query, keys, *wanted[:2], weights, *wanted[2:], best, blocks, compared=compared)
+    wanted = validation.rows(runner, compared.shape, (*rows, sink, recent))
+    return runner.run("search", query, keys, *wanted[:2], weights, *wanted[2:], best, blocks, compared=compared)

@@ -123,7 +123,7 @@ def _broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]
     return tuple(b if a == 1 else a for a, b in zip(short, long, strict=True))
 
 
-class Rows(NamedTuple):
+class RowLimits(NamedTuple):
     """What the rows of a selection want and see, as the operators take it.
 
     k, lengths, starts: integers per row, or None where width, length and start hold for all; width is the largest k.
@@ -139,16 +139,16 @@ class Rows(NamedTuple):
     recent: int
 
 
-def rows(how: Any, shape: tuple[int, ...], given: tuple[Any, ...]) -> Rows:
+def rows(runner: Any, shape: tuple[int, ...], given: tuple[Any, ...]) -> RowLimits:
     """Check k, lengths, starts, sink and recent of a selection from scores [..., N].
 
-    how: what runs the selection (ops.Host).
+    runner: what runs the selection (ops.Host).
     """
     *lead, n = shape
     numbers, arrays = [0, n, 0], [None, None, None]
     for at, (name, x) in enumerate(zip(("k", "lengths", "starts"), given, strict=False)):
         if type(x) is not int and is_array(x):
-            seen = how.layout(name, x)
+            seen = runner.layout(name, x)
             if seen.dtype.kind not in "iu":
                 raise TypeError(f"{name} must be an integer or an array of integers, got {seen.dtype}; convert it")
             if not broadcasts(x.shape, lead):
@@ -156,15 +156,17 @@ def rows(how: Any, shape: tuple[int, ...], given: tuple[Any, ...]) -> Rows:
                     f"{name} must be an integer or broadcast to one integer per row, shape {lead}, got "
                     f"{list(x.shape)}; insert dimensions of size 1"
                 )
-            arrays[at] = how.integers(name, x, lead, n)
+            arrays[at] = runner.integers(name, x, lead, n)
         elif at == 0 or x is not None:
             numbers[at] = position(name, x, n)
     (k, lengths, starts), (count, length, start) = arrays, numbers
     if lengths is None:
         ordered(start, length, 0)
     if k is not None:
-        count = position("k", how.largest(k, lead), n)
-    return Rows(count, k, lengths, starts, length, start, natural("sink", given[3], n), natural("recent", given[4], n))
+        count = position("k", runner.largest(k, lead), n)
+    return RowLimits(
+        count, k, lengths, starts, length, start, natural("sink", given[3], n), natural("recent", given[4], n)
+    )
 
 
 def ordered(start: int, end: int, row: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.layout import SearchSpace
-from hashcore.cuda.operands import Bounds, Operands, Tables, page_tables, set_selection, supported
+from hashcore.cuda.operands import Bounds, Operands, Tables, as_operands, page_tables, set_wanted
 from hashcore.cuda.tensors import counts_bits, sm_count
 
 _NUMBERS = int, type(None)
@@ -81,7 +81,7 @@ class _Search:
         self.slots, self.group = _slots(at.map, self.rows, self.rows if tables is None else tables.per)
         self.sms, words, weights = sm_count(query.device), keys.shape[-1], weights or (1,)
         self.query, self.keys, self.values, self.indices = (ctypes.c_void_p() for _ in range(4))
-        self.window, self.selection, top = layout.Window(), layout.Selection(), 32 * words * sum(weights)
+        self.interval, self.wanted, top = layout.Interval(), layout.Wanted(), 32 * words * sum(weights)
         self.space = layout.Space(shift=layout.sample_shift(top), top=top)
         self.codes = layout.Codes(layout.Weights.holding(weights), len(weights), words)
         self.pages = layout.Pages() if tables is None else _pages(keys, tables)
@@ -112,7 +112,7 @@ class _Search:
     def _turn(self, groups: layout.Groups, count: int) -> tuple[kernels.Launch, kernels.Launch]:
         splits, paged = self.plan.splits, [("HASHCORE_PAGES", "1")] if self.paged else []
         name = "list_candidates_shared" if self.group > 1 else "list_candidates"
-        read = self.query, self.keys, self.map, self.window, self.selection
+        read = self.query, self.keys, self.map, self.interval, self.wanted
         given = *read, self.codes.weights, self.space, groups, *self.paged
         macros = [*self.macros, *paged]
         first = kernels.make_launch("score.cu", name, (count, splits), layout.THREADS, given, macros, True)
@@ -137,7 +137,7 @@ class _Search:
             self.bounded = rows
         else:
             self.bounded = None
-        return bounds.window(self.window, lead, n), set_selection(self.selection, k, lead, width)
+        return bounds.interval(self.interval, lead, n), set_wanted(self.wanted, k, lead, width)
 
 
 _searches: kept.Table[_Search] = kept.Table()
@@ -180,7 +180,7 @@ def _placed(
         keys = keys.select(-3, 0)
     if weights is None:
         query, keys = query.unsqueeze(-2), keys.unsqueeze(-3)
-    at = supported(query, keys, lead)
+    at = as_operands(query, keys, lead)
     if paged and at.keys is not keys:
         raise ValueError(f"on CUDA the rows of a search in pages may have at most four strides, got rows {[*lead]}")
     return _Placed(at, at.query is query and at.keys is keys)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hashcore.cuda import kernels, launch, layout
-from hashcore.cuda.operands import Bound, Bounds, integers, supported
+from hashcore.cuda.operands import Bound, Bounds, as_operands, integers
 
 QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 PACKED = QUANTISED | {
@@ -72,7 +72,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None
     if weights is None:  # each of the Q queries is one plane of weight 1
         query, keys, weights = query.unsqueeze(-2), keys.unsqueeze(-3), (1,)
     lead = out.shape[:-1]
-    at = supported(query, keys, lead)
+    at = as_operands(query, keys, lead)
     addresses = (c_void_p(x.data_ptr()) for x in (at.query, at.keys, out))
     arguments = *addresses, at.map, layout.Weights.holding(weights), c_int32(n)
     grid = math.prod(lead), min(-(-n // layout.TILE), MAX_GRID_Y)
