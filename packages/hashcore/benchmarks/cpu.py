@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ import hashcore.torch_ops
 import numba
 import numpy as np
 import torch
+from machine import processor, rounded
 from numpy.typing import NDArray
 
 WORDS = 4  # 128 bits
@@ -245,23 +245,6 @@ def last_level_cache() -> int:
     """Return its size in bytes; 32 MiB if unknown."""
     sizes = pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     return max((1024 * int(path.read_text().strip().removesuffix("K")) for path in sizes), default=1 << 25)
-
-
-def processor() -> str:
-    """Return the name of the CPU; its architecture if unknown."""
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def rounded(data: Any) -> Any:
-    """Return data with all floats rounded to 4 significant digits."""
-    if isinstance(data, float):
-        return float(f"{data:.4g}")
-    if isinstance(data, dict):
-        return {key: rounded(value) for key, value in data.items()}
-    return [rounded(value) for value in data] if isinstance(data, list) else data
 
 
 def show(row: dict[str, Any]) -> None:
