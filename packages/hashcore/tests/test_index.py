@@ -47,6 +47,7 @@ def test_rerank_and_planes_among_ids_equal_an_index_of_these():
         assert_same(found, few.search(x[:4], 9, **options))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("form", ["sorted", "shuffled", "twice", "strided", "read-only", "uint64"])
 def test_many_ids_mark_their_rows_whatever_their_form(form, gaps):

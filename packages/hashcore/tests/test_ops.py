@@ -83,6 +83,7 @@ def test_score(rng, backend, words, weights, n):
     check(backend, "score", random_codes(rng, 2, rows, words), random_codes(rng, 2, n, words), weights)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "shapes", [((2, 1, 5, 2, 4), (2, 3, 1, 33, 4)), ((2, 4), (2, 3, 33, 4)), ((5, 1, 2, 4), (3, 33, 4))]
 )
@@ -109,6 +110,7 @@ def test_topk(rng, backend, dtype):
             check(backend, "topk", scores, k, **how)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("words", "weights"), CODES)
 def test_search(rng, backend, words, weights):
     rows = (2, 3) if weights is None else (2,)
@@ -119,6 +121,7 @@ def test_search(rng, backend, words, weights):
             check(backend, "search", query, keys, k, weights, order=ORDERS[(number + other) % 2], **how)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("size", [16, 128])
 @pytest.mark.parametrize("weights", [None, (1, 2, 4)])
 @pytest.mark.parametrize("longest", [70, 2500])
@@ -133,6 +136,7 @@ def test_search_in_pages(rng, backend, size, weights, longest):
     check(backend, "search", random_codes(rng, 2, 2, 3, 4), pool, ends // 5, weights, blocks=blocks, **how)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_do_not_change_the_result(rng, backend, layout):
     lay = LAYOUTS[layout]
@@ -212,6 +216,7 @@ HARD = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", HARD)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("workers", [1, 4])
