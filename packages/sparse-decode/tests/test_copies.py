@@ -200,7 +200,7 @@ def test_a_fork_counts_while_another_thread_does():
     thread = threading.Thread(target=count)
     thread.start()
     children = []
-    for _ in range(40):
+    for _ in range(8):
         if not (child := os.fork()):
             signal.alarm(5)  # a lock that was held in the fork would stay so
             tally.add(1, 2)

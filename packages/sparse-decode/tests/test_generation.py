@@ -166,7 +166,7 @@ CACHES = [
 ]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "selector", "family"), CACHES)
 @pytest.mark.parametrize("way", WAYS)
 def test_other_caches_give_the_tokens_and_counts_of_a_dynamic_one(selector, kind, way, family, monkeypatch):
@@ -230,6 +230,7 @@ def test_token_by_token_with_a_static_cache_and_no_mask():
         torch.testing.assert_close(*logits, atol=near, rtol=near)
 
 
+@pytest.mark.sample(1)
 @BOTH
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_caches_filled_before_attaching_copied_and_used_after_detaching(kind, hasher, monkeypatch):

@@ -72,7 +72,7 @@ def of_row(layer, budget):
 ALL = BUDGETS | {"by head": LayerBudget(0.2, sink=2, recent=1, by_head=(0.5, 1.5))}
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_row_in_pages_is_the_row_alone(backend, name, size):
