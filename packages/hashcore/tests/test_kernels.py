@@ -105,7 +105,7 @@ def searches(draw):
     }
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(searches(), orders(), st.booleans(), st.sampled_from([None, 0, -1, 2**30]))
 def test_search_equals_the_reference(case, device, products_of_bits, left):
     """Also twice in the same workspace, whatever is left there, and inside of it."""
@@ -274,7 +274,7 @@ class Pool:
         assert_finds(device, query, self.codes, k, weights, self.blocks[at], gathered, **ranges)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(st.data(), orders())
 def test_keys_in_pages_are_found_as_gathered_ones(data, device):
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
