@@ -83,6 +83,7 @@ def test_dense_is_the_harness_own_model(sparse, own, rows):
     assert lm.density == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", ["all", "continuation"])
 def test_whole_budgets_are_dense_and_batches_change_nothing(sparse, rows):
     dense = sparse()
