@@ -102,7 +102,7 @@ def saved_cache(cache):
         return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["dynamic", "growing", "host", "static"])
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_cache])
 def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):

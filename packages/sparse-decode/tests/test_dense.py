@@ -139,6 +139,7 @@ def test_equals_the_reference_whatever_the_shape_and_the_rows_see(sizes, name, p
     torch.testing.assert_close(out, expected, **close(dtype))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OF_BFLOAT16)
 @pytest.mark.parametrize(("scaling", "grows"), [(0.125, 0), (1.0, 0), (0.125, 3), (0.125, 30)])
 def test_errors_of_bfloat16_are_those_of_rounding(scaling, grows, name):
@@ -151,6 +152,7 @@ def test_errors_of_bfloat16_are_those_of_rounding(scaling, grows, name):
     assert off.square().mean().sqrt() < 2.6e-3 * exact.square().mean().sqrt()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OF_BFLOAT16)
 def test_threads_change_nothing(name, monkeypatch):
     with kernel(name) as (attend, dtype):
