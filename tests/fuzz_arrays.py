@@ -1,7 +1,5 @@
 """Arrays for the fuzzers: anywhere in memory, and of every kind of number."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 INTEGERS = [np.dtype(x) for x in "bBhHiIlL"]
@@ -12,23 +10,8 @@ NOISE = 0xA5
 # ---- Arrays in memory ----------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """An array that lies somewhere in a buffer of noise."""
-
-    array: np.ndarray
-    buffer: np.ndarray
-
-    def around(self) -> bytes:
-        """The buffer with the array blotted out."""
-        copy = self.buffer.copy()
-        offset = self.array.__array_interface__["data"][0] - self.buffer.__array_interface__["data"][0]
-        whole = np.ndarray(self.array.shape, f"V{self.array.itemsize}", copy, offset, self.array.strides)
-        whole[...] = np.zeros((), whole.dtype)
-        return copy.tobytes()
-
-
-def place(rng, shape, dtype, plain: bool, repeats: bool = False) -> Place:
-    """Lay out an array at random; plain: as torch allows, aligned and forwards."""
+def place(rng, shape, dtype, plain: bool, repeats: bool = False) -> np.ndarray:
+    """Lay out an array at random in a buffer of noise; plain: as torch allows, aligned and forwards."""
     dtype, odd = np.dtype(dtype), rng.random() < 0.6
     axes = list(rng.permutation(len(shape))) if odd and rng.random() < 0.5 else list(reversed(range(len(shape))))
     strides, step, first = [0] * len(shape), dtype.itemsize, 0
@@ -42,13 +25,13 @@ def place(rng, shape, dtype, plain: bool, repeats: bool = False) -> Place:
             strides[axis] *= -1
     shift = 64 if not odd else 64 + dtype.itemsize * int(rng.integers(9)) + (not plain and rng.random() < 0.2)
     buffer = np.full(step + shift + 64, NOISE, np.uint8)
-    return Place(np.ndarray(shape, dtype, buffer, shift + first, strides), buffer)
+    return np.ndarray(shape, dtype, buffer, shift + first, strides)
 
 
 def lay(rng, x, plain: bool, any_order: bool):
     """Copy an array to a place of its own; repeated axes keep their last items."""
     swapped = any_order and not plain and x.dtype.itemsize > 1 and rng.random() < 0.1
-    there = place(rng, x.shape, x.dtype.newbyteorder("S") if swapped else x.dtype, plain, repeats=True).array
+    there = place(rng, x.shape, x.dtype.newbyteorder("S") if swapped else x.dtype, plain, repeats=True)
     there[...] = x
     return there
 

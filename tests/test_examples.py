@@ -8,8 +8,12 @@ import os
 import pathlib
 import re
 import runpy
+import subprocess
+import sys
 
+import numpy as np
 import pytest
+from hashcore import BitIndex
 from hashtrain import Hasher, HasherConfig
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
@@ -25,14 +29,20 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHOUTING = TEMPLATE.replace("trim }}", "trim | upper }}")  # writes answers otherwise than the model did
 
 
-def test_bit_index_finds_more_with_planes_and_rerank(load, tmp_path, capsys):
-    found = load("examples", "bit_index").main(
-        ["--count", "2000", "--queries", "30", "--save", str(tmp_path / "index")]
-    )
-    assert found["exact"] == 1
-    assert 0.3 < found["1 plane"] < found["3 planes"] < found["3 planes, rerank"] <= 1
-    assert (tmp_path / "index").is_file()
-    assert "recall@10" in capsys.readouterr().out
+def test_embeddings_are_found_more_often_with_planes_and_rerank(tmp_path):
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "own.npy", rng.normal(size=(20, 96))[rng.integers(0, 20, 2000)] + rng.normal(size=(2000, 96)))
+    script = ROOT / "packages/hashcore/benchmarks/embeddings.py"  # in its own process: it sets the number of threads
+    words = ["--vectors", tmp_path / "own.npy", "--queries", "64", "--save", tmp_path / "index"]
+    done = subprocess.run([sys.executable, script, *words], check=True, capture_output=True, text=True)
+    found = {
+        (x["planes"], x["rerank"]): x["recall"] for x in json.loads(done.stdout.splitlines()[-1])["recall"]["given"]
+    }
+    assert 0.3 < found[1, None] < found[3, None] < found[3, 4] <= 1
+    assert len(BitIndex.load(tmp_path / "index")) == 1936
+    wrong = subprocess.run([sys.executable, script, "--vectors", tmp_path], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "--vectors must be a regular file" in wrong.stderr
 
 
 def densities_in(out):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-CASES = {"functions": 500, "index": 250, "index-files": 1000, "cache": 8, "files": 250}
+CASES = {"functions": 100, "index": 80, "index-files": 300, "cache": 8, "files": 80}
 
 
 @pytest.mark.parametrize("name", CASES)

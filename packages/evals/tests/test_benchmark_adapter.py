@@ -72,7 +72,7 @@ def texts(lm):
     return lm.generate_until(writing(), disable_tqdm=True)
 
 
-@pytest.mark.parametrize("rows", ["all", "continuation"])
+@pytest.mark.parametrize("rows", [pytest.param("all", marks=pytest.mark.slow), "continuation"])
 def test_dense_is_the_harness_own_model(sparse, own, rows):
     lm = sparse(sparse_rows=rows)
     expected = own(batch_size=4).loglikelihood(scoring(), disable_tqdm=True)
@@ -83,6 +83,7 @@ def test_dense_is_the_harness_own_model(sparse, own, rows):
     assert lm.density == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", ["all", "continuation"])
 def test_whole_budgets_are_dense_and_batches_change_nothing(sparse, rows):
     dense = sparse()

@@ -49,6 +49,7 @@ def quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head):
     return {token for i in best for token in pages[i]} | set(pages[-1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("budget", "page", "min_pages", "per_query_head"), [(9, 4, 2, False), (20, 4, 3, True), (25, 16, 1, False)]
 )
@@ -147,6 +148,7 @@ def magicpig_by_hand(selector, prompt, rows, v, row, head):
     return tokens, out
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("prompt", "sink", "local"), [(None, 0, 0), (10, 1, 2), (25, 1, 2), (25, 2, 0)])
 def test_magicpig_is_its_definition_also_behind_a_prompt_by_which_it_is_centred(sink, local, prompt):
     """Its prefill of 1,024 would leave each of these rows whole."""

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ import hashcore.torch_ops
 import numba
 import numpy as np
 import torch
+from machine import processor, rounded
 from numpy.typing import NDArray
 
 WORDS = 4  # 128 bits
@@ -119,13 +119,13 @@ class Bench:
 
     def search(self, queries: int, rounds: int) -> dict[str, Any]:
         """Time searches for the best 2 % of the keys."""
-        query, scores = random_codes(self.rng, queries), np.empty((queries, self.n), np.int32)
-        octets, k = query.view(np.uint8), self.k
+        query, k = random_codes(self.rng, queries), self.k
+        octets = query.view(np.uint8)
         works: Works = {
             "search": lambda i: hashcore.search(query, self.keys[i], k),
             "faiss heap": lambda i: self.search_faiss(i, octets, "heap"),
             "faiss counting": lambda i: self.search_faiss(i, octets, "counting"),
-            "torch.topk": lambda i: torch.topk(torch.from_numpy(hashcore.score(query, self.keys[i], out=scores)), k),
+            "torch.topk": lambda i: torch.topk(torch.from_numpy(hashcore.score(query, self.keys[i])), k),
         }
         if queries == 1:
             works["read"] = lambda i: read(self.keys[i].reshape(-1).view(np.uint64))
@@ -153,16 +153,14 @@ class Bench:
         """Time the scores of one query and reading the codes; grouped queries and the same number of single ones."""
         group = random_codes(self.rng, GROUP)
         planes, weights = hashcore.group_planes(group)
-        one, seven, total = (np.empty(shape, np.int32) for shape in ((1, self.n), (GROUP, self.n), self.n))
         works: Works = {
             "read": lambda i: read(self.keys[i].reshape(-1).view(np.uint64)),
-            "score": lambda i: hashcore.score(group[:1], self.keys[i], out=one),
-            "grouped": lambda i: hashcore.score(planes, self.keys[i], weights, out=total),
-            "one call": lambda i: hashcore.score(group, self.keys[i], out=seven),
-            "calls": lambda i: [hashcore.score(group[g : g + 1], self.keys[i], out=one) for g in range(GROUP)],
+            "score": lambda i: hashcore.score(group[:1], self.keys[i]),
+            "grouped": lambda i: hashcore.score(planes, self.keys[i], weights),
+            "one call": lambda i: hashcore.score(group, self.keys[i]),
+            "calls": lambda i: [hashcore.score(group[g : g + 1], self.keys[i]) for g in range(GROUP)],
         }
-        works["grouped"](0), works["one call"](0)
-        np.testing.assert_array_equal(total, seven.sum(0))
+        np.testing.assert_array_equal(works["grouped"](0), works["one call"](0).sum(0))
         row: dict[str, Any] = {"n": self.n, "group": GROUP}
         for place, spent in cold_and_hot(works, len(self.keys), rounds).items():
             row[place] = {"microseconds": {name: microseconds(times) for name, times in spent.items()}}
@@ -228,14 +226,13 @@ def calls(rng: np.random.Generator) -> dict[str, float]:
 def ceilings(bench: Bench) -> dict[str, float]:
     """Measure the bandwidth of reading codes and the speed of scoring in cache; print the bounds that follow."""
     few, planes, weights = random_codes(bench.rng, 1024), random_codes(bench.rng, 32, 8), (1,) * 8
-    out = np.empty((len(planes), len(few)), np.int32)
     works: Works = {
         "read": lambda i: read(bench.keys[i].reshape(-1).view(np.uint64)),
-        "score": lambda i: hashcore.score(planes, few, weights, out=out),
+        "score": lambda i: hashcore.score(planes, few, weights),
     }
     spent = in_turn(works, list(range(len(bench.keys))))
     octets = 4 * WORDS * bench.n / (microseconds(spent["read"]) * 1e-6)
-    per_score = microseconds(spent["score"]) * 1e-6 / (len(weights) * out.size)
+    per_score = microseconds(spent["score"]) * 1e-6 / (len(weights) * len(planes) * len(few))
     print(f"reads {octets / 1e9:.1f} GB/s from memory; scoring a key in cache takes {1e9 * per_score:.3f} ns")
     for n in SIZES:
         for queries in QUERIES:
@@ -248,23 +245,6 @@ def last_level_cache() -> int:
     """Return its size in bytes; 32 MiB if unknown."""
     sizes = pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     return max((1024 * int(path.read_text().strip().removesuffix("K")) for path in sizes), default=1 << 25)
-
-
-def processor() -> str:
-    """Return the name of the CPU; its architecture if unknown."""
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def rounded(data: Any) -> Any:
-    """Return data with all floats rounded to 4 significant digits."""
-    if isinstance(data, float):
-        return float(f"{data:.4g}")
-    if isinstance(data, dict):
-        return {key: rounded(value) for key, value in data.items()}
-    return [rounded(value) for value in data] if isinstance(data, list) else data
 
 
 def show(row: dict[str, Any]) -> None:

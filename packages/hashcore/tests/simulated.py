@@ -3,7 +3,9 @@
 import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -70,6 +72,13 @@ class Device:
             made.launch(one.kernel, one.grid, (one.threads,), one.arguments, **how)
 
 
+@contextmanager
+def running(device) -> Iterator[None]:
+    """Let what would be launched on a device go to this one."""
+    with mock.patch("hashcore.cuda.launch.run", device):
+        yield
+
+
 def orders():
     """Draw devices with different thread orders."""
     return st.builds(Device, st.sampled_from(ORDERS), st.integers(1, 4))
@@ -88,7 +97,7 @@ class Scratch:
         return kept.Memory(self.tensor.data_ptr(), len(self.tensor), self.tensor)
 
 
-def search(device, query, keys, k, weights, wide=False, blocks=None, **ranges):
+def search(device, query, keys, k, weights, blocks=None, **ranges):
     """What the kernels find for planes [..., P, W], or without weights codes [..., Q, W], among keys [..., N, W].
 
     With blocks [..., T], keys are in pages [..., M, S, W], which have guard pages of their own.
@@ -96,16 +105,17 @@ def search(device, query, keys, k, weights, wide=False, blocks=None, **ranges):
     rows = np.broadcast_shapes(query.shape[:-2], keys.shape[: -2 if blocks is None else -3])
     rows = rows if weights else (*rows, query.shape[-2])
     width = max(1, int(np.max(k)))
-    values, indices = empty(*rows, width), empty(*rows, width, dtype=np.int64 if wide else np.int32)
+    values, indices = empty(*rows, width), empty(*rows, width, dtype=np.int64)
     bounds = operands.Bounds(**{name: tensor_or(bound) for name, bound in ranges.items()})
     given = inside(query), inside(keys) if blocks is None else torch.from_numpy(keys), tensor_or(k), weights
-    tensor_search.search(*given, bounds, values, indices, blocks=blocks, run=device)
+    with running(device):
+        tensor_search.search(*given, bounds, values, indices, blocks)
     return values, indices
 
 
-def assert_finds(device, query, keys, k, weights, wide=False, blocks=None, gathered=None, **ranges) -> None:
+def assert_finds(device, query, keys, k, weights, blocks=None, gathered=None, **ranges) -> None:
     """Search by the kernels, and by the reference; keys in pages are given to that gathered."""
-    found = search(device, query, keys, k, weights, wide, blocks, **ranges)
+    found = search(device, query, keys, k, weights, blocks, **ranges)
     ranges = {name: bound for name, bound in ranges.items() if bound is not None}
     expected = reference.search(query, keys if blocks is None else gathered, k, weights, order="index", **ranges)
     for ours, theirs in zip(found, expected, strict=True):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hashcore import BitIndex, reference
+from hashcore import BitIndex, reference, unpack
 from hashcore.index import encoder, rows
 from hashcore_samples import assert_same, codes_of, same_state, vectors_of
 from hypothesis import given, settings
@@ -47,6 +47,7 @@ def test_rerank_and_planes_among_ids_equal_an_index_of_these():
         assert_same(found, few.search(x[:4], 9, **options))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("form", ["sorted", "shuffled", "twice", "strided", "read-only", "uint64"])
 def test_many_ids_mark_their_rows_whatever_their_form(form, gaps):
@@ -62,14 +63,14 @@ def test_many_ids_mark_their_rows_whatever_their_form(form, gaps):
     ids = ids.astype(np.uint64) if form == "uint64" else ids
     ids.flags.writeable = form != "read-only"
     for others in (False, True):
-        bits, count = content.only(ids, others=others)
+        bits, count = content.allowed(ids, others=others)
         assert np.array_equal(np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(present)], expected ^ others)
         assert count == (expected ^ others).sum()
     for wrong in (-1, 6, 8 if gaps else present[-1] + 1, 2**63 - 1):
         with pytest.raises(ValueError, match=f"got {wrong}, which is not"):
-            content.only(np.append(ids.astype(np.int64), wrong), others=False)
+            content.allowed(np.append(ids.astype(np.int64), wrong), others=False)
     with pytest.raises(ValueError, match=f"got {2**63 + 7}, which is not"):
-        content.only(np.append(ids.astype(np.uint64), np.uint64(2**63 + 7)), others=False)
+        content.allowed(np.append(ids.astype(np.uint64), np.uint64(2**63 + 7)), others=False)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 16, 48])
@@ -131,12 +132,11 @@ def test_codes_are_the_signs_of_the_centred_rotation(data, dim, bits, centred, s
     mean = x.mean(0) if centred else None
     index = BitIndex(dim, bits, seed=seed, mean=mean)
     index.add(x)
-    projected = np.zeros((7, bits), np.float32)
     y = x - mean if centred else x
-    for j, row in enumerate(encoder.rotation(dim, bits, seed)):  # one rounding an addition, first dimension first
-        projected += y[:, j, None] * row
-    np.testing.assert_array_equal(index._encoder.project("vectors", x), projected)
-    np.testing.assert_array_equal(index.codes, reference.pack(projected))
+    projected = y.astype(np.float64) @ encoder.rotation(dim, bits, seed).astype(np.float64)
+    np.testing.assert_allclose(index._encoder.project("vectors", x), projected, rtol=1e-6, atol=1e-12)
+    far = abs(projected) > 1e-12  # signs of others are decided by how a sum is rounded
+    np.testing.assert_array_equal(unpack(index.codes)[far], projected[far] > 0)
 
 
 @pytest.mark.parametrize(("dim", "bits"), [(1, 32), (5, 32), (32, 32), (40, 32), (40, 96), (33, 64)])

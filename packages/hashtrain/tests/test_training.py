@@ -93,6 +93,7 @@ def test_a_diverging_loss_stops_the_layer_and_the_best_interval_is_kept():
     assert all(torch.equal(kept[name], tensor) for name, tensor in layer.state_dict().items())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("risen", "share"), [(1.3, 1.0), (1.4, 0.1)])
 def test_a_loss_that_rises_with_the_queries_slows_them_down(risen, share, tmp_path):
     """In steps 30 to 39, after the keys; the best interval is the second. A resumed training knows."""

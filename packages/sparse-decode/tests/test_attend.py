@@ -99,6 +99,7 @@ def test_equals_the_reference_on_cuda(kind, group, sizes, tokens, width, softcap
     both("cuda", inputs, order, pages, always, ends, left, scaling=kind[0] ** -0.5, **how)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rest", [False, True])
 def test_pages_and_the_order_of_threads_change_no_bit(kind, rest):
@@ -221,6 +222,7 @@ def test_wrong_arguments_are_named():
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("sms", "group", "width"), [(1, 2, 333), (3, 2, 333), (40, 2, 333), (200, 2, 16 * 270)])
 def test_the_split_changes_nothing_but_rounding(monkeypatch, sms, group, width):
     """The last: more splits than a thread reads at once (8 of 8 threads), and more than there are threads."""

@@ -50,6 +50,7 @@ def adapted(model):
     return model.eval()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}])
 @pytest.mark.parametrize("change", [quantised, adapted])
 def test_changed_backbones_are_dense_at_a_full_budget_and_keep_the_laws(change, way, monkeypatch):

@@ -53,7 +53,7 @@ CACHES = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("padded", "cache", "rows"), [(False, "dynamic", None), (True, "dynamic", 0), (True, "static", None)]
 )

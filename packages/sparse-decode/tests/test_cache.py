@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of a fork beside threads, which is meant
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_attached_layers_are_plain_ones_with_fresh_codes(kind):

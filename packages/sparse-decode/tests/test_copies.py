@@ -102,7 +102,7 @@ def saved_cache(cache):
         return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["dynamic", "growing", "host", "static"])
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_cache])
 def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):
@@ -200,7 +200,7 @@ def test_a_fork_counts_while_another_thread_does():
     thread = threading.Thread(target=count)
     thread.start()
     children = []
-    for _ in range(40):
+    for _ in range(8):
         if not (child := os.fork()):
             signal.alarm(5)  # a lock that was held in the fork would stay so
             tally.add(1, 2)

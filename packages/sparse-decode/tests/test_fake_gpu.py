@@ -55,6 +55,7 @@ CASES += [
 CASES += [("llama", "transform", kind, False, own) for own in BUDGETS for kind in KINDS if own != "tenth"]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("family", "variant", "kind", "captured", "own"), slow_but(QUICKLY, sorted({*CASES, *QUICKLY}))
 )

@@ -64,7 +64,7 @@ FIRST = next(iter(WAYS))
 QUICKLY = [(family, way) for family in QUICK for way in WAYS]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "way"), slow_but(QUICKLY, [*QUICKLY, *((x, FIRST) for x in FAMILIES if x not in QUICK)])
 )
@@ -83,6 +83,7 @@ def test_a_full_budget_is_dense_token_for_token(family, way):
 LAWS = [*((name, "greedy") for name in SELECTORS), ("planes", "beam"), ("remainder", "beam"), ("remainder", "sampling")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("selector", "way"), LAWS)
 def test_every_step_keeps_the_laws(selector, way, monkeypatch):
     """Keys and values that no row sees or selected, and those of padding, may be NaN."""
@@ -99,6 +100,7 @@ def test_every_step_keeps_the_laws(selector, way, monkeypatch):
         assert attachment.counts() == dict.fromkeys(range(4), counts)
 
 
+@pytest.mark.sample(2)
 @BOTH
 @pytest.mark.parametrize("below", [0, 38])
 def test_a_padded_row_is_the_row_alone_and_dense_until_it_sees_enough(hasher, below):
@@ -166,7 +168,7 @@ CACHES = [
 ]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "selector", "family"), CACHES)
 @pytest.mark.parametrize("way", WAYS)
 def test_other_caches_give_the_tokens_and_counts_of_a_dynamic_one(selector, kind, way, family, monkeypatch):
@@ -190,6 +192,7 @@ ASSISTED = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "options"), ASSISTED)
 def test_assisted_decoding_and_chunked_prefill_give_the_greedy_tokens(name, options):
     """The assistant is sparse, too. A last chunk of one token is told from decoding by its position."""
@@ -230,6 +233,7 @@ def test_token_by_token_with_a_static_cache_and_no_mask():
         torch.testing.assert_close(*logits, atol=near, rtol=near)
 
 
+@pytest.mark.sample(1)
 @BOTH
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_caches_filled_before_attaching_copied_and_used_after_detaching(kind, hasher, monkeypatch):

@@ -16,6 +16,7 @@ from sparse_decode_doubles import SignHasher, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+pytestmark = pytest.mark.slow
 PROMPT, NEW = 40, 8
 LEFT = PROMPT // 2
 HALF = {"compression_ratio": 0.5}
@@ -62,7 +63,6 @@ def run(model, press):
     return torch.stack(logits), [layer.keys for layer in cache.layers]
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("kv", ["device", "host"])
 @pytest.mark.parametrize("name", PRESSES)
 def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, kv):

@@ -72,7 +72,7 @@ def of_row(layer, budget):
 ALL = BUDGETS | {"by head": LayerBudget(0.2, sink=2, recent=1, by_head=(0.5, 1.5))}
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_row_in_pages_is_the_row_alone(backend, name, size):
@@ -93,6 +93,7 @@ def test_a_row_in_pages_is_the_row_alone(backend, name, size):
         assert (layer.selected, layer.visible) == own.counts()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_not_selected_or_owned_is_not_read(backend, size):
     """NaN in unselected keys and values, the best of codes in freed pages and behind the last token: all the same."""
@@ -116,6 +117,7 @@ def test_what_is_not_selected_or_owned_is_not_read(backend, size):
     assert backend.decode(layer, batch, budget).isnan().any()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_leaves_the_others_alone(backend, bad):
     budget, layer = BUDGETS["2 %"], layer_of()

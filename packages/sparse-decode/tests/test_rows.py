@@ -39,6 +39,7 @@ def close(a, b):
 STARTS = [*((family, 0) for family in UNUSUAL), ("llama", 25), ("gemma2", LENGTH - 1)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "start"), slow_but((("llama", 25), ("gemma2", 0)), STARTS))
 def test_one_pass_equals_token_by_token(family, start, monkeypatch):
     model, (ids, _) = tiny_model(family), prompts((LENGTH, LENGTH))

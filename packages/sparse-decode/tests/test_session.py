@@ -57,7 +57,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("way", "lengths"), [("remainder", (60,)), *((way, (60, 41)) for way in WAYS)])
 def test_a_loaded_session_continues_with_the_tokens_of_the_saved_cache(way, lengths, tmp_path, monkeypatch):
     """Also beyond the room of the file, which no step changes."""

@@ -95,7 +95,7 @@ def kinds(backend):
 GROWN = [(hasher, "dynamic", padded) for hasher in HASHERS for padded in (False, True)] + [("planes", "static", True)]
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("hasher", "cache", "padded"), GROWN)
 @pytest.mark.parametrize("remainder", [False, True])
 def test_steps_of_a_cache(backend, hasher, cache, padded, remainder):
@@ -123,7 +123,7 @@ def test_steps_of_a_cache(backend, hasher, cache, padded, remainder):
         assert layer.counts()[1] == HQ * read
 
 
-@pytest.mark.sample(28)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": torch.linspace(-1, 2, HQ)}], ids=["", "capped"])
@@ -136,6 +136,7 @@ def test_every_budget(backend, budget, padded, options):
         check(layer, x, interval, layer.step(x, interval, Uncached(layer.encoder(k))))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("remainder", [False, True])
 @pytest.mark.parametrize("start", [0, 50])
 @pytest.mark.parametrize("hasher", ["planes", "paper"])

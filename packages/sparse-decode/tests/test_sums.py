@@ -89,7 +89,7 @@ def test_a_thousand_tokens_do_not_drift():
 SIZES = [(64, 64), (128, 128), (80, 48), (32, 256), (192, 128), (256, 256), (16, 16)]
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("dim", "value_dim"), SIZES)
 @pytest.mark.parametrize(("group", "tokens", "new", "order"), [(1, 1, 1, 0), (3, 50, FOLD, 1), (16, 7, 5, 5)])
 @pytest.mark.parametrize("way", ["plain", "padded", "static"])

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 WHOLE = Budget(1.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()])
 @pytest.mark.parametrize("kv", ["device", "host"])
 def test_a_prefix_prefilled_in_inference_mode_is_gone_on_with(hasher, kv):

@@ -144,15 +144,6 @@ def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, .
     return np.broadcast_to(first, lead).flatten()
 
 
-def pair(out: Any) -> tuple[Any, Any]:
-    """Return the two output arrays of a selection, or None twice."""
-    if out is None:
-        return None, None
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(f"out must be a pair, one array for scores and one for indices, got {type(out).__name__}")
-    return out[0], out[1]
-
-
 def integer(name: str, value: Any) -> int:
     """Return an integer of any type as an int."""
     if type(value) is int:

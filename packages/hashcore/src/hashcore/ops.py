@@ -1,8 +1,7 @@
 """The public functions, for numpy arrays and torch tensors, on the CPU or CUDA.
 
-Arrays accept any strides and are not modified. Results have the kind of the arguments: new arrays, or `out`, which must
-have the result's shape and dtype. All arguments are checked before anything is written. Tensors that numpy cannot view
-go to `hashcore.torch_ops`.
+Arrays accept any strides and are not modified. Results are new arrays of the arguments' kind. All arguments are checked
+first. Tensors that numpy cannot view go to `hashcore.torch_ops`.
 """
 
 import functools
@@ -44,10 +43,6 @@ class Host(NamedTuple):
         """Return what the checks look at."""
         return Layout(x.dtype, x.shape, x.strides)
 
-    def share_memory(self, a: Any, b: Any) -> bool:
-        """Whether arrays share memory, or might in a case that is hard to decide."""
-        return np.may_share_memory(a, b, max_work=10_000)  # pyright: ignore[reportArgumentType] stubs allow two values
-
     def compared(self, query: Any, keys: Any, weights: Any, blocks: Any = None) -> tuple[Any, Any, Comparison]:
         """Return codes that the kernels can read, copied only if necessary, and what is known of them."""
         query, keys = arguments.aligned(query), keys if blocks is not None else arguments.readable(keys)
@@ -69,18 +64,16 @@ class Host(NamedTuple):
             validation.position(name, int(numbers.max()), n)
         return numbers.astype(np.int64)
 
-    def largest(self, k: Any, lead: Sequence[int], out: Any) -> int:
+    def largest(self, k: Any, lead: Sequence[int]) -> int:
         """Return the largest of the numbers per row."""
         return int(k.max(initial=0))
 
-    def run(self, name: str, *inputs: Any, out: Any = None, compared: Comparison | None = None) -> Any:
-        """Return the result of an operation for the operator's inputs, or several; or write it to out."""
+    def run(self, name: str, *inputs: Any, compared: Comparison | None = None) -> Any:
+        """Return the result of an operation for the operator's inputs, or several."""
         if name in ("score", "topk", "search"):
-            found: Any = getattr(backend(), name)(*inputs, out=out, compared=compared)
+            found: Any = getattr(backend(), name)(*inputs, compared=compared)
         else:
             found = getattr(quantiser, name)(*inputs)
-            if out is not None:
-                out[...] = found
         return tuple(map(self.restore, found)) if name in ("quantise", "topk", "search") else self.restore(found)
 
 
@@ -104,24 +97,20 @@ def _planes(planes: Any) -> int:
     return validation.within("planes", planes, 1, 8, "3 is almost as good as real-valued queries")
 
 
-def pack(x: Array, *, out: Array | None = None) -> Array:
+def pack(x: Array) -> Array:
     """Pack the signs of vectors into 32-bit words.
 
     Args:
         x: real numbers or booleans, shape [..., D], D a positive multiple of 32.
-        out: int32 [..., D / 32] to write to.
     Returns: int32 [..., D / 32]; bit j of word w is [x_{32 w + j} > 0], so -0.0 and NaN are 0.
-    Raises: ValueError if D is not a positive multiple of 32, or out does not fit.
+    Raises: ValueError if D is not a positive multiple of 32.
     Source: docs/algorithm.md, eq. 1.
     """
-    (x, target), how = _given({"out": out}, x=x)
-    seen = how.layout("x", x)
+    (x,), runner = _given(x=x)
+    seen = runner.layout("x", x)
     validation.real("x", seen, "[..., D]")
     validation.bits("x", seen)
-    if target is not None:
-        validation.output(how, "out", target, (*x.shape[:-1], x.shape[-1] // 32), [np.int32], [x])
-    found = how.run("pack", x, out=target)
-    return found if out is None else out
+    return runner.run("pack", x)
 
 
 def unpack(codes: Array) -> Array:
@@ -132,9 +121,9 @@ def unpack(codes: Array) -> Array:
     Returns: bool [..., 32 W].
     Source: docs/algorithm.md, eq. 1.
     """
-    (codes,), how = _given(codes=codes)
-    validation.codes("codes", how.layout("codes", codes), "[..., W]")
-    return how.run("unpack", codes)
+    (codes,), runner = _given(codes=codes)
+    validation.codes("codes", runner.layout("codes", codes), "[..., W]")
+    return runner.run("unpack", codes)
 
 
 def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, Array]:
@@ -149,11 +138,11 @@ def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, A
     Raises: ValueError if w is checked and not finite, D is 0, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (w,), how = _given(w=w)
-    validation.real("w", how.layout("w", w), "[..., D]")
+    (w,), runner = _given(w=w)
+    validation.real("w", runner.layout("w", w), "[..., D]")
     if w.shape[-1] == 0:
         raise ValueError("the last dimension of w must not be empty, got 0; pass at least one weight per row")
-    return how.run("quantise", w, _planes(planes), check)
+    return runner.run("quantise", w, _planes(planes), check)
 
 
 def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tuple[int, ...]]:
@@ -169,12 +158,12 @@ def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tup
     Raises: ValueError if w is checked and not finite, its last dimension does not fill words, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (w,), how = _given(w=w)
-    seen = how.layout("w", w)
+    (w,), runner = _given(w=w)
+    seen = runner.layout("w", w)
     validation.real("w", seen, "[..., D]")
     validation.bits("w", seen)
     count = _planes(planes)
-    return how.run("planes", w, count, check), tuple(1 << p for p in range(count))
+    return runner.run("planes", w, count, check), tuple(1 << p for p in range(count))
 
 
 def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
@@ -186,14 +175,14 @@ def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
     Raises: ValueError if the group is empty.
     Source: docs/algorithm.md, eq. 3.
     """
-    (codes,), how = _given(codes=codes)
-    validation.codes("codes", how.layout("codes", codes), "[..., G, W]")
+    (codes,), runner = _given(codes=codes)
+    validation.codes("codes", runner.layout("codes", codes), "[..., G, W]")
     if codes.shape[-2] == 0:
         raise ValueError(f"a group must have at least one code, got shape {list(codes.shape)}")
-    return how.run("group_planes", codes), quantiser.group_weights(codes.shape[-2])
+    return runner.run("group_planes", codes), quantiser.group_weights(codes.shape[-2])
 
 
-def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, out: Array | None = None) -> Array:
+def score(query: Array, keys: Array, weights: Sequence[int] | None = None) -> Array:
     """Count matching bits between query codes, or weighted query planes, and every key code.
 
     Leading dimensions broadcast as in numpy. Keys are read in place with any strides, except that words must be
@@ -204,18 +193,14 @@ def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, ou
         query: int32 words, shape [..., Q, W]; with weights the planes of one query, shape [..., P, W].
         keys: int32 words, shape [..., N, W].
         weights: positive integer weight of each plane, length P.
-        out: int32, of the result's shape, to write to.
     Returns: int32 [..., Q, N], or [..., N] with weights; higher is closer, in [0, sum(weights) * 32 * W].
-    Raises: ValueError if words, weights or leading dimensions do not fit each other, or out does not fit the result.
+    Raises: ValueError if words, weights or leading dimensions do not fit each other.
     Source: docs/algorithm.md, eq. 2; with weights eq. 4.
     """
-    (query, keys, target), how = _given({"out": out}, query=query, keys=keys)
+    (query, keys), runner = _given(query=query, keys=keys)
     weights = arguments.integers("weights", weights)
-    query, keys, compared = how.compared(query, keys, weights)
-    if target is not None:
-        validation.output(how, "out", target, compared.shape, [np.int32], [query, keys])
-    found = how.run("score", query, keys, weights, out=target, compared=compared)
-    return found if out is None else out
+    query, keys, compared = runner.compared(query, keys, weights)
+    return runner.run("score", query, keys, weights, compared=compared)
 
 
 def topk(
@@ -226,7 +211,6 @@ def topk(
     starts: int | Array | None = None,
     sink: int = 0,
     recent: int = 0,
-    out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Select the k highest scores of each row; ties go to the lowest index.
 
@@ -236,28 +220,19 @@ def topk(
         lengths, starts: a row sees positions [start, length), 0 <= start <= length <= N; by default all.
         sink, recent: numbers of first and last of these positions that are not eligible, because the caller always
             reads them.
-        out: values in the dtype of scores and indices int64 or int32, both [..., K], to write to.
     k, lengths and starts are integers, or arrays of integers that broadcast to the shape of the rows, [...].
     Returns: scores [..., K] in the input's dtype and indices int64 [..., K], in ascending index order. K is k, or the
         largest k. Unused slots, at the end of rows that select fewer, have score 0 and index -1.
-    Raises: ValueError if k, a length or a start is out of range, or out does not fit.
+    Raises: ValueError if k, a length or a start is out of range.
     Source: docs/algorithm.md, eq. 6 and 13.
     """
-    values, indices = arguments.pair(out)
-    optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
-    (scores, *rows, values, indices), how = _given(optional, scores=scores)
-    seen = how.layout("scores", scores)
+    (scores, *rows), runner = _given({"k": k, "lengths": lengths, "starts": starts}, scores=scores)
+    seen = runner.layout("scores", scores)
     if seen.dtype.kind not in "iu":
         raise TypeError(f"scores must be integers, got {seen.dtype}; hashcore.score returns int32")
     if seen.ndim == 0:
         raise ValueError("scores must have shape [..., N], got a scalar; add a dimension")
-    targets, given = None if out is None else (values, indices), (*rows, sink, recent)
-    wanted = validation.rows(how, seen.shape, given, targets)
-    if targets is not None:
-        shape, native = (*seen.shape[:-1], wanted.width), seen.dtype.newbyteorder("=")
-        validation.outputs(how, targets, shape, native, seen.shape[-1], [scores, *rows])
-    found = how.run("topk", scores, *wanted, out=targets)
-    return found if out is None else out
+    return runner.run("topk", scores, *validation.rows(runner, seen.shape, (*rows, sink, recent)))
 
 
 def search(
@@ -272,8 +247,6 @@ def search(
     recent: int = 0,
     order: str = "best",
     blocks: Array | None = None,
-    out: tuple[Array, Array] | None = None,
-    **removed: object,
 ) -> tuple[Array, Array]:
     """Find the k keys that score highest against each query: topk of score in one pass, without storing the scores.
 
@@ -288,8 +261,6 @@ def search(
             [..., M, S, W] of S keys each, with contiguous words; position j of a row is key j % S of page
             blocks[j // S], and N = T S. Pages may be shared; entries for positions that a row does not see may be
             anything.
-        out: scores int32 and indices int64 or int32, both of the results' shape, to write to.
-        removed: an argument of earlier versions, which is refused.
     Rows are [..., Q], or [...] with weights; k, lengths and starts are integers, or arrays of integers that broadcast
     to that shape.
     Returns: scores int32 and indices int64, [..., Q, K], or [..., K] with weights. K is k, or the largest k. Unused
@@ -299,19 +270,10 @@ def search(
         count as the last page; pages there have a power of two of keys, in words aligned as a key's are.
     Source: docs/algorithm.md, eq. 2, 4, 6, 13 and 14.
     """
-    if removed:
-        validation.refuse_removed("search", removed)
-    values, indices = arguments.pair(out)
-    optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks, "out[0]": values, "out[1]": indices}
-    (query, keys, *rows, blocks, values, indices), how = _given(optional, query=query, keys=keys)
+    optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks}
+    (query, keys, *rows, blocks), runner = _given(optional, query=query, keys=keys)
     best, weights = validation.choice("order", order, ORDERS) == "best", arguments.integers("weights", weights)
-    query, keys, compared = how.compared(query, keys, weights, blocks)
+    query, keys, compared = runner.compared(query, keys, weights, blocks)
     validation.searched(compared, blocks)
-    targets, n = None if out is None else (values, indices), compared.shape[-1]
-    wanted = validation.rows(how, compared.shape, (*rows, sink, recent), targets)
-    if targets is not None:
-        shape = (*compared.lead, wanted.width)
-        validation.outputs(how, targets, shape, np.int32, n, [query, keys, blocks, *rows])
-    inputs = query, keys, *wanted[:2], weights, *wanted[2:], best, blocks
-    found = how.run("search", *inputs, out=targets, compared=compared)
-    return found if out is None else out
+    wanted = validation.rows(runner, compared.shape, (*rows, sink, recent))
+    return runner.run("search", query, keys, *wanted[:2], weights, *wanted[2:], best, blocks, compared=compared)

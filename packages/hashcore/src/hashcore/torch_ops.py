@@ -1,10 +1,10 @@
 """hashcore's operations as torch operators, for tensors that numpy cannot view: in CUDA memory, or traced.
 
 `hashcore.ops` checks the arguments, and calls `run`. Each operation has a schema, a function that
-allocates its results, which is also its fake implementation, and an implementation for each device; the `_out` form of
-an operator writes to given tensors. The CPU's is that of arrays; CUDA's launches kernels on the current stream. Values
-in device memory are not checked, because the host would have to wait: the kernels clamp lengths and starts to [0, N],
-and k to [0, K]. The host waits only where `planes` and `quantise` check weights, and for the largest k of a tensor.
+allocates its results, which is also its fake implementation, and an implementation for each device. The CPU's is that
+of arrays; CUDA's launches kernels on the current stream. Values in device memory are not checked, because the host
+would have to wait: the kernels clamp lengths and starts to [0, N], and k to [0, K]. The host waits only where `planes`
+and `quantise` check weights, and for the largest k of a tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -115,12 +115,12 @@ class Operation(NamedTuple):
     """One operator.
 
     Attributes:
-        inputs, outputs: of the schema; results: allocates the outputs for the inputs.
+        inputs: of the schema. outputs: their number. results: allocates the outputs for the inputs.
         host: returns the results for arrays. cuda: writes to the outputs, which come after the inputs.
     """
 
     inputs: str
-    outputs: str
+    outputs: int
     results: Callable[..., Outputs]
     host: Callable[..., Any]
     cuda: Callable[..., None]
@@ -129,36 +129,34 @@ class Operation(NamedTuple):
 _RANGE = "Tensor? lengths, Tensor? starts, SymInt length, SymInt start, SymInt sink, SymInt recent"
 OPERATIONS = {
     "pack": Operation(
-        "Tensor x", "codes", lambda x: (_int32(x, *x.shape[:-1], x.shape[-1] // 32),), quantiser.pack, tensors.pack
+        "Tensor x", 1, lambda x: (_int32(x, *x.shape[:-1], x.shape[-1] // 32),), quantiser.pack, tensors.pack
     ),
-    "quantise": Operation(
-        "Tensor w, int planes, bool check", "levels scales", _levels, quantiser.quantise, _quantise_on_cuda
-    ),
+    "quantise": Operation("Tensor w, int planes, bool check", 2, _levels, quantiser.quantise, _quantise_on_cuda),
     "planes": Operation(
         "Tensor w, int planes, bool check",
-        "codes",
+        1,
         lambda w, planes, check: (_int32(w, *w.shape[:-1], planes, w.shape[-1] // 32),),
         quantiser.planes,
         _planes_on_cuda,
     ),
-    "group_planes": Operation("Tensor codes", "planes", _group, quantiser.group_planes, tensors.group_planes),
+    "group_planes": Operation("Tensor codes", 1, _group, quantiser.group_planes, tensors.group_planes),
     "score": Operation(
         "Tensor query, Tensor keys, int[]? weights",
-        "scores",
+        1,
         lambda query, keys, weights: (_int32(query, *_rows(query, keys, weights), keys.shape[-2]),),
         ops.score,
         tensors.score,
     ),
     "topk": Operation(
         f"Tensor x, SymInt count, Tensor? k, {_RANGE}",
-        "scores indices",
+        2,
         lambda x, count, *_: _selected(x, x.dtype, *x.shape[:-1], count),
         _topk_on_host,
         _topk_on_cuda,
     ),
     "search": Operation(
         f"Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, Tensor? blocks",
-        "scores indices",
+        2,
         lambda query, keys, count, k, weights, *more: _selected(
             query, torch.int32, *_rows(query, keys, weights, more[7]), count
         ),
@@ -184,7 +182,7 @@ def _functional(results: Callable[..., Outputs], write: Callable[..., None]) -> 
 
 def _on_cpu(operation: Operation) -> Callable[..., None]:
     """Return a function that writes to the tensors that come last; a selection's may have more slots than it needs."""
-    outputs = len(operation.outputs.split())
+    outputs = operation.outputs
 
     def write(*given: Any) -> None:
         found = operation.host(*(arguments.tensor_view(x) if isinstance(x, Tensor) else x for x in given[:-outputs]))
@@ -204,16 +202,10 @@ def _register() -> torch.library.Library:
     """Define all operators; they exist as long as the library object."""
     library = torch.library.Library("hashcore", "DEF")
     for name, operation in OPERATIONS.items():
-        outputs = operation.outputs.split()
-        made = "Tensor" if len(outputs) == 1 else "(Tensor, Tensor)"
-        targets = ", ".join(f"Tensor({letter}!) {output}" for letter, output in zip("ab", outputs, strict=False))
-        library.define(f"{name}({operation.inputs}) -> {made}")
-        library.define(f"{name}_out({operation.inputs}, {targets}) -> ()")
+        library.define(f"{name}({operation.inputs}) -> {'(Tensor, Tensor)' if operation.outputs == 2 else 'Tensor'}")
         for device, write in (("CPU", _on_cpu(operation)), ("CUDA", operation.cuda)):
             library.impl(name, _functional(operation.results, write), device)
-            library.impl(f"{name}_out", write, device)
         torch.library.register_fake(f"hashcore::{name}", _functional(operation.results, _nothing), lib=library)
-        torch.library.register_fake(f"hashcore::{name}_out", _nothing, lib=library)
     return library
 
 
@@ -223,8 +215,8 @@ LIBRARY = _register()
 # ---- What `hashcore.ops` calls, as of `ops.Host` -------------------------------------------------------------------
 
 
-def run(name: str, *inputs: Any, out: Any = None, compared: Comparison | None = None) -> Any:
-    """Call an operator, for outputs of any strides."""
+def run(name: str, *inputs: Any, compared: Comparison | None = None) -> Any:
+    """Call an operator."""
     x = inputs[0]
     if name == "unpack":
         bits = x.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=x.device)
@@ -233,15 +225,7 @@ def run(name: str, *inputs: Any, out: Any = None, compared: Comparison | None = 
         inputs = x.detach(), *inputs[1:]
     if name == "topk" and x.device.type != "cpu" and _dtype(x).name not in ("int8", "uint8", "int16", "int32"):
         raise TypeError(f"scores on {x.device} must be int8, uint8, int16 or int32, got {_dtype(x)}; convert them")
-    if out is None:
-        return getattr(OPERATORS, name)(*inputs)
-    outputs = out if isinstance(out, tuple) else (out,)
-    dense = [x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format) for x in outputs]
-    getattr(OPERATORS, f"{name}_out")(*inputs, *dense)
-    for target, written in zip(outputs, dense, strict=True):
-        if written is not target:
-            target.copy_(written)
-    return out
+    return getattr(OPERATORS, name)(*inputs)
 
 
 def compared(query: Tensor, keys: Tensor, weights: Any, blocks: Any = None) -> tuple[Tensor, Tensor, Comparison]:
@@ -264,11 +248,12 @@ def integers(name: str, x: Tensor, lead: Sequence[int], n: int) -> Tensor:
     return x
 
 
-def largest(k: Tensor, lead: Sequence[int], out: Any) -> int:
-    if out is not None:
-        return out[1].shape[-1] if out[1].ndim else 0
+def largest(k: Tensor, lead: Sequence[int]) -> int:
     if torch.compiler.is_compiling():
-        raise ValueError("a tensor k needs out in a compiled program, got None; the last dimension of out bounds k")
+        raise ValueError(
+            "a compiled program needs the width of its results, got a tensor k; call the operator of "
+            "torch.ops.hashcore, which takes the width"
+        )
     return int(k.to(torch.int64).max()) if k.numel() and 0 not in lead else 0
 
 
@@ -302,12 +287,3 @@ def _dtype(x: Tensor) -> np.dtype[Any]:
         return np.dtype(str(x.dtype).removeprefix("torch."))
     except TypeError:
         raise TypeError(f"expected a dtype that numpy has, or bfloat16, got {x.dtype}; convert it first") from None
-
-
-def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the memory ranges of two tensors, from first to last element, overlap; meta and fake ones have none."""
-    if torch.compiler.is_compiling() or any(not x.numel() or x.untyped_storage().device.type == "meta" for x in (a, b)):
-        return False
-    last = [sum(step * (n - 1) for step, n in zip(x.stride(), x.shape, strict=True)) for x in (a, b)]
-    ends = [x.data_ptr() + x.element_size() * (1 + at) for x, at in zip((a, b), last, strict=True)]
-    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]

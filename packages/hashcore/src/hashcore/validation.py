@@ -1,6 +1,6 @@
 """Checks of the public functions' arguments. Messages say what was expected, what was passed, and what to do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,7 +123,7 @@ def _broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]
     return tuple(b if a == 1 else a for a, b in zip(short, long, strict=True))
 
 
-class Rows(NamedTuple):
+class RowLimits(NamedTuple):
     """What the rows of a selection want and see, as the operators take it.
 
     k, lengths, starts: integers per row, or None where width, length and start hold for all; width is the largest k.
@@ -139,16 +139,16 @@ class Rows(NamedTuple):
     recent: int
 
 
-def rows(how: Any, shape: tuple[int, ...], given: tuple[Any, ...], out: Any) -> Rows:
+def rows(runner: Any, shape: tuple[int, ...], given: tuple[Any, ...]) -> RowLimits:
     """Check k, lengths, starts, sink and recent of a selection from scores [..., N].
 
-    how: what runs the selection (ops.Host). out: the outputs or None.
+    runner: what runs the selection (ops.Host).
     """
     *lead, n = shape
     numbers, arrays = [0, n, 0], [None, None, None]
     for at, (name, x) in enumerate(zip(("k", "lengths", "starts"), given, strict=False)):
         if type(x) is not int and is_array(x):
-            seen = how.layout(name, x)
+            seen = runner.layout(name, x)
             if seen.dtype.kind not in "iu":
                 raise TypeError(f"{name} must be an integer or an array of integers, got {seen.dtype}; convert it")
             if not broadcasts(x.shape, lead):
@@ -156,15 +156,17 @@ def rows(how: Any, shape: tuple[int, ...], given: tuple[Any, ...], out: Any) -> 
                     f"{name} must be an integer or broadcast to one integer per row, shape {lead}, got "
                     f"{list(x.shape)}; insert dimensions of size 1"
                 )
-            arrays[at] = how.integers(name, x, lead, n)
+            arrays[at] = runner.integers(name, x, lead, n)
         elif at == 0 or x is not None:
             numbers[at] = position(name, x, n)
     (k, lengths, starts), (count, length, start) = arrays, numbers
     if lengths is None:
         ordered(start, length, 0)
     if k is not None:
-        count = position("k", how.largest(k, lead, out), n)
-    return Rows(count, k, lengths, starts, length, start, natural("sink", given[3], n), natural("recent", given[4], n))
+        count = position("k", runner.largest(k, lead), n)
+    return RowLimits(
+        count, k, lengths, starts, length, start, natural("sink", given[3], n), natural("recent", given[4], n)
+    )
 
 
 def ordered(start: int, end: int, row: int) -> None:
@@ -180,13 +182,6 @@ def broadcasts(shape: Sequence[int], lead: Sequence[int]) -> bool:
     """Whether an array of a shape broadcasts to the rows; sizes may be symbols of a traced program."""
     aligned = zip(reversed(shape), reversed(lead), strict=False)
     return len(shape) <= len(lead) and all(size in (1, row) for size, row in aligned)
-
-
-def refuse_removed(name: str, given: Mapping[str, object]) -> None:
-    """Raise ValueError for the argument that left a search, TypeError for others."""
-    if set(given) == {"shortlist"}:
-        raise ValueError(f"{name} no longer takes shortlist: no decode step was faster with it; omit it")
-    raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(given))!r}")
 
 
 def paged(pool: Layout, blocks: Any) -> Layout:
@@ -221,45 +216,6 @@ def searched(compared: Comparison, blocks: Any) -> None:
             f"the scores of a search must stay below {1 << 16}, got sum(weights) * 32 * W = {top}; "
             "use smaller weights or fewer bits"
         )
-
-
-def outputs(how: Any, out: tuple[Any, Any], shape: tuple[int, ...], dtype: Any, n: int, inputs: Sequence[Any]) -> None:
-    """Raise an error unless a pair of arrays can be the output of a selection from n positions."""
-    output(how, "out[0]", out[0], shape, [dtype], inputs)
-    output(how, "out[1]", out[1], shape, [np.int64, np.int32], [*inputs, out[0]])
-    if n > 1 << 31 and how.layout("out[1]", out[1]).dtype == np.int32:
-        raise TypeError(f"out[1] must be int64 for positions beyond int32, got int32 for {n} positions; pass int64")
-
-
-def output(how: Any, name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Raise an error unless out has the right shape and dtype, is writeable, and shares no memory with inputs."""
-    if not is_array(out):
-        raise TypeError(f"{name} must be an array of the inputs' kind, got {type(out).__name__}; create one")
-    seen = how.layout(name, out)
-    if seen.dtype not in [np.dtype(dtype) for dtype in dtypes]:
-        wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
-        raise TypeError(f"{name} must be {wanted}, got {seen.dtype}; results are never converted")
-    if seen.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(seen.shape)}; slice or reshape it")
-    if isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise ValueError(f"{name} must be writeable, got a read-only array; pass another")
-    if 0 not in shape and _overlaps_itself(seen):
-        raise ValueError(
-            f"elements of {name} must not share memory, got strides {list(seen.strides)}; "
-            "pass an array that is not broadcast"
-        )
-    if any(is_array(x) and how.share_memory(out, x) for x in inputs):
-        raise ValueError(f"{name} must not share memory with another argument, got one that does; pass another")
-
-
-def _overlaps_itself(x: Layout) -> bool:
-    """Whether elements share memory: a stride is smaller than the span of the dimensions with smaller strides."""
-    span = x.dtype.itemsize
-    for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape, strict=True)):
-        if size > 1 and stride < span:
-            return True
-        span += stride * (size - 1)
-    return False
 
 
 # ---- Options, and arguments of an index ----------------------------------------------------------------------------

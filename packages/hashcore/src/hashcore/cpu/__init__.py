@@ -2,9 +2,9 @@
 
 Score. A task is BLOCK query rows x CHUNK keys, which stay in L1 while all rows of the block are scored against them.
 Codes of 128 contiguous bits (two 64-bit words) are read in place, 64 keys at a time: the matches of a word fit a byte,
-so eight vectors of counts merge into one (score_pairs). Other codes are transposed by masked loads, 8 keys x 4 words at
-a time, into a tile in L1 with one column per word and 32 keys, which costs 0.2 ns per key and word. Nothing outside the
-codes is read. The limit is the bandwidth of reading the codes, or of writing the scores.
+so eight vectors of counts merge into one (score_128_bits). Other codes are transposed by masked loads, 8 keys x 4 words
+at a time, into a tile in L1 with one column per word and 32 keys, which costs 0.2 ns per key and word. Nothing outside
+the codes is read. The limit is the bandwidth of reading the codes, or of writing the scores.
 
 Selection, per row: (1) smallest and largest score, (2) histogram, in several levels if the scores span more than LEVEL,
 (3) threshold: walk the bins from the top until k are covered, (4) ordered compaction: 64 scores become a 64-bit mask of
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from hashcore import arguments, validation
 from hashcore.cpu import launch_plan, score_kernels, search_kernels, select_kernels, threads
 from hashcore.cpu.launch_plan import Plan
-from hashcore.validation import Comparison, Rows
+from hashcore.validation import Comparison, RowLimits
 
 Codes = NDArray[np.int32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
@@ -64,7 +64,7 @@ class RowBounds(NamedTuple):
     high: Any
 
 
-def row_bounds(rows: Rows, n: int) -> RowBounds:
+def row_bounds(rows: RowLimits, n: int) -> RowBounds:
     """Return what rows of n positions want and see.
 
     Raises: ValueError if a row's start is behind its end.
@@ -82,22 +82,19 @@ def row_bounds(rows: Rows, n: int) -> RowBounds:
     return RowBounds(k, low, np.maximum(end - rows.recent, low))
 
 
-def score(query: Codes, keys: Codes, weights: Any, out: Codes | None, compared: Comparison) -> Codes:
+def score(query: Codes, keys: Codes, weights: Any, compared: Comparison) -> Codes:
     """Score codes that `compared` describes: ops.score."""
     made = _planned(launch_plan.score, compared)
-    found = out if out is not None and out.flags.carray else np.empty(made.shape, np.int32)
+    found = np.empty(made.shape, np.int32)
     if all(made.shape):
         passed = made.header, made.rows, *map(arguments.address, (query, keys, found))
         threads.run(score_kernels.score_tasks, made.tasks, made.workers, passed)
-    if out is None or found is out:
-        return found
-    out[...] = found
-    return out
+    return found
 
 
-def topk(scores: NDArray[Any], *wanted: Any, out: Pair | None, compared: None = None) -> Pair:
-    """Select from integers [..., N] what validation.Rows says: ops.topk."""
-    rows = Rows(*wanted)
+def topk(scores: NDArray[Any], *wanted: Any, compared: None = None) -> Pair:
+    """Select from integers [..., N] what validation.RowLimits says: ops.topk."""
+    rows = RowLimits(*wanted)
     values = np.zeros((*scores.shape[:-1], rows.width), scores.dtype.newbyteorder("="))
     indices = np.full(values.shape, -1, np.int64)
     if scores.size:
@@ -108,10 +105,7 @@ def topk(scores: NDArray[Any], *wanted: Any, out: Pair | None, compared: None = 
         bounds = (np.broadcast_to(x, at.shape).copy() for x in row_bounds(rows, scores.shape[-1]))
         passed = at, *bounds, *(x.reshape(len(at), rows.width) for x in (values, indices))
         threads.run(select_kernels.topk_tasks, len(at), threads.count(4 * scores.size), passed)
-    if out is None:
-        return values, indices
-    out[0][...], out[1][...] = values, indices
-    return out
+    return values, indices
 
 
 def search(
@@ -122,18 +116,17 @@ def search(
     weights: Any,
     *more: Any,
     compared: Comparison,
-    out: Pair | None = None,
-    only: NDArray[np.int64] | None = None,
+    allowed: NDArray[np.int64] | None = None,
 ) -> Pair:
     """Search codes that `compared` describes, with the arguments of the operator: ops.search.
 
-    only: without blocks, a bitmap of the keys that may be found by all rows (search_kernels.search_tasks).
+    allowed: without blocks, a bitmap of the keys that may be found by all rows (search_kernels.search_tasks).
 
     With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So little is
     done for integers that are the same for all rows.
     """
     *limits, best, blocks = more
-    rows = Rows(count, k, *limits)
+    rows = RowLimits(count, k, *limits)
     wanted = row_bounds(rows, compared.shape[-1])
     if rows.k is rows.lengths is rows.starts is None:
         made = _planned(launch_plan.search, compared, count, wanted, best)
@@ -142,17 +135,11 @@ def search(
         made = made._replace(rows=launch_plan.filled(made.rows, wanted))
     if blocks is not None:
         made = _paged(made, keys, blocks)
-    elif only is not None:
-        made = made._replace(table=only)
-    if out is not None and out[1].dtype == np.int64 and all(x.flags.carray for x in out):
-        found = out
-    else:
-        found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
+    elif allowed is not None:
+        made = made._replace(table=allowed)
+    found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
     if all(made.shape):
         _run(made, arguments.address(query), arguments.address(keys), *found)
-    if out is not None and found is not out:
-        out[0][...], out[1][...] = found
-        return out
     return found
 
 

@@ -20,7 +20,7 @@ BLOCK = 32  # maximal number of rows of a block
 MORE = 4  # unconditional writes per 64 scores: rarely more reach a good floor
 ROOM = 1 << 20  # maximal number of entries that all rows of a block keep: 8 MiB
 
-HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, PAGE = range(13)
+HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, CAPACITY, ROWS, PARTS, PAGE = range(13)
 COLUMNS = QUERY, KEYS, OUT, K, LOW, HIGH, TABLE = range(7)
 FIRST_WEIGHT = len(HEADER)
 NO_TABLE = np.empty(0, np.int64)
@@ -67,7 +67,7 @@ def search(compared: Comparison, width: int, wanted: tuple[Any, ...], best: bool
     blocks = -(-count // block)
     # Each part selects its own best k, so parts shorter than 8 k would do mostly redundant work.
     parts = max(1, min(workers // max(blocks, 1), n // max(8 * width, 1)))
-    header[[WIDTH, BEST, ROOMY, ROWS, PARTS]] = width, best, room, block, parts
+    header[[WIDTH, BEST, CAPACITY, ROWS, PARTS]] = width, best, room, block, parts
     return Plan(header, filled(rows, wanted), (*compared.lead, width), blocks * parts, workers, parts)
 
 

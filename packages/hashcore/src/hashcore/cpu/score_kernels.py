@@ -11,7 +11,7 @@ from hashcore.cpu import launch_plan
 from hashcore.cpu.intrinsics import LANES, memory, stay_a_function, word_at
 from hashcore.cpu.launch_plan import BLOCK, CHUNK, PAGE
 from hashcore.cpu.parts import copy, hot, inner
-from hashcore.cpu.score_vectors import TILE_KEYS, score_columns, score_pairs, transpose
+from hashcore.cpu.score_vectors import TILE_KEYS, score_128_bits, score_columns, transpose
 
 QUARTER = LANES // 4  # pages with a multiple of this many keys, and a power of 2, are read in place; others are copied
 # Constants are passed as np.int64(...), because numba compiles a function again for every literal argument.
@@ -77,10 +77,12 @@ def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
 
 @inner
 def _score_beside(keys, planes, weights, count, threshold, out, like):
-    """Call `score_pairs` for contiguous keys."""
+    """Call `score_128_bits` for contiguous keys."""
     part = 16 * QUARTER
     quarters = keys, keys + part, keys + 2 * part, keys + 3 * part
-    return score_pairs(quarters[0], quarters[1], quarters[2], quarters[3], planes, weights, count, threshold, out, like)
+    return score_128_bits(
+        quarters[0], quarters[1], quarters[2], quarters[3], planes, weights, count, threshold, out, like
+    )
 
 
 @inner

@@ -37,7 +37,7 @@ SCORES: Any = ir.VectorType(SHORT, LANES // 2)
 
 
 @intrinsic
-def score_pairs(
+def score_128_bits(
     typing_context: Any, first: Any, second: Any, third: Any, fourth: Any, planes: Any, weights: Any, count: Any,
     threshold: Any, out: Any, like: Any,
 ):  # fmt: skip

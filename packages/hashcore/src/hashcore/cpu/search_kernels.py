@@ -12,7 +12,7 @@ from hashcore.cpu.intrinsics import LANES, memory, prefetch, prefetch_far, stay_
 from hashcore.cpu.launch_plan import CHUNK, MORE, PAGE
 from hashcore.cpu.parts import copy, hot, inner
 from hashcore.cpu.score_kernels import QUARTER, _address, _copy_planes, _operands, _score, _score_beside
-from hashcore.cpu.score_vectors import score_pairs
+from hashcore.cpu.score_vectors import score_128_bits
 from hashcore.cpu.select_kernels import LEVEL, _append, _chosen, _count_chosen, _entry, _shrink, _take, _write
 
 RUN = 64  # consecutive keys of a sample
@@ -28,14 +28,14 @@ AT, FROM, TO, WANTED, FLOOR, KEPT, PAGES = range(7)
 
 
 @inner
-def _collect(r0, r1, a, b, state, codes, planes, weights, pages, only, work):
+def _collect(r0, r1, a, b, state, codes, planes, weights, pages, allowed, work):
     """Score keys [a, b) for rows [r0, r1) of the block and append entries that reach their floors."""
     stay_a_function()
     tile, places, buffer, kept, histogram, top = work
     beside, pairs = pages[0] == 0, codes[2]
     for low in range(a if beside else a - a % LANES, b, CHUNK):
         size, r = min(CHUNK, b - low), r0
-        if _count_chosen(only, low, low + size) == 0:
+        if _count_chosen(allowed, low, low + size) == 0:
             continue
         while r < r1:
             same, seen = _same(state, r, r1, low, low + size)
@@ -47,48 +47,48 @@ def _collect(r0, r1, a, b, state, codes, planes, weights, pages, only, work):
                     continue
                 count, floor = _make_room(q, size, state, kept[q], top, histogram), state[q, FLOOR]
                 if beside and not pairs:
-                    state[q, KEPT] = _append(buffer[q, at - low : end - low], floor, at, kept[q], count, only)
+                    state[q, KEPT] = _append(buffer[q, at - low : end - low], floor, at, kept[q], count, allowed)
                     continue
                 first = last = end
                 if pairs:  # groups of LANES keys are read in place; in pages, those that begin at a multiple
                     first = at if beside else min(end, (at + LANES - 1) // LANES * LANES)
                     last = first + (end - first) // LANES * LANES
                 if at < first:
-                    count = _append_few(q, at, first, state, codes, planes, weights, pages, work, count, only)
+                    count = _append_few(q, at, first, state, codes, planes, weights, pages, work, count, allowed)
                 if first < last:
                     keys, table, to = state[q, AT] + 16 * first, state[q, PAGES], min(b, state[q, TO])
                     if beside:  # arguments are no tuples, which would count references
                         count = _append_pairs(
-                            keys, first, last, planes[q], weights, buffer[q], floor, kept[q], count, only
+                            keys, first, last, planes[q], weights, buffer[q], floor, kept[q], count, allowed
                         )
                     else:
                         count = _append_pages(
                             keys, first, last, planes[q], weights, buffer[q], floor, kept[q], count, pages, table, to
                         )
                 if last < end:
-                    count = _append_few(q, last, end, state, codes, planes, weights, pages, work, count, only)
+                    count = _append_few(q, last, end, state, codes, planes, weights, pages, work, count, allowed)
                 state[q, KEPT] = count
             r += same
 
 
 @inner
-def _append_few(q, low, high, state, codes, planes, weights, pages, work, count, only):
+def _append_few(q, low, high, state, codes, planes, weights, pages, work, count, allowed):
     """Score keys [low, high), at most CHUNK, copied if they are in pages, and append those that reach the floor."""
     stay_a_function()
     tile, places, buffer, kept, _, _ = work
     keys, laid = _laid(q, low, high - low, state, codes, pages)
     _score(keys, laid, high - low, tile, weights, planes, q, np.int64(1), places, buffer)
-    return _append(buffer[q, : high - low], state[q, FLOOR], low, kept[q], count, only)
+    return _append(buffer[q, : high - low], state[q, FLOOR], low, kept[q], count, allowed)
 
 
 @hot
-def _append_pairs(keys, low, high, planes, weights, buffer, floor, kept, count, only):
+def _append_pairs(keys, low, high, planes, weights, buffer, floor, kept, count, allowed):
     """Score keys [low, high), a multiple of LANES, in place, and append those that reach the floor."""
     stay_a_function()
     threshold = np.uint16(floor)  # fits: a floor is at most one above the top score, bounded by validation.searched
     p, w, out = _address(planes), _address(weights), _address(buffer)
     for i in range(low, high, LANES):
-        mask = _chosen(only, i)
+        mask = _chosen(allowed, i)
         if mask:
             mask &= _score_beside(keys, p, w, len(weights), threshold, out, buffer)
         keys += 16 * LANES
@@ -119,7 +119,7 @@ def _append_pages(keys, low, high, planes, weights, buffer, floor, kept, count, 
             for line in range(0, 16 * QUARTER, 64):
                 prefetch(near + line)
                 prefetch_far(far + line)
-        mask = score_pairs(first, second, third, fourth, p, w, len(weights), threshold, out, buffer)
+        mask = score_128_bits(first, second, third, fourth, p, w, len(weights), threshold, out, buffer)
         if mask:
             count = _take(mask, buffer, np.int64(0), i, kept, count)
     return count
@@ -192,8 +192,8 @@ def _laid(r, low, size, state, codes, pages):
 
 
 @inner
-def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top, pages, only, able):
-    """Return a score that somewhat more keys of row r reach than it wants, from a sample of runs of its `able` keys.
+def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top, pages, allowed, allowed_count):
+    """Return a score that somewhat more keys of row r reach than it wants, from a sample of runs of those allowed.
 
     0, which all keys reach, if a sample would not save time. The number of best keys in a sample is about Poisson
     distributed: three standard deviations are added.
@@ -202,7 +202,7 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
     step, keys, low, k = codes[0], state[r, AT], state[r, FROM], state[r, WANTED]
     n = state[r, TO] - low
     runs = min(max(n // 4096, 8), 128)
-    if n < 32 * RUN or 4 * k >= able or k == 0:
+    if n < 32 * RUN or 4 * k >= allowed_count or k == 0:
         return 0
     for run in range(runs):
         at = low + run * (n - RUN) // (runs - 1)
@@ -217,12 +217,12 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
         at = low + run * (n - RUN) // (runs - 1)
         place, laid = _laid(r, at, np.int64(RUN), state, codes, pages)
         _score(place, laid, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
-        bits = _chosen(only, at)
+        bits = _chosen(allowed, at)
         for i in range(RUN):
             one = np.int64(bits >> np.uint64(i) & np.uint64(1))
             histogram[buffer[r, i] >> shift] += one
             sampled += one
-    expected = k * sampled / able
+    expected = k * sampled / allowed_count
     rank, bin = np.int64(expected + 3 * np.sqrt(expected) + 4), top >> shift
     while bin > 0 and histogram[bin] < rank:
         rank -= histogram[bin]
@@ -231,7 +231,7 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
 
 
 @inner
-def _misled(state, rows):
+def _restart_short_row(state, rows):
     """Find the first row that kept too few keys, and restart it without a floor."""
     for r in range(rows):
         if state[r, KEPT] < state[r, WANTED]:
@@ -260,14 +260,14 @@ def search_tasks(
     first.
     """
     n, top, width = header[launch_plan.N], header[launch_plan.TOP], header[launch_plan.WIDTH]
-    room, block, parts = header[launch_plan.ROOMY], header[launch_plan.ROWS], header[launch_plan.PARTS]
+    room, block, parts = header[launch_plan.CAPACITY], header[launch_plan.ROWS], header[launch_plan.PARTS]
     best = header[launch_plan.BEST] and parts == 1  # several parts are merged before sorting
     weights, own, tile, codes = _operands(header, block)
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
     kept, state = np.empty((block, room), np.uint64), np.zeros((block, 7), np.int64)
     pages = _pages(header, table)
-    only = table[:0] if header[PAGE] else table
+    allowed = table[:0] if header[PAGE] else table
     work = tile, places, buffer, kept, histogram, top
     for r in range(block):
         places[r] = _address(buffer[r])
@@ -279,16 +279,16 @@ def search_tasks(
             at, end = max(a, row[launch_plan.LOW]), max(a, min(b, row[launch_plan.HIGH]))
             _copy_planes(query + row[launch_plan.QUERY], header, own[r])
             state[r, AT], state[r, FROM], state[r, TO] = keys + row[launch_plan.KEYS], at, end
-            able = _count_chosen(only, at, end)
-            state[r, WANTED], state[r, KEPT] = min(row[launch_plan.K], able), 0
+            allowed_count = _count_chosen(allowed, at, end)
+            state[r, WANTED], state[r, KEPT] = min(row[launch_plan.K], allowed_count), 0
             state[r, PAGES] = row[launch_plan.TABLE]
             state[r, FLOOR] = _guess(
-                r, state, codes, own, weights, tile, places, buffer, histogram, top, pages, only, able
+                r, state, codes, own, weights, tile, places, buffer, histogram, top, pages, allowed, allowed_count
             )
         ends = np.int64(0), count
         while ends[0] < ends[1]:
-            _collect(ends[0], ends[1], a, b, state, codes, own, weights, pages, only, work)
-            ends = _misled(state, count)
+            _collect(ends[0], ends[1], a, b, state, codes, own, weights, pages, allowed, work)
+            ends = _restart_short_row(state, count)
         for r in range(count):
             found, wanted, floor = state[r, KEPT], min(state[r, WANTED], state[r, KEPT]), state[r, FLOOR]
             place = (part * len(rows) + row0 + r) * width

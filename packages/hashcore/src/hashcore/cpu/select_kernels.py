@@ -18,22 +18,22 @@ LAST, INDEX, ALL = np.uint64(1 << 63), np.uint64((1 << 48) - 1), np.uint64((1 <<
 
 
 @inner
-def _chosen(only, i):
+def _chosen(allowed, i):
     """Return the bits of keys [i, i + 64) in a bitmap of the keys that may be found, or all if it is empty."""
-    if len(only) == 0:
+    if len(allowed) == 0:
         return ALL
     word, shift = i >> 6, np.uint64(i & 63)
-    return np.uint64(only[word]) >> shift | np.uint64(only[word + 1]) << np.uint64(1) << (np.uint64(63) - shift)
+    return np.uint64(allowed[word]) >> shift | np.uint64(allowed[word + 1]) << np.uint64(1) << (np.uint64(63) - shift)
 
 
 @inner
-def _count_chosen(only, low, high):
+def _count_chosen(allowed, low, high):
     """Return how many of the keys [low, high) may be found."""
-    if len(only) == 0:
+    if len(allowed) == 0:
         return max(high - low, 0)
     count = np.int64(0)
     for i in range(low, high, 64):
-        bits = _chosen(only, i)
+        bits = _chosen(allowed, i)
         if high - i < 64:
             bits &= (np.uint64(1) << np.uint64(high - i)) - np.uint64(1)
         count += np.int64(popcount(bits))
@@ -41,7 +41,7 @@ def _count_chosen(only, low, high):
 
 
 @hot
-def _append(s, floor, base, kept, count, only):
+def _append(s, floor, base, kept, count, allowed):
     """Append the scores that reach the floor, with indices counted from base, of keys that may be found; return the
     new number of entries."""
     stay_a_function()
@@ -50,10 +50,10 @@ def _append(s, floor, base, kept, count, only):
     for group in range(0, whole, LANES):
         mask = at_least(s, group, threshold)
         if mask:
-            mask &= _chosen(only, base + group)
+            mask &= _chosen(allowed, base + group)
             count = _take(mask, s, group, base + group, kept, count)
     for i in range(whole, len(s)):
-        if s[i] >= threshold and _chosen(only, base + i) & np.uint64(1):
+        if s[i] >= threshold and _chosen(allowed, base + i) & np.uint64(1):
             kept[count] = _entry(s[i], base + i)
             count += 1
     return count

@@ -6,8 +6,7 @@ within 20 us, and no Python runs on them, so nothing waits for the interpreter's
 
 A kernel gets its arguments through a record of 8-byte cells: counters, sizes and results (`_CELLS`), then the kernel's
 arguments as numba passes them. A small LLVM function, the body that OpenMP runs on each thread, takes pieces by an
-atomic counter, and calls the kernel's machine code. Threads that the caller did not ask for find the team complete, and
-leave.
+atomic counter, and calls the kernel's machine code. Surplus threads return at once.
 """
 
 # numba and llvmlite are untyped.

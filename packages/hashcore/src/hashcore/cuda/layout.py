@@ -47,8 +47,8 @@ class Codes(ctypes.Structure):
     _fields_ = (("weights", Weights), *_fields(_int, "planes words"))
 
 
-class Window(ctypes.Structure):
-    """The eligible positions of rows: addresses of arrays, or 0 and one value for all rows.
+class Interval(ctypes.Structure):
+    """Window of common.cuh, the eligible positions of rows: addresses of arrays, or 0 and one value for all rows.
 
     A row uses entry row // lengths_per, so that values are not repeated per head. Arrays are int32, or int64 if `wide`:
     bit 0 for lengths, bit 1 for starts.
@@ -60,8 +60,8 @@ class Window(ctypes.Structure):
     )
 
 
-class Selection(ctypes.Structure):
-    """The number of keys that a row selects: the address of an array or 0, one count for all rows, output slots.
+class Wanted(ctypes.Structure):
+    """Selection of common.cuh, the number of keys that a row selects: the address of an array or 0, a count, slots.
 
     The array is int32, or int64 if `wide`.
     """

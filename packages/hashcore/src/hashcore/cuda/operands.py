@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import Selection, Window
+from hashcore.cuda.layout import Interval, Wanted
 
 Bound = int | torch.Tensor | None
 
@@ -21,13 +21,13 @@ class Bounds(NamedTuple):
     sink: int = 0
     recent: int = 0
 
-    def window(self, window: Window, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
+    def interval(self, interval: Interval, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
         """Set the kernels' argument, and return the tensors that it points to."""
-        lengths, window.lengths_per, window.length, first = _bound(self.lengths, lead, n, n)
-        starts, window.starts_per, window.start, second = _bound(self.starts, lead, n, 0)
-        window.lengths, window.starts = lengths, starts
-        window.wide = _is_wide(first) | _is_wide(second) << 1
-        window.sink, window.recent, window.n = min(self.sink, n), min(self.recent, n), n
+        lengths, interval.lengths_per, interval.length, first = _bound(self.lengths, lead, n, n)
+        starts, interval.starts_per, interval.start, second = _bound(self.starts, lead, n, 0)
+        interval.lengths, interval.starts = lengths, starts
+        interval.wide = _is_wide(first) | _is_wide(second) << 1
+        interval.sink, interval.recent, interval.n = min(self.sink, n), min(self.recent, n), n
         return first, second
 
 
@@ -47,7 +47,7 @@ class Operands(NamedTuple):
     map: layout.RowMap
 
 
-def supported(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> Operands:
+def as_operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> Operands:
     """Return the operands in a layout that the kernels support, copied only if necessary."""
     layout.require_rows(math.prod(lead))
     query, keys = _rows(query), _rows(keys, apart=True)
@@ -73,14 +73,14 @@ def _rows(codes: torch.Tensor, apart: bool = False) -> torch.Tensor:
     return codes if dense and aligned else codes.clone(memory_format=torch.contiguous_format)
 
 
-def set_selection(selection: Selection, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
+def set_wanted(wanted: Wanted, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
     """Set the kernels' argument, and return the tensor that it points to."""
-    selection.width = width
+    wanted.width = width
     if isinstance(k, int):
-        selection.k, selection.k_per, selection.count, selection.wide = None, 1, k, 0
+        wanted.k, wanted.k_per, wanted.count, wanted.wide = None, 1, k, 0
         return None
     counts, per = per_row(integers(k), lead)
-    selection.k, selection.k_per, selection.count, selection.wide = counts.data_ptr(), per, 0, _is_wide(counts)
+    wanted.k, wanted.k_per, wanted.count, wanted.wide = counts.data_ptr(), per, 0, _is_wide(counts)
     return counts
 
 

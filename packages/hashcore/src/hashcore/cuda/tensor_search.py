@@ -12,8 +12,8 @@ import torch
 
 from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.layout import SearchSpace
-from hashcore.cuda.operands import Bounds, Operands, Tables, page_tables, set_selection, supported
-from hashcore.cuda.tensors import Run, counts_bits, sm_count
+from hashcore.cuda.operands import Bounds, Operands, Tables, as_operands, page_tables, set_wanted
+from hashcore.cuda.tensors import counts_bits, sm_count
 
 _NUMBERS = int, type(None)
 
@@ -26,7 +26,6 @@ def search(
     bounds: Bounds,
     scores: torch.Tensor,
     indices: torch.Tensor,
-    run: Run | None = None,
     blocks: torch.Tensor | None = None,
 ) -> None:
     """Score and select in two launches, in ascending index order (eq. 4, eq. 6).
@@ -37,7 +36,7 @@ def search(
         query: planes [..., P, W], or without weights codes [..., Q, W].
         keys: [..., N, W]; with blocks pages [..., M, S, W], S a power of two and M above 0.
         k: one count, or an integer tensor on the device that broadcasts to the rows.
-        scores, indices: contiguous int32, and int32 or int64, [rows..., K]; unused slots get 0 and -1.
+        scores, indices: contiguous int32 and int64 [rows..., K]; unused slots get 0 and -1.
         blocks: page tables int32 or int64 [..., T], which broadcast to the rows; N = T S. Page numbers out of range
             count as M - 1.
     Raises: ValueError if words of keys in pages are not contiguous and aligned.
@@ -52,11 +51,11 @@ def search(
     tables = None if blocks is None else page_tables(blocks, lead)
     n = keys.shape[-2] * (1 if tables is None else tables.blocks.shape[-1])
     layout.require_positions(n)
-    how = indices.dtype, device, at % 16, keys_at % 16, weights, counts_bits(device)
+    how = device, at % 16, keys_at % 16, weights, counts_bits(device)
     # Not the number of keys: a cache that grows by a token needs no new launches.
     lengths = (keys.shape[:-2], keys.shape[-1]) if tables is None else (keys.shape, *tables[1:])
     form = query.shape, query.stride(), *lengths, keys.stride(), n == 1, lead, how
-    found = _searches.found.get(form) or _searches.keep(form, _Search(query, keys, weights, lead, indices, tables))
+    found = _searches.found.get(form) or _searches.keep(form, _Search(query, keys, weights, lead, tables))
     launches = found.launches(n)
     held = found.bound(bounds, k, lead, n, scores.shape[-1])
     found.place(kept.scratch(found.plan.words, device).address)
@@ -66,7 +65,7 @@ def search(
         at, keys_at = placed.at.query.data_ptr(), placed.at.keys.data_ptr()
     found.query.value, found.keys.value, found.pages.table = at, keys_at, tables and tables.blocks.data_ptr()
     found.values.value, found.indices.value = scores.data_ptr(), indices.data_ptr()
-    (launch.run if run is None else run)(launches, device)
+    launch.run(launches, device)
     del held  # kept until the launches are in the stream; from here on the allocator may reuse them
 
 
@@ -75,19 +74,19 @@ class _Search:
 
     def __init__(
         self, query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int],
-        indices: torch.Tensor, tables: Tables | None,
+        tables: Tables | None,
     ):  # fmt: skip
         at, self.direct = _placed(query, keys, weights, lead, tables is not None)
-        self.map, self.rows, self.index_bits = at.map, math.prod(lead), 8 * indices.element_size()
+        self.map, self.rows = at.map, math.prod(lead)
         self.slots, self.group = _slots(at.map, self.rows, self.rows if tables is None else tables.per)
-        self.sms, words, weights = sm_count(indices.device), keys.shape[-1], weights or (1,)
+        self.sms, words, weights = sm_count(query.device), keys.shape[-1], weights or (1,)
         self.query, self.keys, self.values, self.indices = (ctypes.c_void_p() for _ in range(4))
-        self.window, self.selection, top = layout.Window(), layout.Selection(), 32 * words * sum(weights)
+        self.interval, self.wanted, top = layout.Interval(), layout.Wanted(), 32 * words * sum(weights)
         self.space = layout.Space(shift=layout.sample_shift(top), top=top)
         self.codes = layout.Codes(layout.Weights.holding(weights), len(weights), words)
         self.pages = layout.Pages() if tables is None else _pages(keys, tables)
         self.paged = () if tables is None else (self.pages,)
-        self.macros = kernels.score_macros(words, weights, counts_bits(indices.device))
+        self.macros = kernels.score_macros(words, weights, counts_bits(query.device))
         self.made: dict[tuple[int, int], kernels.Kept] = {}
         self.n, self.at, self.plan = 0, 0, SearchSpace.plan(self.slots, self.group, 1, self.sms)
         self.bounded: object = None
@@ -113,15 +112,14 @@ class _Search:
     def _turn(self, groups: layout.Groups, count: int) -> tuple[kernels.Launch, kernels.Launch]:
         splits, paged = self.plan.splits, [("HASHCORE_PAGES", "1")] if self.paged else []
         name = "list_candidates_shared" if self.group > 1 else "list_candidates"
-        read = self.query, self.keys, self.map, self.window, self.selection
+        read = self.query, self.keys, self.map, self.interval, self.wanted
         given = *read, self.codes.weights, self.space, groups, *self.paged
         macros = [*self.macros, *paged]
         first = kernels.make_launch("score.cu", name, (count, splits), layout.THREADS, given, macros, True)
         results = self.query, self.keys, self.values, self.indices, *read[2:]
         given = *results, self.codes, self.space, groups, *self.paged
         grid = count * self.group, splits
-        name = f"select_{self.index_bits}"
-        return first, kernels.make_launch("choose.cu", name, grid, layout.THREADS, given, paged, True)
+        return first, kernels.make_launch("choose.cu", "select_64", grid, layout.THREADS, given, paged, True)
 
     def place(self, address: int) -> None:
         """Set the places in the workspace, if they have changed."""
@@ -139,7 +137,7 @@ class _Search:
             self.bounded = rows
         else:
             self.bounded = None
-        return bounds.window(self.window, lead, n), set_selection(self.selection, k, lead, width)
+        return bounds.interval(self.interval, lead, n), set_wanted(self.wanted, k, lead, width)
 
 
 _searches: kept.Table[_Search] = kept.Table()
@@ -182,7 +180,7 @@ def _placed(
         keys = keys.select(-3, 0)
     if weights is None:
         query, keys = query.unsqueeze(-2), keys.unsqueeze(-3)
-    at = supported(query, keys, lead)
+    at = as_operands(query, keys, lead)
     if paged and at.keys is not keys:
         raise ValueError(f"on CUDA the rows of a search in pages may have at most four strides, got rows {[*lead]}")
     return _Placed(at, at.query is query and at.keys is keys)

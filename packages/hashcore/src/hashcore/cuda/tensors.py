@@ -1,22 +1,19 @@
 """hashcore's operations on torch tensors in device memory: prepares launches from shapes and strides.
 
 A search is in `hashcore.cuda.tensor_search`. torch_ops has checked the arguments. The host never reads device memory,
-except where a docstring says so. `run` executes launches, by default on the device; tests pass the host simulator and
-tensors in CPU memory.
+except where a docstring says so. Tests put the host simulator in place of `launch.run`,
+and pass tensors in CPU memory.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
 
 from hashcore.cuda import kernels, launch, layout
-from hashcore.cuda.kernels import Launch
-from hashcore.cuda.operands import Bound, Bounds, integers, supported
-
-Run = Callable[[Iterable[Launch], torch.device], None]
+from hashcore.cuda.operands import Bound, Bounds, as_operands, integers
 
 QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 PACKED = QUANTISED | {
@@ -30,45 +27,43 @@ SIMULATED_SMS = 3  # SMs of the simulated device; small, so that tests cover sev
 SIMULATED_TENSOR = True  # a test sets it to False, for the counter that other devices use
 
 
-def pack(x: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
+def pack(x: torch.Tensor, out: torch.Tensor) -> None:
     """Pack [..., 32 W] numbers into contiguous int32 [..., W] (eq. 1)."""
     if out.numel():
         x = (x.view(UNSIGNED[x.dtype]) != 0 if x.dtype in UNSIGNED else x).contiguous()  # positive means not 0
-        _run(run, [kernels.pack(PACKED[x.dtype], x.data_ptr(), out.data_ptr(), out.numel())], x.device)
+        launch.run([kernels.pack(PACKED[x.dtype], x.data_ptr(), out.data_ptr(), out.numel())], x.device)
 
 
-def planes(w: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
+def planes(w: torch.Tensor, out: torch.Tensor) -> None:
     """Quantise [..., 32 W] weights into contiguous int32 [..., P, W] (eq. 5)."""
     *rows, count, words = out.shape
-    _by_row(run, f"planes_{QUANTISED.get(w.dtype, 'f32')}", math.prod(rows), (w, out), c_int32(words), c_int32(count))
+    _by_row(f"planes_{QUANTISED.get(w.dtype, 'f32')}", math.prod(rows), (w, out), c_int32(words), c_int32(count))
 
 
-def quantise(w: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, planes: int, run: Run | None = None) -> None:
+def quantise(w: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, planes: int) -> None:
     """Quantise [..., D] weights into contiguous int16 levels [..., D] and float32 scales [..., 1] (eq. 5)."""
     sizes = c_int64(w.shape[-1]), c_int32(planes)
-    _by_row(run, f"levels_{QUANTISED.get(w.dtype, 'f32')}", scales.numel(), (w, levels, scales), *sizes)
+    _by_row(f"levels_{QUANTISED.get(w.dtype, 'f32')}", scales.numel(), (w, levels, scales), *sizes)
 
 
-def group_planes(codes: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
+def group_planes(codes: torch.Tensor, out: torch.Tensor) -> None:
     """Merge [..., G, W] codes into contiguous int32 [..., P, W] (eq. 3)."""
     *rows, group, words = codes.shape
     sizes = (c_int32(size) for size in (group, words, group.bit_length()))
-    _by_row(run, "group_planes", math.prod(rows), (codes, out), *sizes)
+    _by_row("group_planes", math.prod(rows), (codes, out), *sizes)
 
 
-def _by_row(run: Run | None, kernel: str, rows: int, tensors: Sequence[torch.Tensor], *sizes: Any) -> None:
+def _by_row(kernel: str, rows: int, tensors: Sequence[torch.Tensor], *sizes: Any) -> None:
     """Run a kernel of planes.cu, which takes addresses of an input and of outputs, the number of rows, and sizes."""
     if rows:
         layout.require_rows(rows)  # before an input of too many rows is copied
         x, *outputs = tensors
         x = (x.float() if kernel.endswith("_f32") else x).contiguous()
         arguments = *(c_void_p(tensor.data_ptr()) for tensor in (x, *outputs)), c_int32(rows), *sizes
-        _run(run, [kernels.by_row(kernel, rows, arguments)], x.device)
+        launch.run([kernels.by_row(kernel, rows, arguments)], x.device)
 
 
-def score(
-    query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, out: torch.Tensor, run: Run | None = None
-) -> None:
+def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, out: torch.Tensor) -> None:
     """Write int32 [..., Q, N], or [..., N] with weights, into contiguous memory (eq. 2, eq. 4)."""
     if not out.numel():
         return
@@ -77,12 +72,12 @@ def score(
     if weights is None:  # each of the Q queries is one plane of weight 1
         query, keys, weights = query.unsqueeze(-2), keys.unsqueeze(-3), (1,)
     lead = out.shape[:-1]
-    at = supported(query, keys, lead)
+    at = as_operands(query, keys, lead)
     addresses = (c_void_p(x.data_ptr()) for x in (at.query, at.keys, out))
     arguments = *addresses, at.map, layout.Weights.holding(weights), c_int32(n)
     grid = math.prod(lead), min(-(-n // layout.TILE), MAX_GRID_Y)
     macros = kernels.score_macros(words, weights, counts_bits(out.device))
-    _run(run, [kernels.make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, macros)], out.device)
+    launch.run([kernels.make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, macros)], out.device)
 
 
 def topk(
@@ -113,10 +108,6 @@ def _each_row(value: Bound, default: int, most: int) -> int | torch.Tensor:
     if isinstance(value, torch.Tensor):
         return integers(value).clamp(0, most).unsqueeze(-1)
     return default if value is None else value
-
-
-def _run(run: Run | None, launches: Iterable[Launch], device: torch.device) -> None:
-    (launch.run if run is None else run)(launches, device)
 
 
 def sm_count(device: torch.device) -> int:

@@ -222,7 +222,6 @@ class BitIndex:
         rerank: int | None = None,
         vectors: Array | None = None,
         metric: str = "dot",
-        **removed: object,
     ) -> tuple[Any, Any]:
         """Find the k best codes of each query.
 
@@ -239,27 +238,24 @@ class BitIndex:
             vectors: original vectors for rerank, floats [M, D]; row i belongs to id i. Only rows of candidates are
                 read, also of a memory-mapped array.
             metric: exact score of rerank, 'dot' or 'cosine' (0 for a zero vector).
-            removed: an argument of earlier versions, which is refused.
         Returns: scores and ids int64, both [..., k], best first; ties in the order of addition. Scores are int32, or
             float32 with rerank.
         Raises: ValueError or TypeError.
         """
-        if removed:
-            validation.refuse_removed("search", removed)
-        content, only = self._rows, None
+        content, allowed = self._rows, None
         count, place = content.count, "in the index"
         array, coded, restore = validation.vectors_or_codes(queries=queries)
         if ids is not None and without is not None:
             raise ValueError("expected ids= or without=, got both; pass the ids that are left as ids=")
         if ids is not None or without is not None:
-            only, count = content.only(without if ids is None else ids, others=ids is None)
+            allowed, count = content.allowed(without if ids is None else ids, others=ids is None)
             place = "among these ids" if without is None else "without these ids"
         k = validation.within("k", k, 0, count, f"there are no more codes {place}; clamp it")
         codes, weights = self._planes(array, coded, planes, weights)
         if rerank is None:
             if vectors is not None or metric != "dot":
                 raise ValueError("vectors= and metric= need rerank=, got none; try rerank=4")
-            scores, positions = rows.best(codes, content, k, weights, only)
+            scores, positions = rows.best(codes, content, k, weights, allowed)
             if self._encoder.padding:
                 scores -= self._encoder.padding * sum(weights or (1,))
         else:
@@ -268,7 +264,7 @@ class BitIndex:
             if coded:
                 raise TypeError("rerank needs queries that are vectors, got codes; pass the original vectors")
             originals = self._originals(vectors, content)
-            _, candidates = rows.best(codes, content, min(times * k, count), weights, only)
+            _, candidates = rows.best(codes, content, min(times * k, count), weights, allowed)
             at = candidates if vectors is None else content.ids[candidates]
             scores, positions = best_vectors(array, originals, at, candidates, k, cosine)
         return restore(scores), restore(content.ids[positions])

@@ -1,15 +1,10 @@
 """Vectors of an index: the real numbers whose signs are their codes (centring, a random rotation), and exact scores.
 
-A BLAS rounds differently depending on the number of rows, the threads and the machine. Codes are the signs of products;
-a sign that flips near zero would make a code depend on its batch. So products with the rotation are made in numba, and
-every element is ((x_0 m_0 + x_1 m_1) + x_2 m_2) + ..., with each step rounded to float32. It takes 1.0-1.7 times as
-long as OpenBLAS. A task is ROWS rows. COLUMNS columns of their sums (32 KiB) stay in cache while the matrix is read,
-four rows at a time, so that each sum is read and written once per four additions.
+A BLAS rounds differently depending on the number of rows, the threads and the machine. Codes are the signs of products,
+so products with the rotation are made in float64: what differs is 10^-16 of a sum, and flips next to no sign.
 """
 
-# numba is untyped.
-# pyright: reportCallIssue=false
-
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +15,7 @@ from numpy.typing import NDArray
 from hashcore import arguments, quantiser, validation
 
 BLOCK = 4096  # vectors per block, so that float32 copies take little memory
-ROWS = 16
-COLUMNS = 512
+ROWS = 512  # vectors per product in float64
 GATHERED = 1 << 22  # numbers of original vectors gathered per block: 16 MiB
 
 
@@ -51,6 +45,12 @@ class Encoder:
         """Bits of a code after the last."""
         return 32 * self.words - self.bits
 
+    @functools.cached_property
+    def _matrix(self) -> NDArray[np.float64]:
+        """The matrix in float64: to convert it takes longer than the product with a single query."""
+        assert self.matrix is not None
+        return self.matrix.astype(np.float64)
+
     def masked(self, codes: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return codes [..., words] without what is in their padding; a copy only if there is padding."""
         if not self.padding:
@@ -68,8 +68,10 @@ class Encoder:
             rows = np.ascontiguousarray(x, np.float32)
             if self.mean is not None:
                 rows = rows - self.mean
-        if self.matrix is not None:
-            rows = project(rows, self.matrix)
+            if self.matrix is not None:
+                parts = (rows[start : start + ROWS].astype(np.float64) for start in range(0, len(rows), ROWS))
+                products = [(part @ self._matrix).astype(np.float32) for part in parts]
+                rows = np.concatenate(products) if products else np.empty((0, self.bits), np.float32)
         require_finite(name, rows, first)
         return np.pad(rows, ((0, 0), (0, self.padding))) if self.padding else rows
 
@@ -125,51 +127,6 @@ def require_finite(name: str, x: NDArray[Any], first: int = 0) -> None:
         raise ValueError(
             f"{name} must be finite in float32, got NaN or infinity in row {row}; remove, repair or scale it"
         )
-
-
-def project(x: NDArray[np.float32], matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Multiply C-contiguous rows [n, D] by a matrix [D, B]: float32 [n, B]; a row's result does not depend on the
-    batch."""
-    from hashcore.cpu import threads  # numba takes half a second to import
-
-    out = np.zeros((len(x), matrix.shape[1]), np.float32)
-    tasks = -(-len(x) // ROWS)
-    if tasks:
-        workers = threads.count(x.size * matrix.shape[1] // 2)  # 2 additions take as long as a popcount
-        given = x.view(), matrix.view()
-        for read in given:  # numba would compile again for every mix of writeable and read-only arguments
-            read.flags.writeable = False
-        threads.run(_project_tasks, tasks, workers, (*given, out))
-    return out
-
-
-def _project_tasks(first, last, x, matrix, out):
-    """Add the products of tasks [first, last) to out."""
-    n, d = x.shape
-    width = matrix.shape[1]
-    for task in range(first, last):
-        top, bottom = task * ROWS, min(task * ROWS + ROWS, n)
-        for left in range(0, width, COLUMNS):
-            right = min(left + COLUMNS, width)
-            j = 0
-            while j + 4 <= d:
-                m0, m1 = matrix[j, left:right], matrix[j + 1, left:right]
-                m2, m3 = matrix[j + 2, left:right], matrix[j + 3, left:right]
-                for row in range(top, bottom):
-                    x0, x1, x2, x3 = x[row, j], x[row, j + 1], x[row, j + 2], x[row, j + 3]
-                    o = out[row, left:right]
-                    for i in range(len(o)):
-                        o[i] = (((o[i] + x0 * m0[i]) + x1 * m1[i]) + x2 * m2[i]) + x3 * m3[i]
-                j += 4
-            while j < d:
-                m0 = matrix[j, left:right]
-                for row in range(top, bottom):
-                    x0 = x[row, j]
-                    o = out[row, left:right]
-                    for i in range(len(o)):
-                        o[i] = o[i] + x0 * m0[i]
-                j += 1
-    return 0
 
 
 def best_vectors(

@@ -106,7 +106,7 @@ class Rows:
             raise ValueError(f"ids must be in the index, got {number}, which is not; test with `id in index` first")
         return at
 
-    def only(self, ids: Any, *, others: bool) -> tuple[NDArray[np.int64], int]:
+    def allowed(self, ids: Any, *, others: bool) -> tuple[NDArray[np.int64], int]:
         """Return the bitmap of the rows with these ids, or of all others, as a search takes it, and their number.
 
         Args: ids: integers, or bool [count], a mask of the rows.
@@ -167,7 +167,11 @@ def _ascend(ids: NDArray[np.int64]) -> bool:
 
 
 def best(
-    queries: NDArray[np.int32], content: Rows, k: int, weights: tuple[int, ...] | None, only: NDArray[np.int64] | None
+    queries: NDArray[np.int32],
+    content: Rows,
+    k: int,
+    weights: tuple[int, ...] | None,
+    allowed: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Find the k best rows, or those of a bitmap, for codes [..., W], or planes [..., P, W] with weights.
 
@@ -178,7 +182,7 @@ def best(
     query, keys, compared = ops.Host(np.asarray).compared(queries, content.codes[: content.count], weights)
     validation.searched(compared, None)
     wanted = k, None, weights, None, None, content.count, 0, 0, 0, True, None
-    return ops.backend().search(query, keys, *wanted, compared=compared, only=only)
+    return ops.backend().search(query, keys, *wanted, compared=compared, allowed=allowed)
 
 
 # ---- Ids that were passed ------------------------------------------------------------------------------------------

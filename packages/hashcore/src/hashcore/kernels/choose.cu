@@ -197,9 +197,7 @@ struct Own {
 };
 
 // Writes a block's selected candidates, in order. own: the first of a warp's list. Every thread must call it.
-template <class Index>
-__device__ __forceinline__ void emit(const Row& row, const Threshold& threshold, Own& own, i32* values,
-                                     Index* indices) {
+__device__ __forceinline__ void emit(const Row& row, const Threshold& threshold, Own& own, i32* values, i64* indices) {
   __shared__ Place of_warps[WARPS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, list = blockIdx.y * WARPS + warp;
   const int length = row.lengths[list], base = row.cut.keys(list).low;
@@ -240,10 +238,9 @@ __device__ __forceinline__ void emit(const Row& row, const Threshold& threshold,
   }
 }
 
-template <class Index>
 __device__ __forceinline__ void select_row(const u32* query, const u32* keys, const RowMap& map, const Window& window,
                                            const Selection& selection, const Codes& codes, const Space& space,
-                                           const Groups& groups, const Pages& pages, i32* values, Index* indices) {
+                                           const Groups& groups, const Pages& pages, i32* values, i64* indices) {
   __shared__ u16 lengths[MAX_LISTS];
   __shared__ i32 weights[8];
   wait_for_bounds(window, selection);
@@ -288,13 +285,9 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
   fill(values, indices, wanted, selection.width);
 }
 
-#define SELECT_KERNEL(name, Index)                                                                               \
-  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                                 \
-      name(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,                \
-           Index* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes, Space space, \
-           Groups groups PAGES_PARAMETER) {                                                                      \
-    select_row(query, keys, map, window, selection, codes, space, groups, PAGES, values, indices);               \
-  }
-
-SELECT_KERNEL(select_32, i32)
-SELECT_KERNEL(select_64, i64)
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
+    select_64(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,
+              i64* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes, Space space,
+              Groups groups PAGES_PARAMETER) {
+  select_row(query, keys, map, window, selection, codes, space, groups, PAGES, values, indices);
+}

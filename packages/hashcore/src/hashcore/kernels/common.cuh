@@ -244,8 +244,7 @@ struct Place {
 };
 
 // Empty slots of the row: score 0, index -1, written by all its blocks.
-template <class Index>
-__device__ __forceinline__ void fill(i32* values, Index* indices, int from, int width) {
+__device__ __forceinline__ void fill(i32* values, i64* indices, int from, int width) {
   for (int slot = from + blockIdx.y * SELECT_THREADS + threadIdx.x; slot < width; slot += gridDim.y * SELECT_THREADS) {
     values[slot] = 0;
     indices[slot] = -1;

@@ -120,7 +120,7 @@ def _search(form, planes, codes, low, high, count, scores, indices):  # pragma: 
     header[launch_plan.PLANE_STEP], header[launch_plan.WORD_STEP] = 4 * words, 4
     header[launch_plan.STEP] = 4 * form[CODE_TOKEN]
     header[launch_plan.WIDTH], header[launch_plan.ROWS], header[launch_plan.PARTS] = count, 1, 1
-    header[launch_plan.ROOMY] = min(2 * count, high) + _ROOM
+    header[launch_plan.CAPACITY] = min(2 * count, high) + _ROOM
     for p in range(levels):
         header[launch_plan.FIRST_WEIGHT + p] = 1 << p
         header[launch_plan.TOP] += (1 << p) * 32 * words

@@ -1,13 +1,15 @@
-"""Search a million embeddings of 384 dimensions with codes of 384 bits: recall, time and memory.
+"""Search embeddings with codes of a bit a number, without torch: recall, time and memory beside exact search.
 
-    uv run --with faiss-cpu packages/hashcore/examples/embeddings.py
-    uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --count 100000 --queries 100   # a short one
+    uv run packages/hashcore/benchmarks/embeddings.py --vectors embeddings.npy   # floats [n, D], by numpy.save
+    uv run --with faiss-cpu packages/hashcore/benchmarks/embeddings.py           # a million random ones of 384 numbers
+    uv run packages/hashcore/benchmarks/embeddings.py --count 100000 --queries 100   # a short one
 
-The embeddings are random unit vectors of MiniLM's size in clusters of 100, with centres and offsets from the same
-distribution. In the first set, all directions have equal variance; the members of a cluster then have almost equal
-distances, which is the hardest case. In the second, direction i has standard deviation i^-1/2, closer to learned
-embeddings. Exact search by cosine is the reference. Both indexes run on one thread; times are processor time, medians
-of alternating runs. faiss is optional. Takes about 3 GB of memory. The last line is JSON; --out stores it.
+Your own embeddings are centred; the last rows are the queries and are not indexed. The random ones are unit vectors of
+MiniLM's size in clusters of 100, with centres and offsets from the same distribution. In the first set, all directions
+have equal variance; the members of a cluster then have almost equal distances, which is the hardest case. In the
+second, direction i has standard deviation i^-1/2, closer to learned embeddings. Exact search by cosine is the
+reference. Both indexes run on one thread; times are processor time, medians of alternating runs. faiss is optional. A
+million embeddings take about 3 GB of memory. The last line is JSON; --out stores it, --save the index.
 """
 
 import argparse
@@ -15,7 +17,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import platform
 import resource
 import statistics
 import tempfile
@@ -27,9 +28,10 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_T
 
 import hashcore
 import numpy as np
+from machine import processor, rounded
 from numpy.typing import NDArray
 
-DIM = BITS = 384
+DIM = 384
 MEMBERS = 100
 K = 10
 CHUNK = 50_000
@@ -50,16 +52,34 @@ def clusters(count: int, exponent: float, seed: int) -> Iterator[Vectors]:
         yield chunk / np.linalg.norm(chunk, axis=1, keepdims=True)
 
 
-def build(vectors: Vectors, chunks: Iterator[Vectors]) -> tuple[hashcore.BitIndex, float]:
-    """Fill `vectors`, index them, and return the index and the seconds that adding them took."""
-    index = hashcore.BitIndex(DIM, BITS)
-    spent = 0.0
-    for start in range(0, len(vectors), CHUNK):
-        vectors[start : start + CHUNK] = next(chunks)
-        begun = time.process_time()
-        index.add(vectors[start : start + CHUNK])
-        spent += time.process_time() - begun
-    return index, spent
+def drawn(count: int, queries: int, exponent: float, seed: int) -> tuple[Vectors, Vectors]:
+    """Return random vectors and queries."""
+    chunks, vectors = clusters(count, exponent, seed), np.empty((count, DIM), np.float32)
+    for start in range(0, count, CHUNK):
+        vectors[start : start + CHUNK] = next(chunks)[: count - start]
+    return vectors, next(chunks)[:queries]
+
+
+def read(path: pathlib.Path) -> Vectors:
+    """Read vectors and scale them to length 1, but for zeros. Raises: ValueError if a file has none."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"--vectors must be a regular file, got {path}; name an .npy file of floats")
+    try:
+        vectors = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise ValueError(f"cannot read --vectors {path}: {error.strerror}; name an .npy file of floats") from None
+    except (EOFError, ValueError):  # numpy's own message advises unpickling the file
+        raise ValueError(f"--vectors must be an .npy file of floats as numpy.save writes it, got {path}") from None
+    if vectors.ndim != 2 or not np.issubdtype(vectors.dtype, np.floating):
+        raise ValueError(f"--vectors must be floats of shape [n, D], got {vectors.dtype} {list(vectors.shape)}")
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+
+
+def build(vectors: Vectors, mean: Vectors | None) -> tuple[hashcore.BitIndex, float]:
+    """Index vectors; return the index and the seconds that adding them took."""
+    index = hashcore.BitIndex(vectors.shape[1], mean=mean)
+    return index, seconds(lambda: [index.add(vectors[at : at + CHUNK]) for at in range(0, len(vectors), CHUNK)])
 
 
 def exact(vectors: Vectors, queries: Vectors) -> NDArray[np.int64]:
@@ -68,7 +88,7 @@ def exact(vectors: Vectors, queries: Vectors) -> NDArray[np.int64]:
     rows = np.zeros((len(queries), K), np.int64)
     for start in range(0, len(vectors), CHUNK):
         products = queries @ vectors[start : start + CHUNK].T
-        top = np.argpartition(products, -K, axis=1)[:, -K:]
+        top = np.argpartition(products, -min(K, products.shape[1]), axis=1)[:, -K:]
         best = np.concatenate([best, np.take_along_axis(products, top, 1)], axis=1)
         rows = np.concatenate([rows, top + start], axis=1)
         keep = np.argpartition(best, -K, axis=1)[:, -K:]
@@ -178,48 +198,40 @@ def file_figures(index: hashcore.BitIndex) -> dict[str, float]:
         }
 
 
-def processor() -> str:
-    """Return the name of the CPU; its architecture if unknown."""
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def rounded(data: Any) -> Any:
-    """Return data with all floats rounded to 4 significant digits."""
-    if isinstance(data, float):
-        return float(f"{data:.4g}")
-    if isinstance(data, dict):
-        return {key: rounded(value) for key, value in data.items()}
-    return [rounded(value) for value in data] if isinstance(data, list) else data
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1_000_000, help="number of embeddings")
-    parser.add_argument("--queries", type=int, default=400)
+    parser.add_argument("--vectors", type=pathlib.Path, help="an .npy file of floats [n, D]; default: random")
+    parser.add_argument("--count", type=int, default=1_000_000, help="number of random embeddings")
+    parser.add_argument("--queries", type=int, default=400, help="number of queries; of a file, its last rows")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=pathlib.Path, help="path for the index")
     parser.add_argument("--out", type=pathlib.Path, help="store the JSON in this file")
     given = parser.parse_args()
-    if given.count < CHUNK or given.count % CHUNK or given.queries < 64:
-        parser.error(f"--count must be a multiple of {CHUNK} and --queries at least 64")
+    try:
+        own = None if given.vectors is None else read(given.vectors)
+    except ValueError as error:
+        parser.error(str(error))
+    count = given.count if own is None else len(own) - given.queries
+    if count < 10 * K or given.queries < 64:
+        parser.error(f"expected 64 queries and {10 * K} embeddings at least, got {given.queries} and {count}")
 
-    result: dict[str, Any] = {**vars(given), "dim": DIM, "members": MEMBERS, "k": K, "date": time.strftime("%Y-%m-%d")}
-    result |= {"bits": BITS, "processor": processor()}
-    del result["out"]
-    vectors = np.empty((given.count, DIM), np.float32)
-    for name, exponent in SETS.items():
-        print(f"{name} directions")
-        chunks = clusters(given.count, exponent, given.seed)
-        index, adding = build(vectors, chunks)
-        queries = next(chunks)[: given.queries]
+    dim = DIM if own is None else own.shape[1]
+    result: dict[str, Any] = {"count": count, "queries": given.queries, "seed": given.seed, "dim": dim}
+    result |= {"members": MEMBERS, "k": K, "date": time.strftime("%Y-%m-%d"), "processor": processor()}
+    for number, (name, exponent) in enumerate(SETS.items() if own is None else {"given": 0.0}.items()):
+        if own is None:
+            vectors, queries = drawn(count, given.queries, exponent, given.seed)
+        else:
+            vectors, queries = own[:count], own[count:]
+        index, adding = build(vectors, None if own is None else vectors.mean(0))
+        print(f"{name} directions" if own is None else f"{count:,} embeddings, {index.bits} bits")
         result.setdefault("recall", {})[name] = recalls(index, vectors, queries)
-        if name == "equal":
-            result["add_microseconds"] = 1e6 * adding / given.count
-            result["index_bytes"], result["vector_bytes"] = index.nbytes, vectors.nbytes
-            result["file"] = file_figures(index)
+        if number == 0:
+            result |= {"bits": index.bits, "add_microseconds": 1e6 * adding / count}
+            result |= {"index_bytes": index.nbytes, "vector_bytes": vectors.nbytes, "file": file_figures(index)}
             result["times"] = times(index, vectors, queries)
+    if given.save:
+        index.save(given.save)  # one file, replaced atomically; hashcore.BitIndex.load memory-maps it
     result["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if given.out:
         given.out.write_text(json.dumps(rounded(result), indent=1) + "\n")
