@@ -41,7 +41,7 @@ _STRAIGHT = {**_RANDOM, "estimator": "straight-through"}
 RECIPES = (
     Recipe("lsh", "lsh", trained=False),
     Recipe("paper", "paper", _RANDOM, _rate(3e-3)),
-    Recipe("transform", "transform", training=_rate(3e-3, keys_first=0.5), digits=3),
+    Recipe("transform", "transform", training=_rate(3e-3, keys_first=0.5, by_attention=True), digits=3),
 )
 # `planes`, from which `transform` came, and what the paper compares its hash with: included in `--only all`.
 ABLATIONS = (
