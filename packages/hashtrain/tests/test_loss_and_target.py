@@ -81,6 +81,19 @@ def test_sampled_pairs_are_inside_and_outside_the_target_set():
             assert rest == set(range(position + 1)) - target - always  # and 4,000 all of at most 200
 
 
+def test_tokens_of_a_target_are_drawn_in_proportion_to_their_attention():
+    *_, positions, p = qkp()
+    pairs = sample_pairs(p.clone(), positions, 0.09, 40_000, 9, torch.Generator().manual_seed(0), by_attention=True)
+    same = sample_pairs(p.clone(), positions, 0.09, 40_000, 9, torch.Generator().manual_seed(0))
+    assert torch.equal(pairs.rest, same.rest) and torch.equal(pairs.valid, same.valid)
+    drawn = torch.zeros_like(p).scatter_add_(-1, pairs.top, torch.ones(pairs.top.shape))
+    target = torch.zeros_like(p).scatter_(-1, same.top, 1.0) > 0
+    wanted = torch.where(target, p, 0.0)
+    wanted = wanted / wanted.sum(-1, keepdim=True)
+    torch.testing.assert_close(drawn / 40_000, wanted, atol=0.012, rtol=0)
+    assert target.sum(-1).max() > 5
+
+
 @given(st.integers(1, 400), st.integers(1, 20), st.booleans(), st.integers(0, 1 << 30))
 def test_the_largest_of_a_row_are_those_of_topk(tokens, count, ties, seed):
     count = min(count, tokens)

@@ -133,8 +133,9 @@ def sample_pairs(
     generator: torch.Generator,
     of: Literal["visible", "length"] = "visible",
     ends: tuple[int, int] = (SINK, RECENT),
+    by_attention: bool = False,
 ) -> Pairs:
-    """Draw tokens of each row's target, and tokens of the whole context, uniformly and with replacement.
+    """Draw tokens of each row's target, and tokens of the whole context, with replacement.
 
     Args:
         p: of `preferences` or `attention`, [B, H, R, T]; overwritten.
@@ -145,17 +146,28 @@ def sample_pairs(
         of: what `fraction` is a share of: the row's visible tokens, or all T, as in the paper. A row that sees no more
             tokens than that has all of them in its target and no valid pair.
         ends: numbers of first and last tokens that are always read.
+        by_attention: whether a target's tokens are drawn in proportion to their attention, not uniformly as all others;
+            `p` then holds probabilities.
     """
     visible = positions + 1
     wanted = top_count(visible if of == "visible" else torch.full_like(visible, p.shape[-1]), fraction)
     counts = (wanted.minimum(visible) - visible.clamp(max=sum(ends))).clamp(min=1)
     size = *p.shape[:-1], max_top
-    draws = torch.rand(size, generator=generator, dtype=torch.float32, device="cpu") * counts[:, None]
+    draws = torch.rand(size, generator=generator, dtype=torch.float32, device="cpu")
     rest = torch.randint(int(visible.max()), (max_rest,), generator=generator, device="cpu")
-    at, last, draws, rest = (to_device(x, p.device) for x in (positions, counts - 1, draws.long(), rest))
+    at, last, draws, rest = (to_device(x, p.device) for x in (positions, counts - 1, draws, rest))
     p = p.masked_fill_(always_read(at, p.shape[-1], *ends), -torch.inf)
     values, tokens = largest(p, int(counts.max()))
     threshold = values.gather(-1, last[None, None, :, None].expand(*p.shape[:-1], 1))
     found = p.gather(-1, rest.expand(*p.shape[:-1], -1))
     valid = (found < threshold) & (found > -torch.inf) & (rest <= at[:, None])
-    return Pairs(tokens.gather(-1, draws), rest, valid)
+    drawn = _by_weight(values, last, draws) if by_attention else (draws * (last + 1)[:, None]).long()
+    return Pairs(tokens.gather(-1, drawn), rest, valid)
+
+
+def _by_weight(weights: Tensor, last: Tensor, draws: Tensor) -> Tensor:
+    """Draw ranks up to last [R] in proportion to their weights [..., R, K]; draws are uniform in [0, 1), [..., R, A]."""
+    counts = torch.arange(weights.shape[-1], device=weights.device) <= last[:, None]
+    sums = torch.where(counts, weights.clamp(min=0), 0.0).cumsum(-1)
+    found = torch.searchsorted(sums, draws * sums[..., -1:], right=True)
+    return found.minimum(last[:, None])

@@ -27,6 +27,8 @@ class TrainConfig:
     in each of the two phases."""
     max_top: int = 8
     """Target tokens drawn per row."""
+    by_attention: bool = False
+    """Whether target tokens are drawn in proportion to their attention; uniformly, as in the paper, if not."""
     max_rest: int = 512
     """Tokens outside the target drawn per step, shared by its rows."""
     min_position: int = 256

@@ -217,7 +217,8 @@ class Training:
         config = self.config
         p = preferences(q, k, to_device(positions, k.device), scaling, self.hasher.target_heads)
         drawn = config.max_top, config.max_rest, self.generator
-        return sample_pairs(p, positions, config.fraction, *drawn, config.of, (config.sink, config.recent))
+        ends = config.sink, config.recent
+        return sample_pairs(p, positions, config.fraction, *drawn, config.of, ends, config.by_attention)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"hasher.{name}": tensor for name, tensor in self.hasher.state_dict().items()}
