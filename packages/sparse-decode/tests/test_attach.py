@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
-from sparse_decode.attach import OF_ATTACH, attach_rows
+from sparse_decode.attach import attach_rows
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -88,7 +88,6 @@ REFUSED = [  # words, model, what attach is given, options
     ('must be "sdpa", "eager" or .*, got "flex_attention"', lambda: attending_by("flex_attention"), (S,), {}),
     (r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model, (S,), {"dense_layers": 4}),
     ("names layer 4, expected layers of the model, 0 to 3", tiny_model, (S,), {"dense_layers": {1, 4}}),
-    *((f"attach no longer takes {name}: .+", tiny_model, (S,), {name: 1}) for name in OF_ATTACH),
     ("^dense_layers must be", tiny_model, (S,), {"dense_layers": -1}),
     ("^dense_layers must be", tiny_model, (S,), {"dense_layers": 1.5}),
     ('got OracleSelector; use kv="device"', tiny_model, (OracleSelector(),), {"kv": "host"}),
@@ -105,13 +104,11 @@ def test_refused_when_attaching_and_the_model_is_as_it_was(words, make, given, o
     assert (model.get_decoder().config._attn_implementation, hooks(model)) == (name, before)
 
 
-def test_wrong_rows_and_unknown_arguments_are_named():
+def test_wrong_rows_are_named():
     model = tiny_model()
     for value in (-1, "prefill"):
         with pytest.raises(ValueError, match=r"^sparse_rows must be"):
             attach_rows(model, S, sparse_rows=value)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'fast'"):
-        attach(model, S, fast=True)
     assert hooks(model) == 0
 
 

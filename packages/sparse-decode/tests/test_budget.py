@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, attach, planning
 from sparse_decode.attach import attach_rows
-from sparse_decode.budget import OF_BUDGET, LayerBudget, Tally
+from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 
@@ -96,11 +96,6 @@ def test_what_cannot_count_or_fits_no_budget_is_refused():
         LayerBudget(of="length").count(torch.tensor([3]))
     with pytest.raises(ValueError, match="max_tokens must be"):
         LayerBudget(min_tokens=20, max_tokens=10)
-    for name in OF_BUDGET:
-        with pytest.raises(ValueError, match=f"^Budget no longer takes {name}: .+; "):
-            Budget(**{name: 1})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'share'"):
-        Budget(share=1)
 
 
 def test_counts_of_a_device_and_of_the_host_are_added_up():

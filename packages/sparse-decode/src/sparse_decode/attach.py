@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sparse_decode import session
-from sparse_decode.budget import ADVANCED, Budget, refuse
+from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import Coded, CodedDynamicLayer, HostLayer, cache_layer, carry_codes
 from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow, revert
 from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
@@ -40,16 +40,6 @@ from sparse_decode.planning import Options, plan_layers, require_rows
 from sparse_decode.select import KeyQueryHasher, Selector
 from sparse_decode.step import RowRule, SparseLayer
 
-_ROWS = "evaluations call sparse_decode.attach.attach_rows"
-OF_ATTACH = {
-    "backend": 'load the model with attn_implementation="flash_attention_2" for dense calls by flash-attn, and omit it',
-    "exact": "exact mode was at most 1.23 times as fast as dense steps; omit it, or leave the model dense",
-    "layer_budgets": f"a hasher's shares divide a budget among layers; omit it, or list dense_layers ({ADVANCED})",
-    "max_decode_rows": f"calls of several tokens are dense; omit it ({_ROWS})",
-    "sparse_rows": f"prompts are dense and steps are sparse; omit it ({_ROWS})",
-}
-"""What to do instead of each argument that left `attach`."""
-
 
 def attach(
     model: PreTrainedModel,
@@ -60,7 +50,6 @@ def attach(
     remainder: bool = True,
     kv: Literal["device", "host"] = "device",
     prompt: Literal["exact", "sparse"] = "exact",
-    **removed: object,
 ) -> "Attachment":
     """Make the full-attention layers of a causal language model sparse: prompts stay dense, decode steps are sparse.
 
@@ -86,11 +75,9 @@ def attach(
         prompt: "sparse": in the full-attention layers that `dense_layers` does not name, blocks of 32 rows of a prompt
             read the first 16 and last 256 tokens that they see, and a tenth of the others, found by exact products of
             every second row (cpu/prompt_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
-        removed: arguments of earlier versions; each is refused with what to do instead.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
     """
-    refuse("attach", OF_ATTACH, removed)
     how: dict[str, Any] = {"dense_layers": dense_layers, "remainder": remainder, "kv": kv, "prompt": prompt}
     return attach_rows(model, hasher, budget, sparse_rows=None, **how)
 

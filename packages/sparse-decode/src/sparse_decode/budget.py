@@ -1,13 +1,10 @@
 """The budget: how many tokens each row reads; and the tally of tokens read so far."""
 
-import functools
-import inspect
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from hashtrain import top_count
@@ -18,44 +15,8 @@ from sparse_decode.modes import in_graph, ordinary_tensors
 
 _LOCK = Lock()  # of all tallies; held for microseconds
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
-ADVANCED = "evaluations pass a sparse_decode.budget.LayerBudget as the budget"
-OF_BUDGET = {
-    "shortlist": "no decode step was faster with it; omit it",
-    "values": "no decode step was faster with it; omit it, or lower fraction",
-    "by_layer": f"budgets are divided among layers if the hasher has shares; omit it ({ADVANCED})",
-    "by_head": f"budgets are divided among heads if the hasher has shares; omit it ({ADVANCED})",
-    "dense_below": f"attach without a budget keeps short contexts dense; omit one of both ({ADVANCED})",
-    "of": f"a fraction is of the visible tokens; omit it ({ADVANCED})",
-}
-"""What to do instead of each field that left `Budget`."""
 
 
-def refuse(name: str, left: Mapping[str, str], given: Mapping[str, object]) -> None:
-    """Raise ValueError for an argument that has left a function, and TypeError for one that it never had."""
-    for argument in given:
-        if argument not in left:
-            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
-        raise ValueError(f"{name} no longer takes {argument}: {left[argument]}")
-
-
-_Made = TypeVar("_Made")
-
-
-def _refusing(made: type[_Made]) -> type[_Made]:
-    """Make a dataclass refuse the fields of earlier versions by name; its signature stays the same."""
-    own = made.__init__
-    known = inspect.signature(own).parameters
-
-    @functools.wraps(own)
-    def init(self: _Made, *args: Any, **given: Any) -> None:
-        refuse(made.__name__, OF_BUDGET, {name: value for name, value in given.items() if name not in known})
-        own(self, *args, **given)
-
-    made.__init__ = init
-    return made
-
-
-@_refusing
 @dataclass(frozen=True)
 class Budget:
     """The number of tokens that a row reads, out of its visible tokens (padding is not visible).
@@ -93,7 +54,6 @@ class Budget:
             )
 
 
-@_refusing
 @dataclass(frozen=True)
 class LayerBudget(Budget):
     """The budget of one sparse layer. Evaluations give one to `attach`, which then takes it as it is in every layer."""
