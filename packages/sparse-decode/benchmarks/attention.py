@@ -26,7 +26,6 @@ from sparse_decode.caches.cache import CodedDynamicLayer, carry_codes
 from sparse_decode.inputs import Inputs
 from sparse_decode.planning import CODE
 from sparse_decode.step import RowRule, SparseLayer
-from sparse_decode.sums import state_bytes
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -156,8 +155,8 @@ def main() -> None:
             for name in given.dtypes:
                 dtype = getattr(torch, name)
                 row, read = 2 * D * dtype.itemsize, budget.count_heads(n)[0]
-                allowed = n * row / (n * CODE + read * row + state_bytes(D, dtype.itemsize))
-                print(f"{n:,} tokens, {name}: bytes allow {allowed:.1f} x", flush=True)
+                allowed = n * row / (n * CODE + read * row)
+                print(f"{n:,} tokens, {name}: codes and selected rows allow {allowed:.1f} x", flush=True)
                 row = measure(n, dtype, given.repeats, budget)
                 result["rows"].append(row)
                 print(f"  {row['ratio']:.1f} x (target {row['asked']}): {json.dumps(row)}", flush=True)

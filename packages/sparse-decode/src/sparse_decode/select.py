@@ -217,11 +217,7 @@ class PerHead(OfHasher):
         return encode_cuda.supports(self.placed.layer(layer, x.device), x)
 
     def require_match(self, model_config: Any) -> None:
-        """Raise ValueError if the hasher is for another model, or stores no codes."""
-        if not self.hasher.layer(0).has_codes:
-            raise ValueError(
-                f"decoding needs a hasher that stores codes, got variant {self.hasher.config.variant}; use another"
-            )
+        """Raise ValueError if the hasher is for another model."""
         self.hasher.require_match(model_config)
 
 
