@@ -54,25 +54,16 @@ def test_each_row_counts_its_own_tokens_and_those_always_read(visible, fraction,
     st.floats(1e-6, 1),
     st.none() | st.integers(50, 500),
     st.integers(0, 100),
-    st.sampled_from(["visible", "length"]),
 )
-def test_heads_count_as_budgets_of_their_own(visible, shares, fraction, most, below, of):
+def test_heads_count_as_budgets_of_their_own(visible, shares, fraction, most, below):
     """A head reads its share of the fraction; whatever the number of tokens, as a tensor and as a number."""
-    how = {"max_tokens": most, "dense_below": below, "of": of}
+    how = {"max_tokens": most, "dense_below": below}
     budget, seen = LayerBudget(fraction, by_head=tuple(shares), **how), torch.tensor(visible)
-    alone = [LayerBudget(min(1.0, fraction * share), **how).count(seen, seen) for share in shares]
-    assert torch.equal(budget.count(seen, seen), torch.stack(alone))
+    alone = [LayerBudget(min(1.0, fraction * share), **how).count(seen) for share in shares]
+    assert torch.equal(budget.count(seen), torch.stack(alone))
     for n in visible:
-        assert budget.count_heads(n) == budget.count(torch.tensor([n]), torch.tensor([n]))[:, 0].tolist()
+        assert budget.count_heads(n) == budget.count(torch.tensor([n]))[:, 0].tolist()
         assert budget.most(n) >= max(budget.count_heads(n))
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 5_000), min_size=1, max_size=8), FRACTIONS, st.integers(1, 50))
-def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible, fraction, least):
-    budget = LayerBudget(float(fraction), least, sink=0, recent=0, of="length")
-    counts = budget.count(torch.tensor([visible]), torch.tensor([[max(visible)]]))
-    assert counts.tolist() == [[min(n, by_hand(max(visible), fraction, least, None)) for n in visible]]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +74,7 @@ def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible,
         *(("max_tokens", wrong) for wrong in (0, 2.0)),
         *(("dense_below", wrong) for wrong in (-1, "auto")),
         *(("by_head", wrong) for wrong in (1, True, (1.0, 0.0), ("1",), [1.0])),
-        *(("sink", -1), ("recent", True), ("of", "document")),
+        *(("sink", -1), ("recent", True)),
     ],
 )
 def test_a_wrong_field_is_named(field, value):
@@ -91,9 +82,7 @@ def test_a_wrong_field_is_named(field, value):
         LayerBudget(**{field: value})
 
 
-def test_what_cannot_count_or_fits_no_budget_is_refused():
-    with pytest.raises(ValueError, match="needs the length"):
-        LayerBudget(of="length").count(torch.tensor([3]))
+def test_a_most_below_the_least_is_refused():
     with pytest.raises(ValueError, match="max_tokens must be"):
         LayerBudget(min_tokens=20, max_tokens=10)
 

@@ -104,7 +104,7 @@ def test_what_is_not_selected_or_owned_is_not_read(backend, size):
         batch.pages.codes[page] = best
     kept = torch.zeros(*batch.pages.k.shape[:3], dtype=torch.bool)
     for row, n in enumerate(batch.lengths):
-        by_head = tokens_read(own, batch.alone(row, layer), 0, 0, (0, n), n)[:: HQ // HKV]
+        by_head = tokens_read(own, batch.alone(row, layer), 0, 0, (0, n))[:: HQ // HKV]
         for head, tokens in enumerate(by_head):
             at = batch.slots(row)[tokens]
             kept[at // size, head, at % size] = True

@@ -6,7 +6,6 @@ import pytest
 import torch
 from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference, step
 from sparse_decode.attach import attach_rows
-from sparse_decode.budget import LayerBudget
 from sparse_decode_doubles import (
     TOLERANCE,
     UNUSUAL,
@@ -82,7 +81,7 @@ def test_the_oracle_knows_the_models_own_logits(family, monkeypatch):
     assert {(rows.softcap, rows.sinks is not None, rows.scaling) for rows in seen} == {facts}
 
 
-@pytest.mark.parametrize("budget", [BUDGET, LayerBudget(0.1, of="length"), Budget(0.05, sink=2, recent=1)])
+@pytest.mark.parametrize("budget", [BUDGET, Budget(0.05, sink=2, recent=1)])
 @pytest.mark.parametrize("start", [0, 11])
 def test_a_padded_row_is_the_row_alone(start, budget):
     model, lengths = tiny_model(), (40, 27, 5)

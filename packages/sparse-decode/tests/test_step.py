@@ -36,7 +36,6 @@ BUDGETS = {
     "by head": LayerBudget(0.2, sink=2, recent=1, by_head=(0.5, 1.5)),
     "all": LayerBudget(1.0),
     "few": LayerBudget(0.02, sink=3, recent=4),
-    "of length": LayerBudget(0.1, sink=1, recent=1, of="length"),
     "short ones whole": LayerBudget(0.1, sink=1, recent=2, dense_below=60),
 }
 HASHERS = {

@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from hashtrain import top_count
@@ -58,8 +58,6 @@ class Budget:
 class LayerBudget(Budget):
     """The budget of one sparse layer. Evaluations give one to `attach`, which then takes it as it is in every layer."""
 
-    of: Literal["visible", "length"] = "visible"
-    """What `fraction` refers to: the row's visible tokens, or (the paper's rule) those of its sequence's last row."""
     by_head: tuple[float, ...] = ()
     """Multiply `fraction` in each KV head, or query head with codes per query head, by its share; empty: by 1."""
     dense_below: int = 0
@@ -72,44 +70,36 @@ class LayerBudget(Budget):
         shares = cast(object, self.by_head)  # user input of any type
         if shares and not (isinstance(shares, tuple) and are_shares(cast(object, shares))):
             raise ValueError(f"by_head must be a tuple of numbers above 0, got {self.by_head!r}")
-        if self.of not in ("visible", "length"):
-            raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
     @classmethod
     def like(cls, budget: Budget, **more: Any) -> "LayerBudget":
         """Return a budget with the fields of another one, and `more`."""
         return cls(**{field.name: getattr(budget, field.name) for field in fields(budget)} | more)
 
-    def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
+    def count(self, visible: Tensor) -> Tensor:
         """Return the number of tokens each row reads, including sink and recent; all below `dense_below`.
 
-        Args: visible: visible tokens of each row, integers [..., Q]; length: those of the last row of the same
-            sequence, broadcastable to `visible`; needed by `of="length"`.
+        Args: visible: visible tokens of each row, integers [..., Q].
         Returns: int64 [..., Q], in [0, visible]; with shares by head [..., H, Q].
-        Raises: ValueError if a length is needed and not given.
         """
-        if self.of == "length" and length is None:
-            raise ValueError('a budget of="length" needs the length of each sequence, got None')
-        whole = visible if length is None or self.of == "visible" else length.expand_as(visible)
         limits = self.min_tokens, self.max_tokens
         if self.by_head:
             parts = [min(1.0, self.fraction * share) for share in self.by_head]
-            counts = torch.stack([top_count(whole, part, *limits) for part in parts], -2)
+            counts = torch.stack([top_count(visible, part, *limits) for part in parts], -2)
             visible = visible[..., None, :]
         else:
-            counts = top_count(whole, self.fraction, *limits)
-        counts = (counts if self.of == "visible" else counts.minimum(visible.long())).maximum(self.ends(visible))
+            counts = top_count(visible, self.fraction, *limits)
+        counts = counts.maximum(self.ends(visible))
         return torch.where(visible < self.dense_below, visible.long(), counts) if self.dense_below else counts
 
-    def count_heads(self, visible: int, length: int | None = None) -> list[int]:
+    def count_heads(self, visible: int) -> list[int]:
         """Return `count` for an integer: one number if all heads read as many, else one for each share."""
         shares = self.by_head or (1.0,)
         if visible < self.dense_below:
             return [visible] * len(shares)
-        whole = visible if self.of == "visible" or length is None else length
         found: list[int] = []
         for share in shares:
-            count = max(self.min_tokens, math.floor(whole * min(1.0, self.fraction * share) + 1e-9))  # as top_count
+            count = max(self.min_tokens, math.floor(visible * min(1.0, self.fraction * share) + 1e-9))  # as top_count
             count = count if self.max_tokens is None else min(count, self.max_tokens)
             found.append(min(visible, max(count, self.sink + self.recent)))
         return found

@@ -141,15 +141,15 @@ class SparseLayer:
                 return self._on_device(x, interval, held)
             if interval is None and self.own is None:
                 return self._plain(x, held, n)
-            return self._on_cpu(x, causal(len(x.q), 1, n, x.q.device) if interval is None else interval, held, None)
+            return self._on_cpu(x, causal(len(x.q), 1, n, x.q.device) if interval is None else interval, held)
         interval = causal(len(x.q), rows, n, x.q.device) if interval is None else interval.expand(len(x.q), -1, -1)
-        whole, pieces = interval[:, -1:, 1] - interval[:, -1:, 0], list[Tensor]()
+        pieces = list[Tensor]()
         for first in range(0, rows, ROWS_AT_ONCE):
             last = min(first + ROWS_AT_ONCE, rows)
             end = n - rows + last
             block = x._replace(q=x.q[:, :, first:last], k=x.k[:, :, :end], v=x.v[:, :, :end])
             given = block, interval[:, first:last], held
-            pieces.append(self._on_cpu(*given, whole) if readable(x.q) else self._on_device(*given))
+            pieces.append(self._on_cpu(*given) if readable(x.q) else self._on_device(*given))
         return torch.cat(pieces, 1)
 
     # ---- On the CPU --------------------------------------------------------------------------------------------------
@@ -168,17 +168,17 @@ class SparseLayer:
             sums, left_out = held.sums, self.remainder.placed.get(place) or self.remainder.on(*place)
             known = sums.keys is not None and sums.starts is None and sums.keys.shape[0] == batch
             if not known or not sums.length < n < sums.length + FOLD:  # or they are brought up to date first or then
-                return self._on_cpu(x, causal(batch, 1, n, x.q.device), held, None)
+                return self._on_cpu(x, causal(batch, 1, n, x.q.device), held)
         found = self._cpu.run(x, Block(spans, np.array((reads,), np.int64), n, max(reads), mean), held, left_out)
         if found is None:
-            return self._on_cpu(x, causal(batch, 1, n, x.q.device), held, None)
+            return self._on_cpu(x, causal(batch, 1, n, x.q.device), held)
         if self.rule.start is None or n > self.rule.start:
             self.tally.add(batch * heads * sum(reads) // len(reads), batch * heads * n)
         return found[0]
 
-    def _on_cpu(self, x: Inputs, interval: Tensor, held: Any, whole: Tensor | None) -> Tensor:
-        """Attend in a block of rows; whole: tokens that the last row of a sequence sees, for budgets of its length."""
-        q, block = x.q, self._block(x.q, interval, whole)
+    def _on_cpu(self, x: Inputs, interval: Tensor, held: Any) -> Tensor:
+        """Attend in a block of rows."""
+        q, block = x.q, self._block(x.q, interval)
         starts = interval.expand(len(q), -1, -1)[:, -1, 0] if block.spans[:, 0].any() else None
         if self.own is not None:
             return self._by_itself(x, interval, block, held)
@@ -201,15 +201,13 @@ class SparseLayer:
         self._count(block, used.reshape(len(block.spans), -1), q.shape[1])
         return out
 
-    def _block(self, q: Tensor, interval: Tensor, whole: Tensor | None) -> Block:
+    def _block(self, q: Tensor, interval: Tensor) -> Block:
         """Return the block of rows q [B, Hq, Q, D] with intervals [B or 1, Q, 2]."""
-        batch, rows = len(q), q.shape[2]
-        seen = interval.expand(batch, -1, -1).reshape(-1, 2).tolist()
-        lengths = [None] * len(seen) if whole is None else whole.expand(batch, rows).flatten().tolist()
+        seen = interval.expand(len(q), -1, -1).reshape(-1, 2).tolist()
         spans, counts = [], []
-        for (start, end), length in zip(seen, lengths, strict=True):
+        for start, end in seen:
             size = end - start
-            reads = self.budget.count_heads(size, length) if size > self.rule.all_below else [size]
+            reads = self.budget.count_heads(size) if size > self.rule.all_below else [size]
             spans.append((start, start if min(reads) >= size else max(start, end - self._recent), end))
             counts.append(reads)
         sets = max(map(len, counts), default=1)
@@ -285,7 +283,7 @@ class SparseLayer:
         (batch, hq, rows, _), n = q.shape, k.shape[2]
         if self.own is not None:
             interval = causal(batch, rows, n, q.device) if interval is None else interval.expand(batch, -1, -1)
-            return self._by_itself(x, interval, self._block(q, interval.cpu(), None), held)
+            return self._by_itself(x, interval, self._block(q, interval.cpu()), held)
         seen = None if interval is None and rows == 1 else self._seen(interval, x)
         indices, rest = self._select(x, seen, held), cast("tuple[Tensor | None, ...]", (None,) * 4)
         if self.remainder is not None:
