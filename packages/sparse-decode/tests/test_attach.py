@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -37,7 +36,7 @@ def test_density_by_hand():
 def test_detaching_restores_the_model_after_an_exception_too(implementation):
     model, (ids, mask) = tiny_model(implementation=implementation), prompts()
     before, modules = model(ids, attention_mask=mask).logits, hooks(model)
-    attachment = attach_rows(model, SignHasher(), Budget(0.1), sparse_rows=0)
+    attachment = Attachment(model, SignHasher(), Budget(0.1), sparse_rows=0)
     assert not torch.equal(model(ids, attention_mask=mask).logits, before)
     attachment.detach()
     attachment.detach()
@@ -50,7 +49,7 @@ def test_detaching_restores_the_model_after_an_exception_too(implementation):
 
 def test_a_forward_pass_with_gradients_on_works():
     model, (ids, _) = tiny_model(), prompts((40,))
-    with torch.enable_grad(), attach_rows(model, SignHasher(), sparse_rows=0):
+    with torch.enable_grad(), Attachment(model, SignHasher(), sparse_rows=0):
         loss = model(ids, labels=ids).loss
         with pytest.raises(RuntimeError, match="no backward"):
             loss.backward()
@@ -108,7 +107,7 @@ def test_wrong_rows_are_named():
     model = tiny_model()
     for value in (-1, "prefill"):
         with pytest.raises(ValueError, match=r"^sparse_rows must be"):
-            attach_rows(model, S, sparse_rows=value)
+            Attachment(model, S, sparse_rows=value)
     assert hooks(model) == 0
 
 
@@ -159,7 +158,7 @@ CALLS = [
 def test_calls_that_cannot_be_served_are_refused(rows, words, changes, asked):
     """Prompts are the model's own, which may not be causal."""
     model, (ids, _) = tiny_model(**changes).train("attention_dropout" in changes), prompts((40,))
-    with attach_rows(model, S, dense_layers=0, sparse_rows=rows), pytest.raises(ValueError, match=words):
+    with Attachment(model, S, dense_layers=0, sparse_rows=rows), pytest.raises(ValueError, match=words):
         model(ids, **asked(model))
 
 

@@ -10,8 +10,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, attach, planning
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, QueryHeadHasher, attach, planning
 from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
@@ -142,7 +141,7 @@ def test_by_default_a_step_is_dense_until_the_bytes_that_it_saves_are_worth_it(m
 
 def test_no_break_even_with_a_budget_or_rows_or_where_nothing_is_known_of_bytes():
     for options in ({"sparse_rows": 5}, {"kv": "host"}, {"budget": Budget()}):
-        with attach_rows(tiny_model(), SignHasher(), **{"sparse_rows": None, **options}) as attachment:
+        with Attachment(tiny_model(), SignHasher(), **{"sparse_rows": None, **options}) as attachment:
             assert attachment.break_even is None
             assert attachment._plans[3].budget.dense_below == 0
     with attach(tiny_model(), OracleSelector()) as attachment:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hashtrain import Hasher
 from sparse_decode import (
+    Attachment,
     Budget,
     HashSelector,
     LshSelector,
@@ -23,7 +24,6 @@ from sparse_decode import (
     attach,
     interface,
 )
-from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -57,7 +57,7 @@ WAYS = [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved
 
 def logits(selector):
     ids, _ = prompts((40,))
-    with torch.no_grad(), attach_rows(MODEL, selector, Budget(0.2), sparse_rows=0):
+    with torch.no_grad(), Attachment(MODEL, selector, Budget(0.2), sparse_rows=0):
         cache = MODEL(ids[:, :38]).past_key_values
         return MODEL(ids[:, 38:39], past_key_values=cache).logits
 
@@ -80,7 +80,7 @@ def test_a_copy_selects_as_the_original(name, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_an_attachment_is_refused(way):
     refused = pytest.raises(TypeError, match=r"cannot be copied or pickled; call detach\(\) first")
-    with attach_rows(MODEL, SignHasher(), sparse_rows=0) as attachment, refused:
+    with Attachment(MODEL, SignHasher(), sparse_rows=0) as attachment, refused:
         way(attachment)
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from fake_gpu import fake_gpu
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, OracleSelector, QueryHeadHasher, RecentSelector, attach
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget, OracleSelector, QueryHeadHasher, RecentSelector, attach
 from sparse_decode.cuda.encode import PlacedHasher
 from sparse_decode.select import HashSelector
 from sparse_decode_doubles import Auditor, Calibrated, SignHasher, generate, hasher_for, prompts, tiny_model
@@ -94,7 +93,7 @@ def test_the_default_dtype_changes_nothing(variant, default_dtype):
     def run():
         selector = others[variant]() if variant in others else hasher_for(model, variant)
         found = []
-        with torch.no_grad(), attach_rows(model, selector, Budget(0.3), sparse_rows=0):
+        with torch.no_grad(), Attachment(model, selector, Budget(0.3), sparse_rows=0):
             for kind in (lambda: DynamicCache(config=model.config), lambda: StaticCache(model.config, 40)):
                 cache = kind()
                 for first, last in ((0, 38), (38, 39), (39, 40)):
@@ -215,7 +214,7 @@ def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, 
         return step(ids[:, 20:], past_key_values=cache, attention_mask=masked(4, 24, [1, 3], implementation)).logits
 
     dense = run()
-    with attach_rows(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule):
+    with Attachment(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule):
         torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
 
 
@@ -228,7 +227,7 @@ def test_a_query_head_hasher_adds_the_remainder_too():
         layer.remainder.copy_(Calibrated.coefficients)
     found = []
     for remainder in (True, False):
-        with attach_rows(model, QueryHeadHasher(hasher), Budget(0.1), sparse_rows=0, remainder=remainder) as attachment:
+        with Attachment(model, QueryHeadHasher(hasher), Budget(0.1), sparse_rows=0, remainder=remainder) as attachment:
             found.append(model(ids).logits)
             assert attachment.remainder == remainder
     assert not torch.allclose(*found, atol=1e-3)

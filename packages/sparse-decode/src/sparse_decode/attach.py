@@ -36,7 +36,7 @@ from sparse_decode.model import (
     set_attention,
     sparse_modules,
 )
-from sparse_decode.planning import Options, plan_layers, require_rows
+from sparse_decode.planning import plan_layers, require_arguments
 from sparse_decode.select import KeyQueryHasher, Selector
 from sparse_decode.step import RowRule, SparseLayer
 
@@ -79,37 +79,7 @@ def attach(
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
     """
     how: dict[str, Any] = {"dense_layers": dense_layers, "remainder": remainder, "kv": kv, "prompt": prompt}
-    return attach_rows(model, hasher, budget, sparse_rows=None, **how)
-
-
-def attach_rows(
-    model: PreTrainedModel,
-    selector: KeyQueryHasher | Selector | None,
-    budget: Budget | None = None,
-    *,
-    sparse_rows: int | None,
-    dense_layers: int | Collection[int] | None = None,
-    remainder: bool = True,
-    kv: Literal["device", "host"] = "device",
-    prompt: Literal["exact", "sparse"] = "exact",
-) -> "Attachment":
-    """Attach as `attach` does, for evaluations: in every call, rows from a position of their sequence on are sparse.
-
-    One forward pass then scores a whole text as token-by-token decoding after a dense prompt of `sparse_rows` tokens
-    would, however the prompt is chunked.
-
-    Args: sparse_rows: that position, 0 for all rows; None: the rows of decode steps. The others as in `attach`.
-    """
-    require_rows(dense_layers, sparse_rows)
-    if kv not in ("device", "host"):
-        raise ValueError(f'kv must be "device" or "host", got {kv!r}')
-    if prompt not in ("exact", "sparse"):
-        raise ValueError(f'prompt must be "exact" or "sparse", got {prompt!r}')
-    if not isinstance(cast(object, budget), Budget | None):  # user input of any type
-        raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
-    dense = getattr(selector, "dense_layers", ()) if dense_layers is None else dense_layers
-    dense = range(dense) if isinstance(dense, int) else dense
-    return Attachment(model, selector, Options(budget, dense, RowRule(sparse_rows), kv == "host", remainder, prompt))
+    return Attachment(model, hasher, budget, **how)
 
 
 class Attachment:
@@ -124,30 +94,44 @@ class Attachment:
             steps stay dense; None with a budget.
     """
 
-    def __init__(self, model: PreTrainedModel, selector: KeyQueryHasher | Selector | None, how: Options):
+    def __init__(
+        self, model: PreTrainedModel, hasher: KeyQueryHasher | Selector | None = None, budget: Budget | None = None, *,
+        sparse_rows: int | None = None, dense_layers: int | Collection[int] | None = None, remainder: bool = True,
+        kv: Literal["device", "host"] = "device", prompt: Literal["exact", "sparse"] = "exact",
+    ):  # fmt: skip
+        """Attach as `attach` does; for evaluations: in every call, rows from a position of their sequence on sparsely.
+
+        One forward pass then scores a whole text as token-by-token decoding after a dense prompt of `sparse_rows`
+        tokens would, however the prompt is chunked.
+
+        Args: sparse_rows: that position, 0 for all rows; None: the rows of decode steps. The others as in `attach`.
+        """
+        require_arguments(budget, dense_layers, sparse_rows, kv, prompt)
         require_attachable(model)
         self.model: PreTrainedModel = model
-        self._on_host = how.on_host
-        self.prompt: str = how.prompt
+        self._on_host = kv == "host"
+        self.prompt: str = prompt
         self._handles: list[RemovableHandle] = []
         self._name: AttentionName | None = None
         self._growing = WeakSet[CacheLayerMixin]()
         self._dense: tuple[int, ...] = ()
-        if how.prompt == "sparse":
+        if prompt == "sparse":
             require_sparse_prompts(model)
-        modules, self._plans = plan_layers(model, selector, how)
-        lengths = [plan.budget.dense_below for plan in self._plans.values()] if how.budget is None else []
+        given = getattr(hasher, "dense_layers", ()) if dense_layers is None else dense_layers
+        dense = range(given) if isinstance(given, int) else given
+        rule = RowRule(sparse_rows)
+        modules, self._plans = plan_layers(model, hasher, budget, dense, rule, self._on_host, remainder)
+        lengths = [plan.budget.dense_below for plan in self._plans.values()] if budget is None else []
         self.break_even: int | None = next(filter(None, lengths), None)
         self.layers: tuple[int, ...] = tuple(modules)
         self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
-        if modules or selector is None:
-            self._switch_on(modules, how)
-            if modules and (reach := getattr(selector, "reach", None)) is not None:
-                self._handles.append(_warn_beyond(modules[min(modules)], reach))
-            if (words := other_adapter(selector, model)) is not None:
-                warnings.warn(words, stacklevel=4)  # where `attach` is called
+        self._switch_on(modules, dense)
+        if modules and (reach := getattr(hasher, "reach", None)) is not None:
+            self._handles.append(_warn_beyond(modules[min(modules)], reach))
+        if (words := other_adapter(hasher, model)) is not None:
+            warnings.warn(words, stacklevel=3)  # where `attach` is called
 
-    def _switch_on(self, modules: Mapping[int, Attention], how: Options) -> None:
+    def _switch_on(self, modules: Mapping[int, Attention], dense_layers: Collection[int]) -> None:
         """Set the model's attention, and hook its sparse layers."""
         model = self.model
         register()
@@ -156,8 +140,8 @@ class Attachment:
         name = AttentionName.of(NAMES[dense], dense, model)
         set_attention(model, name)
         self._name, self._undo = name, [feed_in_chunks(model)]
-        if how.prompt == "sparse":
-            self._undo.append(mark_sparse(sparse_modules(model, how.dense_layers)))
+        if self.prompt == "sparse":
+            self._undo.append(mark_sparse(sparse_modules(model, dense_layers)))
         dense_ones = dense_modules(model, modules)
         self._dense = tuple(found.layer for found in dense_ones)
         if not modules and dense_ones:
