@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, RecentSelector, attach
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -73,10 +73,8 @@ S = SignHasher()
 OTHER = hasher_for(tiny_model(num_key_value_heads=4), "planes")
 REFUSED = [  # words, model, what attach is given, options
     ("expected KV heads 8, got 2", tiny_model, (SignHasher(kv_heads=8),), {}),
-    *(
-        ("another model .*expected KV heads", tiny_model, (wrap(OTHER),), {})
-        for wrap in (HashSelector, QueryHeadHasher)
-    ),
+    ("another model .*expected KV heads", tiny_model, (OTHER,), {}),
+    ("another model .*expected KV heads", tiny_model, (HashSelector(OTHER, per_query_head=True),), {}),
     (r"must be a Budget, got 0.+; write Budget\(fraction=0.02\)", tiny_model, (S, 0.02), {}),
     ("or a Selector, got int", tiny_model, (3,), {}),
     ("got the path runs/mine; read it first with hashtrain.Hasher", tiny_model, ("runs/mine",), {}),

@@ -5,7 +5,7 @@ What it reads that is not finite makes its own rows NaN, as in dense attention; 
 
 import pytest
 import torch
-from sparse_decode import Attachment, Budget, LshSelector, OracleSelector, QueryHeadHasher, RecentSelector
+from sparse_decode import Attachment, Budget, HashSelector, LshSelector, OracleSelector, RecentSelector
 from sparse_decode_doubles import SignHasher, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 
@@ -16,7 +16,7 @@ MODEL = tiny_model()
 SELECTORS = {
     **{name: lambda name=name: hasher_for(MODEL, name) for name in ("linear", "paper", "planes", "transform")},
     "lsh": lambda: LshSelector(MODEL.config),
-    "per query head": lambda: QueryHeadHasher(hasher_for(MODEL)),
+    "per query head": lambda: HashSelector(hasher_for(MODEL), per_query_head=True),
     "own hasher": SignHasher,
     "oracle": OracleSelector,
     "oracle per query head": lambda: OracleSelector(per_query_head=True),

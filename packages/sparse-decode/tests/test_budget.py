@@ -10,7 +10,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, QueryHeadHasher, attach, planning
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, attach, planning
 from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
@@ -189,7 +189,7 @@ def test_attach_divides_a_budget_as_far_as_the_hasher_has_shares(layers, heads, 
     assert [budget.fraction for budget in found] == [fraction * share for share in layers or (1, 1)]
     assert {budget.by_head for budget in found} == ({heads[0]} if heads else {()})
     if heads:
-        with attach(model, HashSelector(QueryHeadHasher(hasher)), own) as attachment:
+        with attach(model, HashSelector(hasher, per_query_head=True), own) as attachment:
             assert attachment._plans[1].budget.by_head == (0.5, 0.5, 1.5, 1.5)
     for whole in (LayerBudget(), Budget(1.0)):  # of one layer, and of everything, nothing is divided
         with attach(model, hasher, whole) as attachment:

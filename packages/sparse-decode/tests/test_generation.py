@@ -8,7 +8,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, RecentSelector, attach
 from sparse_decode.budget import LayerBudget
 from sparse_decode_doubles import (
     FAMILIES,
@@ -33,7 +33,7 @@ HASHERS = {"planes": SignHasher(), "remainder": Calibrated(), "paper": PaperLike
 SHAPE = ModelShape.of(tiny_model().config)
 SELECTORS = HASHERS | {
     "lsh": Hasher(HasherConfig("lsh", SHAPE)),
-    "paper per query head": QueryHeadHasher(Hasher(HasherConfig("paper", SHAPE))),
+    "paper per query head": HashSelector(Hasher(HasherConfig("paper", SHAPE)), per_query_head=True),
     "oracle": OracleSelector(),
     "oracle per query head": OracleSelector(per_query_head=True),
     "recent": RecentSelector(),
@@ -125,7 +125,6 @@ BUDGETS = st.builds(
     max_tokens=st.none() | st.integers(4, 6),
     sink=st.integers(0, 3),
     recent=st.integers(0, 3),
-    of=st.sampled_from(["visible", "length"]),
     dense_below=st.sampled_from([0, 3, 100]),
 )
 SMALL = tiny_model("gpt_oss", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])

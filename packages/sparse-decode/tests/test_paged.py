@@ -19,7 +19,7 @@ from sparse_decode.cuda.pages import DeviceStep
 from sparse_decode.intervals import causal
 from sparse_decode.pages import PagedLayer, Step
 from sparse_decode.reference import step_reference, tokens_read
-from sparse_decode.select import HashSelector, QueryHeadHasher
+from sparse_decode.select import HashSelector
 from sparse_decode.step import RowRule, SparseLayer
 from sparse_decode_simulated import inside, steps
 
@@ -195,7 +195,7 @@ REFUSED = {
     "no token": (_step(BATCH.blocks, [40, 0]), "got 0..40"),
     "one length": (_step(BATCH.blocks, [40]), r"got \(2, 5\) and \(1,\)"),
     "per query head": (
-        lambda: PagedLayer(0, HashSelector(QueryHeadHasher(Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0))), 1.0),
+        lambda: PagedLayer(0, HashSelector(Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0), per_query_head=True), 1.0),
         "need codes per KV head",
     ),
     "another type": (

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
-from weakref import WeakSet
 
 import torch
 from hashtrain.adapters import other_adapter
@@ -21,8 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from sparse_decode import session
 from sparse_decode.budget import Budget
-from sparse_decode.caches.cache import Coded, CodedDynamicLayer, HostLayer, cache_layer, carry_codes
-from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow, revert
+from sparse_decode.caches.cache import cache_layer, retype
+from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
 from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
@@ -59,8 +58,9 @@ def attach(
     Args:
         model: a Hugging Face decoder with "sdpa", "eager" or "flash_attention_2" attention, which dense calls keep
             using. Its files and weights are not changed.
-        hasher: a hasher (such as `hashtrain.Hasher`) or a `Selector`. None: every layer stays dense, nothing is lost,
-            and on a CPU prompts and steps run by our kernels where they are faster than the model's attention.
+        hasher: a hasher (such as `hashtrain.Hasher`), which is read once, or a `Selector`. None: every layer stays
+            dense, nothing is lost, and on a CPU prompts and steps run by our kernels where they are faster than the
+            model's attention.
         budget: tokens per row, divided among layers and KV heads if the hasher has shares for them. Default: 2 %, with
             steps dense below the context length from which a sparse step is predicted to be faster, so that attaching
             slows no step down.
@@ -113,7 +113,7 @@ class Attachment:
         self.prompt: str = prompt
         self._handles: list[RemovableHandle] = []
         self._name: AttentionName | None = None
-        self._growing = WeakSet[CacheLayerMixin]()
+        self._owned = Owned()
         self._dense: tuple[int, ...] = ()
         if prompt == "sparse":
             require_sparse_prompts(model)
@@ -146,7 +146,7 @@ class Attachment:
         self._dense = tuple(found.layer for found in dense_ones)
         if not modules and dense_ones:
             self._handles.append(dense_ones[0].watch(partial(self._grow_long, dense_ones[0].layer)))
-        ways = (self._config, name), self._held, self._growing, not self._on_host
+        ways = (self._config, name), self._held, self._owned, not self._on_host
         for layer, found in modules.items():
             hook = Hook(self._plans[layer], found.arguments, *ways)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -169,11 +169,7 @@ class Attachment:
             self._name = None
             for undo in self._undo:
                 undo()
-        for plan in self._plans.values():
-            plan.encoder.release()
-        for layer in list(self._growing):
-            if type(layer) is GrowingLayer:  # it may carry the codes of another attachment
-                revert(layer)
+        self._owned.release()
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return (selected, visible) tokens by layer, summed over all sparse rows and query heads so far."""
@@ -209,13 +205,13 @@ class Attachment:
         for index in self._dense:
             held = cache.layers[index] if index < len(cache.layers) else None
             if type(held) is DynamicLayer and held.is_initialized and held.device.type == "cpu":
-                grow(held, self._growing)
+                retype(held, self._owned)
 
     def memory(self, cache: Cache) -> tuple[int, int]:
         """Return the bytes of a cache: keys and values of all layers; codes and sums of the remainder."""
         kv = codes = 0
         for layer in cache.layers:
-            held = cast(Any, layer).memory() if isinstance(layer, Coded) else (_kv_bytes(layer), 0)
+            held = cast(Any, layer).memory() if getattr(layer, "encoder", None) is not None else (_kv_bytes(layer), 0)
             kv, codes = kv + held[0], codes + held[1]
         return kv, codes
 
@@ -265,10 +261,9 @@ class Attachment:
             raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
         if not self._on_host:
             self._grow(cache)
-            return carry_codes(held, plan.encoder)
-        if type(held) not in (DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer):
+        elif type(held) not in (DynamicLayer, GrowingLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
-        return carry_codes(held, plan.encoder, HostLayer)
+        return retype(held, self._owned, plan.encoder, self._on_host)
 
 
 def _kv_bytes(layer: Any) -> int:

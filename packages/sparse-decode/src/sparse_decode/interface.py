@@ -11,7 +11,6 @@ and plain leave early.
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode.attend import without_backward
-from sparse_decode.caches.cache import Coded, CodedDynamicLayer, CodedStaticLayer, HostLayer, Uncached
-from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow
+from sparse_decode.caches.cache import CodedStaticLayer, Uncached, retype
+from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
 from sparse_decode.compiled import attend_step
 from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely, wants_weights
 from sparse_decode.inputs import Inputs, require
@@ -32,7 +31,6 @@ from sparse_decode.step import SparseLayer
 
 KEYWORD = "sparse_decode"
 Carry = Callable[[SparseLayer, Any], CacheLayerMixin]
-Growing = WeakSet[CacheLayerMixin]
 _OTHERS = frozenset(OTHER_STATES)
 _SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
@@ -60,18 +58,18 @@ class Hook:
         arguments: the names of the module's positional arguments.
         ours: the config of the text decoder, and the attention implementation that it must name.
         coded: makes a cache carry codes in the plan's layer, and returns that layer.
-        growing: the cache layers that grow in place and carry no codes.
+        owned: the cache layers of the attachment.
         may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
     def __init__(
-        self, plan: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, growing: Growing,
+        self, plan: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, owned: Owned,
         may_be_short: bool,
     ):  # fmt: skip
         self.plan: SparseLayer = plan
         self._config, self._name = ours
         self._settings: dict[str, Any] = vars(self._config)
-        self._arguments, self._coded, self._growing = arguments, coded, growing
+        self._arguments, self._coded, self._owned = arguments, coded, owned
         self._layer, self._short = plan.layer, Call(plan, None, True, self._name == NAMES["sdpa"])
         self._below: int = plan.budget.dense_below if may_be_short else 0
 
@@ -87,9 +85,9 @@ class Hook:
         if type(cache) is DynamicCache and self._layer < len(cache.layers):
             held: Any = cache.layers[self._layer]
             kind = type(held)
-            if kind is CodedDynamicLayer and held.encoder is self.plan.encoder:
+            if kind is GrowingLayer and held.encoder is self.plan.encoder:
                 call = Call(self.plan, held)
-            elif self._below and (kind is DynamicLayer or kind is GrowingLayer):
+            elif self._below and (kind is DynamicLayer or (kind is GrowingLayer and held.encoder is None)):
                 call = self._if_short(cache, held, given)
         kwargs[KEYWORD] = call or self._context(given)  # safe: torch makes a new dict for every call
         return None
@@ -131,7 +129,7 @@ class Hook:
         if new > 1:  # a prompt: `attention` checks whether later steps can be sparse
             return Call(self.plan, held)
         if n >= FROM and type(held) is DynamicLayer and may_grow(hidden):
-            grow(held, self._growing)
+            retype(held, self._owned)
         return self._short
 
 
@@ -173,7 +171,9 @@ def attention(
 def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a step without a mask and options needs no further look."""
     held = call.held
-    if type(held) is not CodedDynamicLayer or held.keys is not k or held.values is not v or not q.shape[0]:
+    if type(held) is not GrowingLayer or held.encoder is None or held.on_host:
+        return False
+    if held.keys is not k or held.values is not v or not q.shape[0]:
         return False
     if q.requires_grad or k.requires_grad or v.requires_grad or torch.is_autocast_enabled(q.device.type):
         return False
@@ -217,7 +217,7 @@ class _Given:
             return self._densely()
         device = self.query.device
         if autocasts(device):  # cast as torch's own attention does
-            host = isinstance(held, HostLayer)  # its keys and values keep their dtype
+            host = getattr(held, "on_host", False)  # its keys and values keep their dtype
             kind = self.key.dtype if host else torch.get_autocast_dtype(device.type)
             self.query, self.key, self.value = (x.to(kind) for x in (self.query, self.key, self.value))
         if compiling:
@@ -234,14 +234,14 @@ class _Given:
 
     def _view(self) -> Any:
         """Return the cache layer, or what stands in for one that carries no codes."""
-        if isinstance(self.held, Coded):
+        if getattr(self.held, "encoder", None) is not None:
             return self.held
         return Uncached(self.layer.encoder(self.key) if self.layer.selector.needs_codes else None)
 
     def _densely(self, rows: int | None = None) -> Output:
         """Attend as the model alone would, in the first `rows` rows; None: in all."""
         q, k, v, mask = self.query, self.key, self.value, self.mask
-        if isinstance(self.held, HostLayer):
+        if getattr(self.held, "on_host", False):
             k, v = k.to(q.device, non_blocking=True), v.to(q.device, non_blocking=True)
         if rows is not None:
             end = self._end() - q.shape[2] + rows
@@ -279,7 +279,7 @@ class _Given:
         step = static and x.q.is_cuda and x.q.shape[2] == 1 and is_interval(self.mask)
         if step and ready and layer.encoder.traceable(x.q):
             return layer.step(x, cast(Tensor, self.mask)[:, 0], held)
-        codes = held.codes if isinstance(held, CodedDynamicLayer | CodedStaticLayer) else None
+        codes = held.codes if getattr(held, "encoder", None) is not None else None
         sums = held.sums.tensors if static and layer.remainder is not None and held.sums is not None else []
         given = codes, self.mask, self.length, x.sinks, [*sums, layer.placeholder], layer.number
         return attend_step(*x[:3], *given, x.scaling, x.softcap)
@@ -329,7 +329,7 @@ class _Given:
                 "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); "
                 "use a press that removes keys"
             )
-        coded = isinstance(held, CodedDynamicLayer | CodedStaticLayer)
+        coded = getattr(held, "encoder", None) is not None
         if layer.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):
             own = cast(Tensor, held.keys)
             if key.shape != own.shape or not _same_memory(key, own):

@@ -3,6 +3,7 @@
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
 
+import copy
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -80,7 +81,12 @@ def require_arguments(budget: object, dense_layers: object, sparse_rows: object,
 
 
 def as_selector(selector: KeyQueryHasher | Selector) -> Selector:
-    """Return a selector as it is, and a hasher as a selector. Raises: ValueError for anything else."""
+    """Return a selector as it is, but for one by hashes a copy, whose placed weights are this attachment's own.
+
+    Raises: ValueError for what is neither a selector nor a hasher.
+    """
+    if isinstance(selector, HashSelector):
+        return copy.copy(selector)
     if hasattr(selector, "select"):
         return selector  # pyright: ignore[reportReturnType]
     if hasattr(selector, "encode_queries"):

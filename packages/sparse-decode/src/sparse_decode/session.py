@@ -34,11 +34,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from sparse_decode.caches.cache import CodedDynamicLayer, HostLayer, carry_codes
-from sparse_decode.caches.growing import GrowingLayer, grow
+from sparse_decode.caches.cache import retype
+from sparse_decode.caches.growing import GrowingLayer
 from sparse_decode.model import attention_modules
 from sparse_decode.modes import ordinary_tensors
-from sparse_decode.select import HashSelector, PerHead, Selector
+from sparse_decode.select import HashSelector, Selector
 from sparse_decode.step import SparseLayer
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ ROOM = 1024
 _ALIGN = 4096  # of the arrays' start: a page
 _BLANK = "0" * 64  # in the place of a digest that is not known yet
 _FOREIGN = "name a file that attachment.save wrote"
-_WHOLE = DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer
+_WHOLE = DynamicLayer, GrowingLayer
 _SUMS = "keys", "values", "spread", "starts"
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
           torch.int32: "I32"}  # fmt: skip
@@ -145,9 +145,9 @@ def _of_layer(layer: Any, plan: SparseLayer | None, n: int, room: int) -> dict[s
     keys, values = layer.keys, layer.values
     room = room if type(layer) in _WHOLE else 0
     found = {"keys": _Array(keys, room), "values": _Array(values, room)}
-    if isinstance(layer, HostLayer):
+    if isinstance(layer, GrowingLayer):
         layer.wait()
-    if plan is not None and isinstance(layer, CodedDynamicLayer):
+    if plan is not None and isinstance(layer, GrowingLayer) and layer.encoder is not None:
         codes, sums = layer.codes, layer.sums
         if plan.remainder is not None and not sums.length:  # no step has needed them yet
             sums.advance(keys, values, None, n, codes.device)
@@ -267,9 +267,9 @@ def _fill(
         return
     keys, values = file.mapped(at + "keys"), file.mapped(at + "values")
     if plan is None or not plan.selector.needs_codes:
-        return grow(layer, attachment._growing).hold(keys.to(device), values.to(device), kept, device)
+        return retype(layer, attachment._owned).hold(keys.to(device), values.to(device), kept, device)
     on_host = attachment._on_host
-    held = carry_codes(layer, plan.encoder, HostLayer if on_host else None)
+    held = retype(layer, attachment._owned, plan.encoder, on_host)
     if on_host and device.type == "cuda":
         keys, values = keys.pin_memory(), values.pin_memory()
     elif not on_host:
@@ -318,8 +318,7 @@ def _hasher_digest(attachment: "Attachment") -> str:
     selector: Selector | None = None if plan is None else plan.selector
     if selector is None or not selector.needs_codes:
         return ""
-    given: Any = selector.hasher if isinstance(selector, HashSelector) else selector
-    hasher = given.hasher if isinstance(given, PerHead) else given
+    hasher: Any = selector.hasher if isinstance(selector, HashSelector) else selector
     if not isinstance(hasher, Hasher):
         raise ValueError(f"a session needs a hashtrain.Hasher, whose weights identify it, got {type(hasher).__name__}")
     per_query_head = cast(Any, selector).per_query_head

@@ -12,7 +12,6 @@ graph can contain, and nothing waits: counts, intervals and sums stay on the dev
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -32,7 +31,7 @@ from sparse_decode.cuda.sums import add_token
 from sparse_decode.inputs import Inputs
 from sparse_decode.intervals import Memo, Numbers, Seen, causal, intervals_of, seen_on_device
 from sparse_decode.modes import in_graph, readable
-from sparse_decode.select import AttendingSelector, HashSelector, PerHead, Rows, Selector
+from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.sums import FOLD, Coefficients, Sums, means_of_rows
 
 ROWS_AT_ONCE = 64
@@ -68,7 +67,7 @@ class SparseLayer:
     Attributes:
         own: the selector, if it computes attention itself.
         tally: numbers of tokens selected and visible. shared: those that all layers of this budget have in common.
-        hashes: our hasher's functions, if the selector does nothing else. encoder: hashes the layer's keys.
+        hashes: the selector, if it only applies a `hashtrain.Hasher`. encoder: hashes the layer's keys.
         remainder: coefficients of the remainder; None: none is added.
         number: by which compiled graphs refer to this layer; placeholder: see `compiled.attend_step`.
     """
@@ -90,12 +89,8 @@ class SparseLayer:
         self.number: int = register(self)
         self.placeholder: Tensor = torch.zeros(1, dtype=torch.float32, device=device)
         self._cpu = CpuStep(layer, selector, self._sink, self._recent)
-        self.hashes: PerHead | None = selector.own if isinstance(selector, HashSelector) else None
-        own = self.hashes
-        more: tuple[Any, ...] = ()
-        if own is not None:
-            more = partial(own.write_codes, layer), partial(own.traceable, layer)
-        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *more)
+        self.hashes: HashSelector | None = selector if isinstance(selector, HashSelector) and selector.is_ours else None
+        self.encoder: Encoder = Encoder(selector, layer)
 
     def counts(self) -> tuple[int, int]:
         """Return the tokens selected and visible so far, summed over sparse rows and query heads."""

@@ -1,25 +1,22 @@
 """Rows of one layer on the CPU: prepares the one call of the step kernel."""
 
-from operator import getitem, is_
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from hashcore.arguments import address
 from hashcore.cpu import threads
-from hashtrain.layers.planes import Planes
-from hashtrain.layers.transform import Transform
+from hashtrain.layers import LayerHasher
 from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.cpu import encode, step_kernels
 from sparse_decode.cpu.step_kernels import FORM
 from sparse_decode.inputs import KINDS, LIKE, Inputs, reach
-from sparse_decode.select import HashSelector, PerHead
+from sparse_decode.select import HashSelector
 
 Fitted = tuple[Tensor, Tensor] | None
 """What `Coefficients.on` returns; None without a remainder."""
-_NAMES = encode.NAMES * 2  # of the weights of the functions of queries and of keys
 _NO_SUMS = 0, 0, 0, 0, 0
 _NOTHING_GIVEN: tuple[tuple[int, ...], list[Any]] = (0,) * 9, []
 
@@ -58,18 +55,6 @@ class Given(NamedTuple):
     table: NDArray[np.int64] | None = None
 
 
-class _Hash(NamedTuple):
-    """The hasher's part of a form, with the owners of the addresses, to check that these are still valid."""
-
-    layer: Planes | Transform
-    weights: list[Tensor]
-    owners: list[dict[str, Any]]  # the modules' parameters: a module's own lookup is slow
-    addresses: list[int]  # of the weights
-    digits: encode.Digits
-    coordinate: Tensor | None
-    modules: dict[str, Any] | None  # the hasher's layers by index; None if `layer` is a copy on another device
-
-
 class _Form(NamedTuple):
     """The kernel's arguments that calls share if they differ only in tensor contents and the number of tokens."""
 
@@ -77,7 +62,6 @@ class _Form(NamedTuple):
     values: NDArray[np.int64]  # in the order of FORM
     bits: int  # of all planes of a code, to compare with one key
     left_out: Fitted
-    hashes: _Hash | None
 
 
 class CpuStep:
@@ -88,11 +72,10 @@ class CpuStep:
     """
 
     def __init__(self, layer: int, selector: object, sink: int = 0, recent: int = 0):
-        self._name, self._layer = str(layer), layer
+        self._layer = layer
         self._ends, self._always = (sink, recent), sink + recent
-        own = selector.own if type(selector) is HashSelector else None
-        self._own = None if own is None or own.per_query_head else own
-        self._cpu_encoder = encode.CpuEncoder()
+        ours = type(selector) is HashSelector and selector.is_ours and not selector.per_query_head
+        self._own = selector if ours else None
         self._forms: dict[bool, _Form] = {}
 
     def run(
@@ -152,7 +135,7 @@ class CpuStep:
         return out if q.dtype == torch.float32 else out.to(q.dtype), used
 
     def _formed(self, given: tuple[Tensor, ...], left_out: Fitted, sets: int) -> _Form | None:
-        """Return the shared arguments of such calls, cached while the addresses are valid; None for other hashers."""
+        """Return the shared arguments of such calls; None for other hashers."""
         q, k, v, *codes = given
         own = bool(codes)
         known = self._forms.get(own)
@@ -163,23 +146,12 @@ class CpuStep:
         )
         if known is not None and known.key == key:
             mine = known.left_out
-            same = left_out is mine or (left_out and mine and left_out[0] is mine[0])
-            if same and (known.hashes is None or self._is_valid(known.hashes)):
+            if left_out is mine or (left_out and mine and left_out[0] is mine[0]):
                 return known
         made = self._made(key, given, left_out, sets)
         if made is not None:
             self._forms[own] = made
         return made
-
-    def _is_valid(self, known: _Hash) -> bool:
-        """Whether the addresses of a hasher's weights are still those of a form."""
-        if known.modules is None or known.modules.get(self._name) is not known.layer:
-            return False
-        if known.layer._buffers.get("coordinate") is not known.coordinate:
-            return False
-        # Loops in C: each call of a Python function would take as long as all of these.
-        there = map(getitem, known.owners, _NAMES)
-        return all(map(is_, there, known.weights)) and list(map(Tensor.data_ptr, known.weights)) == known.addresses
 
     def _made(self, key: tuple[Any, ...], given: tuple[Tensor, ...], left_out: Fitted, sets: int) -> _Form | None:
         q, k, v, *codes = given
@@ -189,33 +161,23 @@ class CpuStep:
         sizes = sets, q.shape[1] // sets, sets // k.shape[1], k.shape[3], v.shape[3], KINDS[q.dtype]
         found |= dict(zip(("SETS", "GROUP", "SHARE", "DIM", "DIM_V", "KIND"), sizes, strict=True))
         found |= dict(zip(("SINK", "RECENT", "REMAINDER"), (*self._ends, int(left_out is not None)), strict=True))
-        hashes = None
         if codes:
-            hashes = self._hashes(*given)
-            if hashes is None or not all(x.is_contiguous() for x in hashes.weights):
+            views = self._views(*given)
+            if views is None:
                 return None
-            found |= _of_hasher(hashes)
+            found |= _of_hasher(views) | step_kernels.addresses()
         if left_out is not None:
             found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), left_out, strict=True)}
-        found |= {} if hashes is None else step_kernels.addresses()
         bits = found.get("BITS", 0) * found.get("PLANES", 0)
-        return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), bits, left_out, hashes)
+        return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), bits, left_out)
 
-    def _hashes(self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> _Hash | None:
-        """Return the hasher's part of a form; None if the kernel does not support it."""
-        hasher = cast(PerHead, self._own)
-        layer = hasher.placed.layer(self._layer, q.device)
-        if not encode.supports(layer, q):
+    def _views(self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> encode.Views | None:
+        """Return the hasher's arrays; None if the kernel does not support them for these tensors."""
+        own = cast(HashSelector, self._own).placed(self._layer, q.device)
+        views = own.views
+        if views is None or not encode.supports(q) or not _agree(own.layer, q, k, v, codes):
             return None
-        own = cast(Planes | Transform, layer)
-        if not _agree(own, q, k, v, codes):
-            return None
-        owners = [own.query._parameters] * 5 + [own.key._parameters] * 5
-        weights = cast(list[Tensor], list(map(getitem, owners, _NAMES)))
-        found = hasher.hasher.layers._modules
-        modules = found if found.get(self._name) is own else None
-        addresses, digits = [x.data_ptr() for x in weights], self._cpu_encoder.digits_of(own)
-        return _Hash(own, weights, owners, addresses, digits, own._buffers.get("coordinate"), modules)
+        return views if all(x.flags.c_contiguous for x in views.key + views.query) else None
 
 
 def _place(given: Given, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], list[Any]]:
@@ -231,7 +193,7 @@ def _place(given: Given, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], list[An
     return (*at, *chosen, *pages), [indices, means, table]
 
 
-def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:
+def _agree(own: LayerHasher, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:
     """Whether the tensors of a call have one dtype, the sizes of the hasher, and contiguous components."""
     heads = q.shape[1] == own.hkv * own.group and k.shape[1] == v.shape[1] == codes.shape[1] == own.hkv
     sizes = q.shape[3] == k.shape[3] == own.d and 32 * codes.shape[3] == own.bits
@@ -239,17 +201,18 @@ def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tens
     return heads and sizes and alike and all(x.stride(3) == 1 for x in (q, k, v, codes))
 
 
-def _of_hasher(known: _Hash) -> dict[str, int]:
+def _of_hasher(own: encode.Views) -> dict[str, int]:
     """Return the sizes and addresses of a hasher by their names in FORM."""
-    own, weights, digits = known.layer, known.weights, known.digits
+    (r, w1, *_), (_, of_keys, *_) = own.query, own.key
+    spread = own.digits[0].size > 0
     found = {
-        "BITS": own.bits,
+        "BITS": own.digits[0].shape[1] if spread else r.shape[2],
         "PLANES": own.planes,
-        "COORDINATES": weights[0].shape[2],
-        "SPREAD": int(digits[0].size > 0),
-        "QUERY_HIDDEN": weights[1].shape[2],
-        "KEY_HIDDEN": weights[6].shape[2],
+        "COORDINATES": r.shape[2],
+        "SPREAD": int(spread),
+        "QUERY_HIDDEN": w1.shape[2],
+        "KEY_HIDDEN": of_keys.shape[2],
     }
     names = [f"{which}_{name.upper()}" for which in ("QUERY", "KEY") for name in encode.NAMES]
-    found |= {name: x.data_ptr() for name, x in zip(names, weights, strict=True)}
-    return found | {name: address(x) for name, x in zip(("COORDINATE", "POWER", "LIMIT"), digits, strict=True)}
+    found |= {name: address(x) for name, x in zip(names, own.query + own.key, strict=True)}
+    return found | {name: address(x) for name, x in zip(("COORDINATE", "POWER", "LIMIT"), own.digits, strict=True)}
