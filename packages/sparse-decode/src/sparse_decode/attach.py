@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 
 import torch
 from hashtrain.adapters import other_adapter
-from hashtrain.data.offsets import beyond
 from hashtrain.models import text_decoder
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -127,7 +126,7 @@ class Attachment:
         self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
         self._switch_on(modules, dense)
         if modules and (reach := getattr(hasher, "reach", None)) is not None:
-            self._handles.append(_warn_beyond(modules[min(modules)], reach))
+            self._plans[min(modules)].reach = reach
         if (words := other_adapter(hasher, model)) is not None:
             warnings.warn(words, stacklevel=3)  # where `attach` is called
 
@@ -211,8 +210,11 @@ class Attachment:
         """Return the bytes of a cache: keys and values of all layers; codes and sums of the remainder."""
         kv = codes = 0
         for layer in cache.layers:
-            held = cast(Any, layer).memory() if getattr(layer, "encoder", None) is not None else (_kv_bytes(layer), 0)
-            kv, codes = kv + held[0], codes + held[1]
+            held: Any = layer
+            own = [x.nbytes for name in ("keys", "values") if (x := getattr(held, name, None)) is not None]
+            kv += sum(own)
+            if sum(own) and getattr(held, "encoder", None) is not None:
+                codes += held.codes.nbytes + sum(x.nbytes for x in held.sums.tensors)
         return kv, codes
 
     def save(self, cache: Cache, path: str | os.PathLike[str], tokens: Tensor | Sequence[int]) -> None:
@@ -264,25 +266,3 @@ class Attachment:
         elif type(held) not in (DynamicLayer, GrowingLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
         return retype(held, self._owned, plan.encoder, self._on_host)
-
-
-def _kv_bytes(layer: Any) -> int:
-    return sum(x.nbytes for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None)
-
-
-def _warn_beyond(found: Attention, reach: int) -> RemovableHandle:
-    """Warn once when the context of a call is longer than a hasher was made for, in tokens, of which only sizes tell.
-
-    A static cache counts as long as it has room, because the number of its tokens is on the device.
-    """
-
-    def see(cache: Any, hidden: Tensor) -> None:
-        held: Any = cache.layers[found.layer] if isinstance(cache, Cache) and found.layer < len(cache.layers) else None
-        known = 0 if held is None else held.get_seq_length()
-        tokens = known + hidden.shape[1] if isinstance(known, int) else int(cast(Any, held).max_cache_len)
-        if tokens > reach:
-            handle.remove()
-            warnings.warn(beyond(tokens, reach), stacklevel=3)
-
-    handle = found.watch(see)
-    return handle

@@ -154,6 +154,8 @@ def attention(
     call: Call | None = kwargs.pop(KEYWORD, None)
     if call is None:
         return attend_densely(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if key.shape[2] > call.layer.reach:
+        call.layer.warn_beyond(key.shape[2])
     plain = not dropout and attention_mask is None and kwargs.keys() <= QUIET
     if call.short and plain and query.shape[2] == 1:
         n = key.shape[2]
@@ -208,9 +210,15 @@ class _Given:
         if isinstance(held, StaticLayer):
             self.length = held.cumulative_length
             self.whole = compiling or self._all_room()
-        first = layer.rule.first_sparse(rows, self._end())
+        end = self._end()
+        first = layer.rule.first_sparse(rows, end)
         self._refuse(first < rows)
-        if not compiling:
+        if not compiling and self.module.__dict__.get(MASKED) is not None:
+            raise ValueError(
+                "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); "
+                "use a press that removes keys"
+            )
+        if not compiling and (rows > 1 or end == 1):
             self._require_serves()
         if first == rows:
             self._learn()
@@ -322,13 +330,8 @@ class _Given:
             raise ValueError(f"sparse attention has no dropout, got {self.dropout}; call model.eval() first")
 
     def _require_serves(self) -> None:
-        """Raise ValueError if a call of this form cannot be sparse, now or in a later step."""
+        """Raise ValueError if a prompt is of a form that cannot be sparse in a later step."""
         layer, held, query, key = self.layer, self.held, self.query, self.key
-        if getattr(self.module, MASKED, None) is not None:
-            raise ValueError(
-                "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); "
-                "use a press that removes keys"
-            )
         coded = getattr(held, "encoder", None) is not None
         if layer.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):
             own = cast(Tensor, held.keys)
@@ -337,9 +340,9 @@ class _Given:
                     f"layer {layer.layer} must attend to the keys in its cache, {tuple(own.shape)}, got other keys, "
                     f"{tuple(key.shape)}; leave this model dense"
                 )
-            if query.shape[2] > 1 and not coded and layer.hashes is not None:
+            if not coded and layer.hashes is not None:
                 layer.hashes.require_heads(layer.layer, key)  # codes of now are refused when they are made
-            codes = cast(Tensor, held.codes).shape[1] if coded and query.shape[2] > 1 else key.shape[1]
+            codes = cast(Tensor, held.codes).shape[1] if coded else key.shape[1]
             if codes not in (key.shape[1], query.shape[1]):
                 raise ValueError(
                     f"layer {layer.layer} needs codes of {key.shape[1]} KV heads or {query.shape[1]} query heads, got "
@@ -348,7 +351,7 @@ class _Given:
         if layer.own is None and not autocasts(query.device):
             group = 1 if getattr(layer.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
             require(query.device, query.dtype, (key.shape[3], self.value.shape[3]), group)
-        if self.mask is not None and self.mask.dim() == 4 and not is_interval(self.mask) and query.shape[2] > 1:
+        if self.mask is not None and self.mask.dim() == 4 and not is_interval(self.mask):
             require_width(self.mask, query.shape[2], key.shape[2])
             intervals_of(self.mask[:, :, -1:], 1, key.shape[2])  # the last row's, as of later steps
 

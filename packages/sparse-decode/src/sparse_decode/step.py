@@ -11,6 +11,8 @@ On the CPU one kernel does all of this for a row a sequence, and 4 for others. O
 graph can contain, and nothing waits: counts, intervals and sums stay on the device.
 """
 
+import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 from hashcore.cuda.launch import lane
 from hashcore.torch_ops import OPERATORS as SEARCH
+from hashtrain.data.offsets import beyond
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -69,6 +72,7 @@ class SparseLayer:
         tally: numbers of tokens selected and visible. shared: those that all layers of this budget have in common.
         hashes: the selector, if it only applies a `hashtrain.Hasher`. encoder: hashes the layer's keys.
         remainder: coefficients of the remainder; None: none is added.
+        reach: the longest context that the hasher was made for; a longer one is warned of, once.
         number: by which compiled graphs refer to this layer; placeholder: see `compiled.attend_step`.
     """
 
@@ -86,6 +90,7 @@ class SparseLayer:
         self.remainder: Coefficients | None = None if remainder is None else Coefficients(remainder)
         self.tally: Tally = Tally(device)
         self.shared: Tally = shared or Tally()
+        self.reach: int = sys.maxsize
         self.number: int = register(self)
         self.placeholder: Tensor = torch.zeros(1, dtype=torch.float32, device=device)
         self._cpu = CpuStep(layer, selector, self._sink, self._recent)
@@ -96,6 +101,12 @@ class SparseLayer:
         """Return the tokens selected and visible so far, summed over sparse rows and query heads."""
         (selected, visible), (more, seen) = self.tally.totals(), self.shared.totals()
         return selected + more, visible + seen
+
+    def warn_beyond(self, n: int) -> None:
+        """Warn of a context of `n` tokens, of which only sizes tell: a static cache counts as long as it has room."""
+        if not torch.compiler.is_compiling():
+            reach, self.reach = self.reach, sys.maxsize
+            warnings.warn(beyond(n, reach), stacklevel=3)
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""

@@ -238,11 +238,6 @@ class Sums:
             elif held is not None:
                 setattr(self, name, change(held))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums."""
-        return sum(x.nbytes for x in self.tensors)
-
 
 @torch.no_grad()
 def means_of_rows(

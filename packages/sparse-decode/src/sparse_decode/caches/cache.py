@@ -49,13 +49,6 @@ class CodedStaticLayer(Retyped, StaticLayer):
         """Return the codes of the whole key buffer, of which none is missing."""
         return cast(Tensor, self.codes), None
 
-    def memory(self) -> tuple[int, int]:
-        """Return the bytes of the static buffers: of keys and values, and of codes and sums."""
-        if not self.is_initialized:
-            return 0, 0
-        ours = cast(Tensor, self._codes).nbytes + cast(Sums, self.sums).nbytes
-        return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, ours
-
     def _allocate(self) -> Tensor:
         """Allocate codes and sums."""
         if torch.compiler.is_compiling():

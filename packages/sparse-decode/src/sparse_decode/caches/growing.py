@@ -239,12 +239,6 @@ class GrowingLayer(Retyped, DynamicLayer):
         like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
         encoder.write(self._codes.extend(like), keys)
 
-    def memory(self) -> tuple[int, int]:
-        """Return the bytes of keys and values, and of codes and sums."""
-        self.settle()
-        _ = self.codes if self.get_seq_length() else None  # hash what is not hashed yet
-        return self._keys.nbytes + self._values.nbytes, self._codes.nbytes + self.sums.nbytes
-
     def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
         return self._keys, self._values, self._codes
 
