@@ -25,7 +25,7 @@ from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache import retype
 from sparse_decode.caches.growing import GrowingLayer, Owned
 from sparse_decode.inputs import Inputs
-from sparse_decode.planning import CODE
+from sparse_decode.planning import CODE_BYTES
 from sparse_decode.step import RowRule, SparseLayer
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -156,7 +156,7 @@ def main() -> None:
             for name in given.dtypes:
                 dtype = getattr(torch, name)
                 row, read = 2 * D * dtype.itemsize, budget.count_heads(n)[0]
-                allowed = n * row / (n * CODE + read * row)
+                allowed = n * row / (n * CODE_BYTES + read * row)
                 print(f"{n:,} tokens, {name}: codes and selected rows allow {allowed:.1f} x", flush=True)
                 row = measure(n, dtype, given.repeats, budget)
                 result["rows"].append(row)

@@ -129,7 +129,7 @@ def test_a_call_of_short_rows_is_dense_and_counted(family):
 def test_by_default_a_step_is_dense_until_the_bytes_that_it_saves_are_worth_it(monkeypatch):
     """Keys and values of 256 bytes a token, codes of 16 a head; 2 % is read at half the speed."""
     model, (ids, mask) = tiny_model(), prompts((40,))
-    monkeypatch.setattr(planning, "EARNS", 38 * (256 - 32 - 2 * 0.02 * 256) + 1)
+    monkeypatch.setattr(planning, "STEP_COST_BYTES", 38 * (256 - 32 - 2 * 0.02 * 256) + 1)
     with attach(model, SignHasher()) as attachment:
         assert attachment.break_even == 39
         generate(model, ids[:, :30], mask[:, :30], new_tokens=9)
@@ -143,7 +143,7 @@ def test_no_break_even_with_a_budget_or_rows_or_where_nothing_is_known_of_bytes(
     for options in ({"sparse_rows": 5}, {"kv": "host"}, {"budget": Budget()}):
         with Attachment(tiny_model(), SignHasher(), **{"sparse_rows": None, **options}) as attachment:
             assert attachment.break_even is None
-            assert attachment._plans[3].budget.dense_below == 0
+            assert attachment._layers[3].budget.dense_below == 0
     with attach(tiny_model(), OracleSelector()) as attachment:
         assert attachment.break_even is None
     never = planning.predicted(ModelShape(1, 4, 2, 64), LayerBudget(0.6), torch.float32)
@@ -184,16 +184,16 @@ def test_attach_divides_a_budget_as_far_as_the_hasher_has_shares(layers, heads, 
     model = tiny_model(num_hidden_layers=2)
     hasher = with_shares(model, layers, heads)
     with attach(model, hasher, own) as attachment:
-        found = [plan.budget for plan in attachment._plans.values()]
+        found = [layer.budget for layer in attachment._layers.values()]
     fraction = 0.02 if own is None else 0.04
     assert [budget.fraction for budget in found] == [fraction * share for share in layers or (1, 1)]
     assert {budget.by_head for budget in found} == ({heads[0]} if heads else {()})
     if heads:
         with attach(model, HashSelector(hasher, per_query_head=True), own) as attachment:
-            assert attachment._plans[1].budget.by_head == (0.5, 0.5, 1.5, 1.5)
+            assert attachment._layers[1].budget.by_head == (0.5, 0.5, 1.5, 1.5)
     for whole in (LayerBudget(), Budget(1.0)):  # of one layer, and of everything, nothing is divided
         with attach(model, hasher, whole) as attachment:
-            assert {plan.budget for plan in attachment._plans.values()} == {LayerBudget.like(whole)}
+            assert {layer.budget for layer in attachment._layers.values()} == {LayerBudget.like(whole)}
 
 
 def test_a_remainder_of_another_version_is_refused():

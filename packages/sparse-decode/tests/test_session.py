@@ -127,7 +127,7 @@ def test_dense_layers_and_other_budgets_take_the_keys_of_a_file_with_codes(saved
 
 def test_it_is_a_safetensors_file_with_holes_and_nothing_is_hashed_again(saved, monkeypatch):
     attachment, ids, path = saved
-    monkeypatch.setattr(type(attachment._plans[0].encoder), "__call__", lambda *_: pytest.fail("keys were hashed"))
+    monkeypatch.setattr(type(attachment._layers[0].encoder), "__call__", lambda *_: pytest.fail("keys were hashed"))
     cache, _ = attachment.load(path, ids)
     with safe_open(path, "pt") as file:
         for index, layer in enumerate(cache.layers):

@@ -119,14 +119,14 @@ class Attachment:
         given = getattr(hasher, "dense_layers", ()) if dense_layers is None else dense_layers
         dense = range(given) if isinstance(given, int) else given
         rule = RowRule(sparse_rows)
-        modules, self._plans = plan_layers(model, hasher, budget, dense, rule, self._on_host, remainder)
-        lengths = [plan.budget.dense_below for plan in self._plans.values()] if budget is None else []
+        modules, self._layers = plan_layers(model, hasher, budget, dense, rule, self._on_host, remainder)
+        lengths = [layer.budget.dense_below for layer in self._layers.values()] if budget is None else []
         self.break_even: int | None = next(filter(None, lengths), None)
         self.layers: tuple[int, ...] = tuple(modules)
-        self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
+        self.remainder: bool = any(layer.remainder is not None for layer in self._layers.values())
         self._switch_on(modules, dense)
         if modules and (reach := getattr(hasher, "reach", None)) is not None:
-            self._plans[min(modules)].reach = reach
+            self._layers[min(modules)].reach = reach
         if (words := other_adapter(hasher, model)) is not None:
             warnings.warn(words, stacklevel=3)  # where `attach` is called
 
@@ -147,7 +147,7 @@ class Attachment:
             self._handles.append(dense_ones[0].watch(partial(self._grow_long, dense_ones[0].layer)))
         ways = (self._config, name), self._held, self._owned, not self._on_host
         for layer, found in modules.items():
-            hook = Hook(self._plans[layer], found.arguments, *ways)
+            hook = Hook(self._layers[layer], found.arguments, *ways)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def __enter__(self) -> "Attachment":
@@ -172,7 +172,7 @@ class Attachment:
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return (selected, visible) tokens by layer, summed over all sparse rows and query heads so far."""
-        found = {layer: plan.counts() for layer, plan in self._plans.items()}
+        found = {index: layer.counts() for index, layer in self._layers.items()}
         return {layer: (selected, visible) for layer, (selected, visible) in found.items() if visible}
 
     def density(self) -> dict[int, float]:
@@ -184,9 +184,9 @@ class Attachment:
 
     def reset_density(self) -> None:
         """Reset the counts of `counts` and `density`."""
-        for plan in self._plans.values():
-            plan.tally.reset()
-            plan.shared.reset()
+        for layer in self._layers.values():
+            layer.tally.reset()
+            layer.shared.reset()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
@@ -248,16 +248,16 @@ class Attachment:
         A static cache must be allocated first: call its `early_initialization`.
         Returns: the same cache.
         """
-        for plan in self._plans.values():
-            self._held(plan, cache)
+        for layer in self._layers.values():
+            self._held(layer, cache)
         return cache
 
-    def _held(self, plan: SparseLayer, cache: Any) -> CacheLayerMixin:
+    def _held(self, layer: SparseLayer, cache: Any) -> CacheLayerMixin:
         """Return the cache's layer, carrying codes if the selector needs them."""
-        held = cache_layer(cache, plan.layer)
-        if getattr(held, "encoder", None) is plan.encoder:
+        held = cache_layer(cache, layer.layer)
+        if getattr(held, "encoder", None) is layer.encoder:
             return held
-        if not plan.selector.needs_codes:
+        if not layer.selector.needs_codes:
             return held
         if torch.compiler.is_compiling():
             raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
@@ -265,4 +265,4 @@ class Attachment:
             self._grow(cache)
         elif type(held) not in (DynamicLayer, GrowingLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
-        return retype(held, self._owned, plan.encoder, self._on_host)
+        return retype(held, self._owned, layer.encoder, self._on_host)

@@ -22,7 +22,15 @@ from sparse_decode.attend import without_backward
 from sparse_decode.caches.cache import CodedStaticLayer, Uncached, retype
 from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
 from sparse_decode.compiled import attend_step
-from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely, wants_weights
+from sparse_decode.dense import (
+    IGNORED_KEYWORDS,
+    MASKED_PER_HEAD,
+    OWN_FROM,
+    Output,
+    attend_by_torch,
+    attend_densely,
+    wants_weights,
+)
 from sparse_decode.inputs import Inputs, require
 from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa, require_width
 from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, NO_COPY, OTHER_STATES
@@ -57,21 +65,21 @@ class Hook:
     Args:
         arguments: the names of the module's positional arguments.
         ours: the config of the text decoder, and the attention implementation that it must name.
-        coded: makes a cache carry codes in the plan's layer, and returns that layer.
+        coded: makes a cache carry codes in the sparse layer's place, and returns that layer.
         owned: the cache layers of the attachment.
         may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
     def __init__(
-        self, plan: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, owned: Owned,
+        self, layer: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, owned: Owned,
         may_be_short: bool,
     ):  # fmt: skip
-        self.plan: SparseLayer = plan
+        self.layer: SparseLayer = layer
         self._config, self._name = ours
         self._settings: dict[str, Any] = vars(self._config)
         self._arguments, self._coded, self._owned = arguments, coded, owned
-        self._layer, self._short = plan.layer, Call(plan, None, True, self._name == NAMES["sdpa"])
-        self._below: int = plan.budget.dense_below if may_be_short else 0
+        self._index, self._short = layer.layer, Call(layer, None, True, self._name == NAMES["sdpa"])
+        self._below: int = layer.budget.dense_below if may_be_short else 0
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,11 +90,11 @@ class Hook:
         if not _OTHERS.isdisjoint(given) and any(given.get(name) is not None for name in OTHER_STATES):
             return None  # cross-attention
         cache, call = given.get(CACHE_NAMES[0]), None
-        if type(cache) is DynamicCache and self._layer < len(cache.layers):
-            held: Any = cache.layers[self._layer]
+        if type(cache) is DynamicCache and self._index < len(cache.layers):
+            held: Any = cache.layers[self._index]
             kind = type(held)
-            if kind is GrowingLayer and held.encoder is self.plan.encoder:
-                call = Call(self.plan, held)
+            if kind is GrowingLayer and held.encoder is self.layer.encoder:
+                call = Call(self.layer, held)
             elif self._below and (kind is DynamicLayer or (kind is GrowingLayer and held.encoder is None)):
                 call = self._if_short(cache, held, given)
         kwargs[KEYWORD] = call or self._context(given)  # safe: torch makes a new dict for every call
@@ -95,11 +103,11 @@ class Hook:
     def _context(self, given: dict[str, Any]) -> Call:
         """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
         cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
-        if isinstance(cache, Cache) and self._layer < len(cache.layers):
-            held: Any = cache.layers[self._layer]
-            if getattr(held, "encoder", None) is self.plan.encoder:
-                return Call(self.plan, held)
-        return Call(self.plan, None if cache is None else self._coded(self.plan, cache))
+        if isinstance(cache, Cache) and self._index < len(cache.layers):
+            held: Any = cache.layers[self._index]
+            if getattr(held, "encoder", None) is self.layer.encoder:
+                return Call(self.layer, held)
+        return Call(self.layer, None if cache is None else self._coded(self.layer, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
         """Raise ValueError in a step of continuous batching, or if another attention was set."""
@@ -127,7 +135,7 @@ class Hook:
         if n + new >= self._below:
             return None
         if new > 1:  # a prompt: `attention` checks whether later steps can be sparse
-            return Call(self.plan, held)
+            return Call(self.layer, held)
         if n >= FROM and type(held) is DynamicLayer and may_grow(hidden):
             retype(held, self._owned)
         return self._short
@@ -156,7 +164,7 @@ def attention(
         return attend_densely(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if key.shape[2] > call.layer.reach:
         call.layer.warn_beyond(key.shape[2])
-    plain = not dropout and attention_mask is None and kwargs.keys() <= QUIET
+    plain = not dropout and attention_mask is None and kwargs.keys() <= IGNORED_KEYWORDS
     if call.short and plain and query.shape[2] == 1:
         n = key.shape[2]
         call.layer.count_dense(query.shape[0], query.shape[1], n)
@@ -167,7 +175,9 @@ def attention(
     compiling = torch.compiler.is_compiling()
     if plain and query.shape[2] == 1 and not compiling and _is_plain(module, call, query, key, value):
         return call.layer.step(Inputs(query, key, value, factor), None, call.held), None
-    return _Given(module, call.layer, call.held, query, key, value, attention_mask, dropout, factor, kwargs).attend()
+    return AttentionCall(
+        module, call.layer, call.held, query, key, value, attention_mask, dropout, factor, kwargs
+    ).attend()
 
 
 def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -181,11 +191,11 @@ def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if not q.dtype == k.dtype == v.dtype or _active_collector.get() or call.layer.all_dense(k.shape[2]):
         return False
-    return k.shape[2] > max(1, call.layer.rule.all_below) and module.__dict__.get(MASKED) is None
+    return k.shape[2] > max(1, call.layer.rule.all_below) and module.__dict__.get(MASKED_PER_HEAD) is None
 
 
 @dataclass
-class _Given:
+class AttentionCall:
     """Any call of a sparse layer: the arguments of `attention`, the layer and its cache layer.
 
     Attributes: factor: on the logits; length: number of tokens, int64 [], of a static cache, which a compiled graph
@@ -213,7 +223,7 @@ class _Given:
         end = self._end()
         first = layer.rule.first_sparse(rows, end)
         self._refuse(first < rows)
-        if not compiling and self.module.__dict__.get(MASKED) is not None:
+        if not compiling and self.module.__dict__.get(MASKED_PER_HEAD) is not None:
             raise ValueError(
                 "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); "
                 "use a press that removes keys"

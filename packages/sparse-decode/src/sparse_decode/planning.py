@@ -25,12 +25,12 @@ from sparse_decode.step import RowRule, SparseLayer
 Modules = Mapping[int, Attention]
 NEVER = 1 << 40
 """Longer than any context."""
-EARNS = 11 << 18
+STEP_COST_BYTES = 11 << 18
 """Fixed cost of a sparse step (hashing, search, selection), as the bytes of keys and values that a dense step reads in
 that time: 2.75 MiB, slightly more than the break-even of whole steps on the CPU."""
-CODE = 16
+CODE_BYTES = 16
 """Bytes of a code, per KV head."""
-FAR = 2
+SCATTERED_READ_FACTOR = 2
 """Reading scattered rows takes this many times as long as reading consecutive ones."""
 
 
@@ -130,8 +130,8 @@ def _budgets(
 def predicted(heads: ModelShape, budget: LayerBudget, dtype: torch.dtype) -> int:
     """Predict the break-even of one layer on the CPU from the bytes that sparse and dense steps read."""
     dense = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize
-    saved = dense - heads.num_kv_heads * CODE - FAR * budget.mean_fraction * dense
-    return math.ceil(EARNS / saved) if saved > 0 else NEVER
+    saved = dense - heads.num_kv_heads * CODE_BYTES - SCATTERED_READ_FACTOR * budget.mean_fraction * dense
+    return math.ceil(STEP_COST_BYTES / saved) if saved > 0 else NEVER
 
 
 def _layers(
@@ -141,8 +141,8 @@ def _layers(
     coefficients = getattr(selector, "remainder", None) if remainder else None
     found, memo, shared = dict[int, SparseLayer](), Memo(), dict[Any, Tally]()
     for layer, budget in budgets.items():
-        left_out = None if coefficients is None else coefficients(layer)
-        if left_out is not None and isinstance(selector, AttendingSelector):
+        fitted = None if coefficients is None else coefficients(layer)
+        if fitted is not None and isinstance(selector, AttendingSelector):
             raise ValueError(
                 "the remainder is fitted to softmax attention over a selection, got "
                 f"{type(selector).__name__}, which has its own attention; attach with remainder=False"
@@ -151,5 +151,5 @@ def _layers(
         if device is None or device.type == "meta":  # of a layer that is loaded only when called
             device = torch.device("cpu")
         counts = shared.setdefault((budget, device, shape.at(layer).num_query_heads), Tally(device))
-        found[layer] = SparseLayer(layer, selector, budget, rule, left_out, memo, counts, device)
+        found[layer] = SparseLayer(layer, selector, budget, rule, fitted, memo, counts, device)
     return found

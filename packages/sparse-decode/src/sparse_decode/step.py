@@ -7,8 +7,8 @@
 3. Sum: what the remainder needs of all visible tokens (eq. 16).
 4. Attend: softmax over what was read, and the remainder as one more token (eq. 8 and 15).
 
-On the CPU one kernel does all of this for a row a sequence, and 4 for others. On CUDA each is an operator, which a
-graph can contain, and nothing waits: counts, intervals and sums stay on the device.
+On the CPU one kernel does steps 1 to 4 for one row of each sequence; for several rows it does step 4 only. On CUDA each
+is an operator, which a graph can contain, and nothing waits: counts, intervals and sums stay on the device.
 """
 
 import sys
@@ -28,7 +28,7 @@ from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode.caches.cache import Uncached
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.compiled import register
-from sparse_decode.cpu.step import Block, CpuStep, Given
+from sparse_decode.cpu.step import Block, CpuStep, Precomputed
 from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.cuda.sums import add_token
 from sparse_decode.inputs import Inputs
@@ -169,13 +169,13 @@ class SparseLayer:
         reads = self.budget.count_heads(n) if n > (self.rule.start or 0) else [n]
         mean, tail = sum(reads) // len(reads), 0 if min(reads) >= n else max(0, n - self._recent)
         spans = np.array(((0, tail, n),) * batch, np.int64)
-        left_out, place = None, (x.q.device, x.scaling)
+        remainder, place = None, (x.q.device, x.scaling)
         if self.remainder is not None:
-            sums, left_out = held.sums, self.remainder.placed.get(place) or self.remainder.on(*place)
+            sums, remainder = held.sums, self.remainder.placed.get(place) or self.remainder.on(*place)
             known = sums.keys is not None and sums.starts is None and sums.keys.shape[0] == batch
             if not known or not sums.length < n < sums.length + FOLD:  # or they are brought up to date first or then
                 return self._on_cpu(x, causal(batch, 1, n, x.q.device), held)
-        found = self._cpu.run(x, Block(spans, np.array((reads,), np.int64), n, max(reads), mean), held, left_out)
+        found = self._cpu.run(x, Block(spans, np.array((reads,), np.int64), n, max(reads), mean), held, remainder)
         if found is None:
             return self._on_cpu(x, causal(batch, 1, n, x.q.device), held)
         if self.rule.start is None or n > self.rule.start:
@@ -188,19 +188,19 @@ class SparseLayer:
         starts = interval.expand(len(q), -1, -1)[:, -1, 0] if block.spans[:, 0].any() else None
         if self.own is not None:
             return self._by_itself(x, interval, block, held)
-        left_out = sums = None
+        remainder = sums = None
         if self.remainder is not None:
-            left_out = self.remainder.placed.get((q.device, x.scaling)) or self.remainder.on(q.device, x.scaling)
+            remainder = self.remainder.placed.get((q.device, x.scaling)) or self.remainder.on(q.device, x.scaling)
             sums = self._sums_of(x, block, starts, held)
-        found = self._cpu.run(x, block, held, left_out)
+        found = self._cpu.run(x, block, held, remainder)
         if found is None:
             indices = self.selector.select(self._rows(x, interval, block, held))
             means = None
-            if left_out is not None and q.shape[2] > 1:
+            if remainder is not None and q.shape[2] > 1:
                 first = int(block.spans[0, 2]) - 1
                 before = cast(Sums, sums).advance(x.k, x.v, starts, first, q.device)
-                means = means_of_rows(before, q, left_out[1], x.k, x.v, starts, first, first + q.shape[2])
-            found = self._cpu.run(x, block, held, left_out, Given(indices, means))
+                means = means_of_rows(before, q, remainder[1], x.k, x.v, starts, first, first + q.shape[2])
+            found = self._cpu.run(x, block, held, remainder, Precomputed(indices, means))
         out, used = cast("tuple[Tensor, NDArray[np.int64]]", found)
         if sums is not None and block.end >= sums.length + FOLD:
             sums.advance(x.k, x.v, starts, block.end, q.device)

@@ -41,7 +41,7 @@ class Block(NamedTuple):
         return cls(np.array([[0, n, n]] * rows, np.int64).reshape(-1, 3), np.zeros((1, 1), np.int64), n, 0, 0)
 
 
-class Given(NamedTuple):
+class Precomputed(NamedTuple):
     """What the kernel need not compute.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Form(NamedTuple):
     key: tuple[Any, ...]  # shapes, dtypes and strides of the calls
     values: NDArray[np.int64]  # in the order of FORM
     bits: int  # of all planes of a code, to compare with one key
-    left_out: Fitted
+    remainder: Fitted
 
 
 class CpuStep:
@@ -79,11 +79,11 @@ class CpuStep:
         self._forms: dict[bool, _Form] = {}
 
     def run(
-        self, x: Inputs, block: Block, held: Any = None, left_out: Fitted = None, given: Given | None = None
+        self, x: Inputs, block: Block, held: Any = None, remainder: Fitted = None, given: Precomputed | None = None
     ) -> tuple[Tensor, NDArray[np.int64]] | None:
         """Attend: q [B, Hq, Q, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, Q, Hq, Dv] and the tokens read [R, sets].
 
-        Args: held: the cache layer with codes and sums. left_out: coefficients of the remainder, if there is one.
+        Args: held: the cache layer with codes and sums. remainder: coefficients of the remainder, if there is one.
         Returns: None if the kernel cannot select here: another hasher, several rows a sequence, or a search that
             more threads should share. Select, and call again with the selection.
         Raises: ValueError if a given index is out of range.
@@ -94,7 +94,7 @@ class CpuStep:
         if given is None and (codes is None or rows > 1):
             return None
         sets = k.shape[1] if given is None else given.indices.shape[1]
-        form = self._formed((q, k, v) if codes is None else (q, k, v, codes), left_out, sets)
+        form = self._formed((q, k, v) if codes is None else (q, k, v, codes), remainder, sets)
         if form is None:
             return None
         tasks, group = batch * rows * sets, hq // sets
@@ -104,7 +104,7 @@ class CpuStep:
         where = rows, q.data_ptr(), k.data_ptr(), v.data_ptr(), at_codes, out.data_ptr()
         more = (0 if own_sinks is None else own_sinks.data_ptr(), int(pending is not None))
         sums = _NO_SUMS
-        if left_out is not None and (given is None or given.means is None):
+        if remainder is not None and (given is None or given.means is None):
             own = held.sums
             sums = own.length, own.keys.data_ptr(), own.values.data_ptr(), own.levels.data_ptr(), own.scales.data_ptr()
         given_at, keep = _NOTHING_GIVEN if given is None else _place(given, k, v)
@@ -134,42 +134,42 @@ class CpuStep:
             pending.length += 1
         return out if q.dtype == torch.float32 else out.to(q.dtype), used
 
-    def _formed(self, given: tuple[Tensor, ...], left_out: Fitted, sets: int) -> _Form | None:
+    def _formed(self, given: tuple[Tensor, ...], remainder: Fitted, sets: int) -> _Form | None:
         """Return the shared arguments of such calls; None for other hashers."""
         q, k, v, *codes = given
         own = bool(codes)
         known = self._forms.get(own)
         key = (
-            *(sets, q.dtype, k.dtype, v.dtype, left_out is None, q.shape, k.shape[:2], v.shape[:2]),
+            *(sets, q.dtype, k.dtype, v.dtype, remainder is None, q.shape, k.shape[:2], v.shape[:2]),
             *(k.shape[3], v.shape[3], q.stride(), k.stride(), v.stride()),
             *(item for x in codes for item in (x.shape[:2], x.shape[3], x.stride())),
         )
         if known is not None and known.key == key:
-            mine = known.left_out
-            if left_out is mine or (left_out and mine and left_out[0] is mine[0]):
+            mine = known.remainder
+            if remainder is mine or (remainder and mine and remainder[0] is mine[0]):
                 return known
-        made = self._made(key, given, left_out, sets)
+        made = self._made(key, given, remainder, sets)
         if made is not None:
             self._forms[own] = made
         return made
 
-    def _made(self, key: tuple[Any, ...], given: tuple[Tensor, ...], left_out: Fitted, sets: int) -> _Form | None:
+    def _made(self, key: tuple[Any, ...], given: tuple[Tensor, ...], remainder: Fitted, sets: int) -> _Form | None:
         q, k, v, *codes = given
         names = "Q", "K", "V", "CODE"
         found = {f"{name}_{step}": x.stride(i) for name, x in zip(names, given, strict=False)
                  for i, step in enumerate(("BATCH", "HEAD", "TOKEN"))}  # fmt: skip
         sizes = sets, q.shape[1] // sets, sets // k.shape[1], k.shape[3], v.shape[3], KINDS[q.dtype]
         found |= dict(zip(("SETS", "GROUP", "SHARE", "DIM", "DIM_V", "KIND"), sizes, strict=True))
-        found |= dict(zip(("SINK", "RECENT", "REMAINDER"), (*self._ends, int(left_out is not None)), strict=True))
+        found |= dict(zip(("SINK", "RECENT", "REMAINDER"), (*self._ends, int(remainder is not None)), strict=True))
         if codes:
             views = self._views(*given)
             if views is None:
                 return None
             found |= _of_hasher(views) | step_kernels.addresses()
-        if left_out is not None:
-            found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), left_out, strict=True)}
+        if remainder is not None:
+            found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), remainder, strict=True)}
         bits = found.get("BITS", 0) * found.get("PLANES", 0)
-        return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), bits, left_out)
+        return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), bits, remainder)
 
     def _views(self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> encode.Views | None:
         """Return the hasher's arrays; None if the kernel does not support them for these tensors."""
@@ -180,7 +180,7 @@ class CpuStep:
         return views if all(x.flags.c_contiguous for x in views.key + views.query) else None
 
 
-def _place(given: Given, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], list[Any]]:
+def _place(given: Precomputed, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], list[Any]]:
     """Return the arguments of a call for what is given, in the order of CALL, and the owners of the addresses."""
     indices = given.indices.contiguous()
     means = [] if given.means is None else [x.contiguous() for x in given.means]

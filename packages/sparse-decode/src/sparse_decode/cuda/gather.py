@@ -19,8 +19,6 @@ from torch import Tensor
 
 from sparse_decode.inputs import MAX_GROUP, require
 
-Given = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Queries, keys, values and indices."""
 KERNELS = Path(__file__).parent.parent / "kernels"
 THREADS = 128
 COMBINE_THREADS = 256
@@ -120,7 +118,7 @@ def gather(
     paged = None if tables is None else (tables.blocks.shape[-1], tables.width)
     form = q.shape, kind, v.shape[3], indices.shape[1], splits, q.dtype, device, options, paged
     call = _calls.found.get(form)
-    call = call or _calls.keep(form, _prepare((q, k, v, indices), n, (tasks, splits), options, tables))
+    call = call or _calls.keep(form, _prepare(q, k, v, indices, n, (tasks, splits), options, tables))
     out, shape = torch.empty_like(call.like), call.shape
     shape.tokens, shape.width, shape.slots, shape.sink, shape.recent = n, width, slots, sink, recent
     for rows, steps in zip(call.strides, strides, strict=True):
@@ -168,9 +166,11 @@ class _Call(NamedTuple):
 _calls: Table[_Call] = Table()
 
 
-def _prepare(given: Given, n: int, grid: tuple[int, int], options: tuple[Any, ...], tables: Tables | None) -> _Call:
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, n: int, grid: tuple[int, int], options: tuple[Any, ...],
+    tables: Tables | None,
+) -> _Call:  # fmt: skip
     """Create the launches for a form, of n tokens; grid: tasks and splits."""
-    q, k, v, indices = given
     (batch, hq, queries, dim), hkv, value_dim, sets = q.shape, k.shape[1], v.shape[3], indices.shape[1]
     group, (tasks, splits), (scaling, softcap) = hq // sets, grid, options[:2]
     require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
