@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import hashcore
 import numpy as np
@@ -53,7 +54,8 @@ def encode(k: Tensor) -> Tensor:
 
 def encoder_by(encode: Callable[[Tensor], Tensor]) -> Encoder:
     """Make an encoder that hashes keys by a function."""
-    return Encoder(SimpleNamespace(encode_keys=lambda layer, k: encode(k)), 0)
+    selector: Any = SimpleNamespace(encode_keys=lambda layer, k: encode(k))
+    return Encoder(selector, 0)
 
 
 class Pair:

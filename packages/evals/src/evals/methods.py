@@ -138,7 +138,7 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
     bits, own = hasher.layer(0).key_bits, name in (recipe.name for recipe in EXACT)
-    forms = tuple(sparse_decode.HashSelector(hasher, per_query_head) for per_query_head in (False, True))
+    forms = sparse_decode.HashSelector(hasher), sparse_decode.HashSelector(hasher, per_query_head=True)
     return LoadedMethod(name, hasher.config.variant, bits, identity, *forms, remainder, by_query_head=own)
 
 

@@ -19,7 +19,7 @@ class CodedStaticLayer(Retyped, StaticLayer):
     """A `StaticLayer` with a static buffer of codes, so that a compiled step appends to it in place."""
 
     plain: type[CacheLayerMixin] = StaticLayer
-    encoder: Encoder
+    encoder: Encoder  # pyright: ignore[reportIncompatibleVariableOverride]
     _watched = ("keys", "values", "cumulative_length")
     _codes: Tensor | None = None
     sums: Sums | None = None
