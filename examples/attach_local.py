@@ -19,7 +19,6 @@ from hashtrain.demo import DEMO, model_path
 from hashtrain.models import load_model
 from hashtrain.usage import guarded
 from sparse_decode import Attachment, Budget, attach
-from sparse_decode.attach import attach_rows
 from sparse_decode.streaming import TimedStreamer, load_selector, read_text, warm_up
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,7 +55,7 @@ def compare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: a
         sparse = generate(model, tokenizer, prompt, given.tokens)
     same = next((i for i, pair in enumerate(zip(dense, sparse, strict=True)) if pair[0] != pair[1]), len(dense))
     # One forward pass with sparse rows after the prompt is equivalent to decoding them token by token.
-    with attach_rows(model, selector, budget, sparse_rows=prompt.shape[1]):
+    with Attachment(model, selector, budget, sparse_rows=prompt.shape[1]):
         share = agreement(model, prompt, dense)
     print(f"the first {same} tokens agree; sparse attention would choose {100 * share:.0f} % of the dense tokens")
     read = ", ".join(f"{layer}: {100 * density:.2f} %" for layer, density in attached.density().items())

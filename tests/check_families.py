@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from hashtrain.files.atomic import write_text
-from sparse_decode import Budget, LshSelector
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget, LshSelector
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -147,7 +146,7 @@ def check_with(name: str, change: dict[str, Any]) -> Found:
     for rule in (None, 0):
         at = "attach"
         try:
-            attachment = attach_rows(model, LshSelector(model.config), Budget(1.0), dense_layers=0, sparse_rows=rule)
+            attachment = Attachment(model, LshSelector(model.config), Budget(1.0), dense_layers=0, sparse_rows=rule)
             at = f"sparse_rows={rule!r}"
             with attachment:
                 layers = attachment.layers

@@ -68,8 +68,7 @@ def _give_mistral_full_attention() -> None:
 
 def _attach_all(rows: Any) -> None:
     from hashtrain.models import text_decoder
-    from sparse_decode import Budget, LshSelector
-    from sparse_decode.attach import attach_rows
+    from sparse_decode import Attachment, Budget, LshSelector
     from transformers import GenerationMixin
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -83,7 +82,7 @@ def _attach_all(rows: Any) -> None:
         name = str(getattr(text_decoder(self).config, "_attn_implementation", ""))
         if type(self).__name__ not in causal or name not in ("sdpa", "eager"):
             return plain(self, *arguments, **options)
-        attachment = attach_rows(self, LshSelector(self.config), Budget(1.0), dense_layers=0, sparse_rows=rows)
+        attachment = Attachment(self, LshSelector(self.config), Budget(1.0), dense_layers=0, sparse_rows=rows)
         # A compiled graph belongs to one attachment, so keep it for the next call, which must not recompile.
         with contextlib.nullcontext() if options.get("compile_config") else attachment:
             return plain(self, *arguments, **options)

@@ -41,9 +41,7 @@ class Layer:
         original.round_matrices()
         self.copies = []
         for _ in range(copies):
-            own = encode_weights.copied(original, torch.device(device))
-            encode_weights.place(own, original if device == "cuda" else None)
-            self.copies.append(own)
+            self.copies.append(encode_weights.place(original, torch.device(device)))
         self.coefficients = torch.full((HEADS, 5), 0.01, device=device)
         self.slopes = torch.full((HEADS,), 0.01, device=device)
 
@@ -78,7 +76,7 @@ class Steps:
 
         case, own = self.cases[i], self.layer.copies[i % len(self.layer.copies)]
         if not self.stage.cuda:  # the operators of a step are for CUDA alone
-            return own.encode_queries(case.q)
+            return own.layer.encode_queries(case.q)
         return encode.step(own, self.new_keys[i], case.codes[:, :, -1:], case.q, False)
 
     def search(self, i: int, planes: Tensor | None = None) -> Tensor:

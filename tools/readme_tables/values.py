@@ -13,7 +13,7 @@ from evals.results import Result, Row
 from evals.rivals.table import RIVALS
 from evals.tables import percent, protocol, signed_percent
 from hashtrain.run.settings import PAPER
-from sparse_decode.sums import state_bytes
+from sparse_decode.sums import FOLD
 
 from readme_tables.stored import load, stored
 
@@ -86,8 +86,21 @@ def step_share(run: Result, method: str) -> float:
     rival = RIVALS.get(name)
     bits = (row.bits or 0) if rival is None else rival.build(rival.published[0]).kept_bits(width)
     selected = row.budget if rival is None else row.density
-    sums = state_bytes(width) if method != name else 0
+    sums = sums_bytes(width) if method != name else 0
     return (tokens * bits / 8 + (selected or 0.0) * tokens * pair + sums) / (tokens * pair)
+
+
+def sums_bytes(head_dim: int) -> float:
+    """Count the bytes of the remainder's sums that a step reads and writes, in 16 bits, on average over `FOLD` steps.
+
+    Each step reads two vectors in float64, a matrix in 8 bits with a factor a row, and the keys and values of the
+    tokens that are not in the sums yet. Every `FOLD` steps these tokens are read once more, the vectors and a matrix in
+    float32 are read and written, and the matrix in 8 bits is written.
+    """
+    vectors, rounded = 2 * 8 * head_dim, head_dim**2 + 4 * head_dim
+    tokens = 2 * 2 * head_dim
+    added = 2 * (vectors + 4 * head_dim**2) + rounded + FOLD * tokens
+    return vectors + rounded + (FOLD + 1) / 2 * tokens + added / FOLD
 
 
 def spread(found: Row | Estimate, how: str) -> str:

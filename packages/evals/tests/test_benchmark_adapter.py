@@ -8,8 +8,7 @@ import torch
 from evals.methods import DENSE, load_methods
 from evals.settings import Always
 from hashtrain.demo import demo_model_path
-from sparse_decode import Budget
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget
 from sparse_decode.budget import LayerBudget
 from transformers import AutoTokenizer
 
@@ -106,7 +105,7 @@ def test_rows_of_the_continuation_are_the_attachments(sparse, loaded, tokenizer)
     found = {}
     for rows, start in (("all", 0), ("continuation", len(context) - 1)):
         settings = {"dense_layers": 1, "sparse_rows": start, "remainder": False}
-        with attach_rows(loaded.model, loaded.methods["planes"].selector, TENTH, **settings) as attachment:
+        with Attachment(loaded.model, loaded.methods["planes"].selector, TENTH, **settings) as attachment:
             logits = loaded.model(torch.tensor([both[:-1]])).logits[0].log_softmax(-1)
             counts = attachment.counts().values()
         targets = torch.tensor(both[len(context) :])

@@ -188,7 +188,11 @@ def test_ends_beside_a_budget_are_read_on_top_of_it(loaded, ppl_command):
     seen = range(1, 129)
     assert within == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
     assert beside == pytest.approx(sum(min(n, 39) for n in seen) / sum(seen))
-    assert budget_of("fixed", 0.02, 68, 8192).count(torch.tensor([8192]), torch.tensor([8192])).item() == 163 + 68
+    for fraction, length, more, count in ((0.02, 8192, 68, 163 + 68), (0.02, 8192, 0, 163), (0.02, 300, 0, 20)):
+        visible = torch.arange(1, length + 1)  # of every row
+        budget = replace(budget_of("fixed", fraction, length, more), sink=2, recent=3)
+        assert torch.equal(budget.count(visible), visible.clamp(max=count))
+        assert [budget.count_heads(n)[0] for n in (1, count, length)] == [1, count, count]
     for other in ({"rules": ("visible",)}, {"rules": ("fixed",), "phase": "decode"}):
         with pytest.raises(UsageError, match="--ends beside needs a budget that is the same for every row"):
             ppl_command(ends="beside", **other)

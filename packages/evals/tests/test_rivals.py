@@ -8,8 +8,7 @@ import torch
 from evals.methods import load_methods
 from evals.rivals.magicpig import MagicPigSelector
 from evals.rivals.quest import QuestSelector
-from sparse_decode import Budget, Rows, attend
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget, Rows, attend
 
 TENTH = Budget(0.1, sink=0, recent=0)
 
@@ -193,7 +192,7 @@ def test_the_correction_reaches_the_model(loaded):
             pass
 
     def logits(selector):
-        with torch.inference_mode(), attach_rows(loaded.model, selector, TENTH, dense_layers=1, sparse_rows=0):
+        with torch.inference_mode(), Attachment(loaded.model, selector, TENTH, dense_layers=1, sparse_rows=0):
             return loaded.model(loaded.ids[None]).logits
 
     one, other = (MagicPigSelector(bits=4, tables=8, prefill=32, sink=1, local=2) for _ in range(2))

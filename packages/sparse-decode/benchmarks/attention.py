@@ -22,11 +22,11 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
 from sparse_decode import HashSelector
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches.cache import CodedDynamicLayer, carry_codes
+from sparse_decode.caches.cache import retype
+from sparse_decode.caches.growing import GrowingLayer, Owned
 from sparse_decode.inputs import Inputs
-from sparse_decode.planning import CODE
+from sparse_decode.planning import CODE_BYTES
 from sparse_decode.step import RowRule, SparseLayer
-from sparse_decode.sums import state_bytes
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -40,7 +40,7 @@ COPIES = 3
 Step = Callable[[int], object]
 
 
-def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
+def dense_ways(caches: list[GrowingLayer], q: Tensor) -> dict[str, Step]:
     """Return implementations of dense attention in torch that do not repeat keys or values, by name."""
     grouped = q.view(1, HKV, HQ // HKV, D)
 
@@ -74,10 +74,10 @@ def make_layer(budget: LayerBudget) -> SparseLayer:
     return SparseLayer(0, HashSelector(hasher), budget, RowRule(None), hasher.remainder(0))
 
 
-def make_cache(sparse: SparseLayer, n: int, dtype: torch.dtype) -> CodedDynamicLayer:
+def make_cache(sparse: SparseLayer, n: int, dtype: torch.dtype) -> GrowingLayer:
     """Return a cache of `n` random tokens with random codes, which take the same time to score as real ones."""
     k, v = (torch.randn(1, HKV, n, D, dtype=torch.float32).to(dtype) for _ in range(2))
-    layer = carry_codes(DynamicLayer(), sparse.encoder)
+    layer = retype(DynamicLayer(), Owned(), sparse.encoder)
     for part in range(0, n, n // 2):  # twice, so that the buffers have room for the steps
         layer.lazy_initialization(k, v) if not part else None
         piece = slice(part, part + n // 2)
@@ -89,7 +89,7 @@ def make_cache(sparse: SparseLayer, n: int, dtype: torch.dtype) -> CodedDynamicL
     return layer
 
 
-def sparse_step(sparse: SparseLayer, caches: list[CodedDynamicLayer], q: Tensor) -> Step:
+def sparse_step(sparse: SparseLayer, caches: list[GrowingLayer], q: Tensor) -> Step:
     """Return the sparse step to time, as in a model; the token that it appends stays in the cache."""
     new = torch.randn(2, 1, HKV, 1, D).to(q.dtype)
 
@@ -156,8 +156,8 @@ def main() -> None:
             for name in given.dtypes:
                 dtype = getattr(torch, name)
                 row, read = 2 * D * dtype.itemsize, budget.count_heads(n)[0]
-                allowed = n * row / (n * CODE + read * row + state_bytes(D, dtype.itemsize))
-                print(f"{n:,} tokens, {name}: bytes allow {allowed:.1f} x", flush=True)
+                allowed = n * row / (n * CODE_BYTES + read * row)
+                print(f"{n:,} tokens, {name}: codes and selected rows allow {allowed:.1f} x", flush=True)
                 row = measure(n, dtype, given.repeats, budget)
                 result["rows"].append(row)
                 print(f"  {row['ratio']:.1f} x (target {row['asked']}): {json.dumps(row)}", flush=True)

@@ -15,14 +15,15 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
-from weakref import WeakSet
+from types import SimpleNamespace
+from typing import Any
 
 import hashcore
 import numpy as np
 import torch
-from sparse_decode.caches.cache import CodedDynamicLayer, CodedStaticLayer, HostLayer, carry_codes
+from sparse_decode.caches.cache import retype
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.caches.growing import grow
+from sparse_decode.caches.growing import Owned
 from sparse_decode.sums import Sums
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, StaticLayer
@@ -31,11 +32,11 @@ ROUND = 40  # acts on one layer
 ROOM = 64
 WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
 KINDS = {
-    "dynamic": (DynamicLayer, CodedDynamicLayer),
-    "host": (DynamicLayer, HostLayer),
-    "static": (lambda: StaticLayer(ROOM), CodedStaticLayer),
+    "dynamic": DynamicLayer,
+    "host": DynamicLayer,
+    "static": lambda: StaticLayer(ROOM),
 }
-ALL_KINDS = {**KINDS, "hybrid": (LinearAttentionAndFullAttentionLayer, None), "growing": (DynamicLayer, None)}
+ALL_KINDS = {**KINDS, "hybrid": LinearAttentionAndFullAttentionLayer, "growing": DynamicLayer}
 ANY = (
     *("append", "append", "append", "append", "append_poison", "reorder", "reset", "scale_in_place"),
     *("copy", "pickle", "attend", "thread", "fork"),
@@ -51,13 +52,19 @@ def encode(k: Tensor) -> Tensor:
     return hashcore.pack(k @ WEIGHTS)  # whole numbers times signs: exact
 
 
+def encoder_by(encode: Callable[[Tensor], Tensor]) -> Encoder:
+    """Make an encoder that hashes keys by a function."""
+    selector: Any = SimpleNamespace(encode_keys=lambda layer, k: encode(k))
+    return Encoder(selector, 0)
+
+
 class Pair:
     """An attached layer and a plain one, to which the same is done."""
 
     def __init__(self, kind: str, chance: random.Random):
-        plain, self.coded = ALL_KINDS[kind]
+        plain = ALL_KINDS[kind]
         self.kind, self.chance = kind, chance
-        self.layers = [plain(), plain()]
+        self.layers, self.owned = [plain(), plain()], Owned()
         self.kept = []
         self.starts = None  # of the sequences, behind their padding
         self.batch = chance.randint(1, 3)
@@ -66,10 +73,8 @@ class Pair:
         self.attach()
 
     def attach(self) -> None:
-        if self.kind == "growing":
-            grow(self.layers[0], WeakSet())
-        else:
-            carry_codes(self.layers[0], Encoder(lambda k: encode(k.float())), self.coded)
+        encoder = None if self.kind == "growing" else encoder_by(lambda k: encode(k.float()))
+        retype(self.layers[0], self.owned, encoder, self.kind == "host")
 
     @property
     def length(self) -> int:
@@ -158,7 +163,7 @@ class Pair:
         before = self.layers[0]
         self.layers[0] = copy.deepcopy(before) if way == "copy" else pickle.loads(pickle.dumps(before))
         before.reset()  # must not show in the copy
-        if way == "pickle" or self.kind == "growing":
+        if way == "pickle":
             assert b"sparse_decode" not in pickle.dumps(self.layers[0])
             assert type(self.layers[0]) is type(self.layers[1])
             self.attach()

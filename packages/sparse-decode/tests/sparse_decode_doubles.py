@@ -191,9 +191,7 @@ class Auditor:
             torch.testing.assert_close(out, step_reference(layer, x, seen), **close)
             if layer.remainder is None:
                 read = [
-                    torch.cat(
-                        tokens_read(layer, x, b, r, tuple(seen[b, r].tolist()), int(seen[b, -1, 1] - seen[b, r, 0]))
-                    )
+                    torch.cat(tokens_read(layer, x, b, r, tuple(seen[b, r].tolist())))
                     for b in range(batch)
                     for r in range(rows)
                 ]

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
-from sparse_decode.attach import OF_ATTACH, attach_rows
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, RecentSelector, attach
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -37,7 +36,7 @@ def test_density_by_hand():
 def test_detaching_restores_the_model_after_an_exception_too(implementation):
     model, (ids, mask) = tiny_model(implementation=implementation), prompts()
     before, modules = model(ids, attention_mask=mask).logits, hooks(model)
-    attachment = attach_rows(model, SignHasher(), Budget(0.1), sparse_rows=0)
+    attachment = Attachment(model, SignHasher(), Budget(0.1), sparse_rows=0)
     assert not torch.equal(model(ids, attention_mask=mask).logits, before)
     attachment.detach()
     attachment.detach()
@@ -50,7 +49,7 @@ def test_detaching_restores_the_model_after_an_exception_too(implementation):
 
 def test_a_forward_pass_with_gradients_on_works():
     model, (ids, _) = tiny_model(), prompts((40,))
-    with torch.enable_grad(), attach_rows(model, SignHasher(), sparse_rows=0):
+    with torch.enable_grad(), Attachment(model, SignHasher(), sparse_rows=0):
         loss = model(ids, labels=ids).loss
         with pytest.raises(RuntimeError, match="no backward"):
             loss.backward()
@@ -74,10 +73,8 @@ S = SignHasher()
 OTHER = hasher_for(tiny_model(num_key_value_heads=4), "planes")
 REFUSED = [  # words, model, what attach is given, options
     ("expected KV heads 8, got 2", tiny_model, (SignHasher(kv_heads=8),), {}),
-    *(
-        ("another model .*expected KV heads", tiny_model, (wrap(OTHER),), {})
-        for wrap in (HashSelector, QueryHeadHasher)
-    ),
+    ("another model .*expected KV heads", tiny_model, (OTHER,), {}),
+    ("another model .*expected KV heads", tiny_model, (HashSelector(OTHER, per_query_head=True),), {}),
     (r"must be a Budget, got 0.+; write Budget\(fraction=0.02\)", tiny_model, (S, 0.02), {}),
     ("or a Selector, got int", tiny_model, (3,), {}),
     ("got the path runs/mine; read it first with hashtrain.Hasher", tiny_model, ("runs/mine",), {}),
@@ -88,7 +85,6 @@ REFUSED = [  # words, model, what attach is given, options
     ('must be "sdpa", "eager" or .*, got "flex_attention"', lambda: attending_by("flex_attention"), (S,), {}),
     (r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model, (S,), {"dense_layers": 4}),
     ("names layer 4, expected layers of the model, 0 to 3", tiny_model, (S,), {"dense_layers": {1, 4}}),
-    *((f"attach no longer takes {name}: .+", tiny_model, (S,), {name: 1}) for name in OF_ATTACH),
     ("^dense_layers must be", tiny_model, (S,), {"dense_layers": -1}),
     ("^dense_layers must be", tiny_model, (S,), {"dense_layers": 1.5}),
     ('got OracleSelector; use kv="device"', tiny_model, (OracleSelector(),), {"kv": "host"}),
@@ -105,13 +101,11 @@ def test_refused_when_attaching_and_the_model_is_as_it_was(words, make, given, o
     assert (model.get_decoder().config._attn_implementation, hooks(model)) == (name, before)
 
 
-def test_wrong_rows_and_unknown_arguments_are_named():
+def test_wrong_rows_are_named():
     model = tiny_model()
     for value in (-1, "prefill"):
         with pytest.raises(ValueError, match=r"^sparse_rows must be"):
-            attach_rows(model, S, sparse_rows=value)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'fast'"):
-        attach(model, S, fast=True)
+            Attachment(model, S, sparse_rows=value)
     assert hooks(model) == 0
 
 
@@ -162,7 +156,7 @@ CALLS = [
 def test_calls_that_cannot_be_served_are_refused(rows, words, changes, asked):
     """Prompts are the model's own, which may not be causal."""
     model, (ids, _) = tiny_model(**changes).train("attention_dropout" in changes), prompts((40,))
-    with attach_rows(model, S, dense_layers=0, sparse_rows=rows), pytest.raises(ValueError, match=words):
+    with Attachment(model, S, dense_layers=0, sparse_rows=rows), pytest.raises(ValueError, match=words):
         model(ids, **asked(model))
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.adapters import adapter_of
-from sparse_decode import Budget, attach
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget, attach
 from sparse_decode_doubles import Auditor, SignHasher, generate, prompts, tiny_model
 from torch import nn
 
@@ -98,7 +97,7 @@ def test_attaching_to_the_adapted_model_and_to_its_base_is_attaching_twice():
 def test_a_model_compiled_by_its_owner_works():
     """Not `generate`'s own compilation, but torch.compile around the model, graph breaks allowed."""
     model, (ids, _) = tiny_model(num_hidden_layers=1), prompts((20,))
-    with attach_rows(model, SignHasher(), Budget(0.3, min_tokens=2), dense_layers=0, sparse_rows=5):
+    with Attachment(model, SignHasher(), Budget(0.3, min_tokens=2), dense_layers=0, sparse_rows=5):
         plain = model(ids, use_cache=False).logits
         found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
     torch.testing.assert_close(found, plain)

@@ -5,8 +5,7 @@ What it reads that is not finite makes its own rows NaN, as in dense attention; 
 
 import pytest
 import torch
-from sparse_decode import Budget, LshSelector, OracleSelector, QueryHeadHasher, RecentSelector
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget, HashSelector, LshSelector, OracleSelector, RecentSelector
 from sparse_decode_doubles import SignHasher, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 
@@ -17,7 +16,7 @@ MODEL = tiny_model()
 SELECTORS = {
     **{name: lambda name=name: hasher_for(MODEL, name) for name in ("linear", "paper", "planes", "transform")},
     "lsh": lambda: LshSelector(MODEL.config),
-    "per query head": lambda: QueryHeadHasher(hasher_for(MODEL)),
+    "per query head": lambda: HashSelector(hasher_for(MODEL), per_query_head=True),
     "own hasher": SignHasher,
     "oracle": OracleSelector,
     "oracle per query head": lambda: OracleSelector(per_query_head=True),
@@ -37,7 +36,7 @@ def run(selector, rows, cache, bad=(), padded=False):
 
         return getattr(MODEL.model.layers[layer].self_attn, name).register_forward_hook(hook)
 
-    with torch.no_grad(), attach_rows(MODEL, selector, Budget(0.3), sparse_rows=rows):
+    with torch.no_grad(), Attachment(MODEL, selector, Budget(0.3), sparse_rows=rows):
         handles = [spoil(*one) for one in bad]
         for first, last in ((0, 30), (30, 31), (31, 32), (32, 33), (33, 40)):
             seen = mask[:, :last] if padded else None

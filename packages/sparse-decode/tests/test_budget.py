@@ -10,9 +10,8 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, attach, planning
-from sparse_decode.attach import attach_rows
-from sparse_decode.budget import OF_BUDGET, LayerBudget, Tally
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, attach, planning
+from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 
@@ -54,25 +53,16 @@ def test_each_row_counts_its_own_tokens_and_those_always_read(visible, fraction,
     st.floats(1e-6, 1),
     st.none() | st.integers(50, 500),
     st.integers(0, 100),
-    st.sampled_from(["visible", "length"]),
 )
-def test_heads_count_as_budgets_of_their_own(visible, shares, fraction, most, below, of):
+def test_heads_count_as_budgets_of_their_own(visible, shares, fraction, most, below):
     """A head reads its share of the fraction; whatever the number of tokens, as a tensor and as a number."""
-    how = {"max_tokens": most, "dense_below": below, "of": of}
+    how = {"max_tokens": most, "dense_below": below}
     budget, seen = LayerBudget(fraction, by_head=tuple(shares), **how), torch.tensor(visible)
-    alone = [LayerBudget(min(1.0, fraction * share), **how).count(seen, seen) for share in shares]
-    assert torch.equal(budget.count(seen, seen), torch.stack(alone))
+    alone = [LayerBudget(min(1.0, fraction * share), **how).count(seen) for share in shares]
+    assert torch.equal(budget.count(seen), torch.stack(alone))
     for n in visible:
-        assert budget.count_heads(n) == budget.count(torch.tensor([n]), torch.tensor([n]))[:, 0].tolist()
+        assert budget.count_heads(n) == budget.count(torch.tensor([n]))[:, 0].tolist()
         assert budget.most(n) >= max(budget.count_heads(n))
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 5_000), min_size=1, max_size=8), FRACTIONS, st.integers(1, 50))
-def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible, fraction, least):
-    budget = LayerBudget(float(fraction), least, sink=0, recent=0, of="length")
-    counts = budget.count(torch.tensor([visible]), torch.tensor([[max(visible)]]))
-    assert counts.tolist() == [[min(n, by_hand(max(visible), fraction, least, None)) for n in visible]]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +73,7 @@ def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible,
         *(("max_tokens", wrong) for wrong in (0, 2.0)),
         *(("dense_below", wrong) for wrong in (-1, "auto")),
         *(("by_head", wrong) for wrong in (1, True, (1.0, 0.0), ("1",), [1.0])),
-        *(("sink", -1), ("recent", True), ("of", "document")),
+        *(("sink", -1), ("recent", True)),
     ],
 )
 def test_a_wrong_field_is_named(field, value):
@@ -91,16 +81,9 @@ def test_a_wrong_field_is_named(field, value):
         LayerBudget(**{field: value})
 
 
-def test_what_cannot_count_or_fits_no_budget_is_refused():
-    with pytest.raises(ValueError, match="needs the length"):
-        LayerBudget(of="length").count(torch.tensor([3]))
+def test_a_most_below_the_least_is_refused():
     with pytest.raises(ValueError, match="max_tokens must be"):
         LayerBudget(min_tokens=20, max_tokens=10)
-    for name in OF_BUDGET:
-        with pytest.raises(ValueError, match=f"^Budget no longer takes {name}: .+; "):
-            Budget(**{name: 1})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'share'"):
-        Budget(share=1)
 
 
 def test_counts_of_a_device_and_of_the_host_are_added_up():
@@ -146,7 +129,7 @@ def test_a_call_of_short_rows_is_dense_and_counted(family):
 def test_by_default_a_step_is_dense_until_the_bytes_that_it_saves_are_worth_it(monkeypatch):
     """Keys and values of 256 bytes a token, codes of 16 a head; 2 % is read at half the speed."""
     model, (ids, mask) = tiny_model(), prompts((40,))
-    monkeypatch.setattr(planning, "EARNS", 38 * (256 - 32 - 2 * 0.02 * 256) + 1)
+    monkeypatch.setattr(planning, "STEP_COST_BYTES", 38 * (256 - 32 - 2 * 0.02 * 256) + 1)
     with attach(model, SignHasher()) as attachment:
         assert attachment.break_even == 39
         generate(model, ids[:, :30], mask[:, :30], new_tokens=9)
@@ -158,9 +141,9 @@ def test_by_default_a_step_is_dense_until_the_bytes_that_it_saves_are_worth_it(m
 
 def test_no_break_even_with_a_budget_or_rows_or_where_nothing_is_known_of_bytes():
     for options in ({"sparse_rows": 5}, {"kv": "host"}, {"budget": Budget()}):
-        with attach_rows(tiny_model(), SignHasher(), **{"sparse_rows": None, **options}) as attachment:
+        with Attachment(tiny_model(), SignHasher(), **{"sparse_rows": None, **options}) as attachment:
             assert attachment.break_even is None
-            assert attachment._plans[3].budget.dense_below == 0
+            assert attachment._layers[3].budget.dense_below == 0
     with attach(tiny_model(), OracleSelector()) as attachment:
         assert attachment.break_even is None
     never = planning.predicted(ModelShape(1, 4, 2, 64), LayerBudget(0.6), torch.float32)
@@ -201,16 +184,16 @@ def test_attach_divides_a_budget_as_far_as_the_hasher_has_shares(layers, heads, 
     model = tiny_model(num_hidden_layers=2)
     hasher = with_shares(model, layers, heads)
     with attach(model, hasher, own) as attachment:
-        found = [plan.budget for plan in attachment._plans.values()]
+        found = [layer.budget for layer in attachment._layers.values()]
     fraction = 0.02 if own is None else 0.04
     assert [budget.fraction for budget in found] == [fraction * share for share in layers or (1, 1)]
     assert {budget.by_head for budget in found} == ({heads[0]} if heads else {()})
     if heads:
-        with attach(model, HashSelector(QueryHeadHasher(hasher)), own) as attachment:
-            assert attachment._plans[1].budget.by_head == (0.5, 0.5, 1.5, 1.5)
+        with attach(model, HashSelector(hasher, per_query_head=True), own) as attachment:
+            assert attachment._layers[1].budget.by_head == (0.5, 0.5, 1.5, 1.5)
     for whole in (LayerBudget(), Budget(1.0)):  # of one layer, and of everything, nothing is divided
         with attach(model, hasher, whole) as attachment:
-            assert {plan.budget for plan in attachment._plans.values()} == {LayerBudget.like(whole)}
+            assert {layer.budget for layer in attachment._layers.values()} == {LayerBudget.like(whole)}
 
 
 def test_a_remainder_of_another_version_is_refused():

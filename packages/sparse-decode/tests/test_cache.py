@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from fuzz_cache import ALL_KINDS, KINDS, ROOM, encode, run_round
+from fuzz_cache import ALL_KINDS, KINDS, ROOM, encode, encoder_by, run_round
 from sparse_decode import attach, interface
 from sparse_decode.budget import LayerBudget
 from sparse_decode.caches import buffer as buffers
 from sparse_decode.caches.buffer import GrowingBuffer, in_huge_pages
-from sparse_decode.caches.cache import HostLayer, carry_codes, coded_type
+from sparse_decode.caches.cache import our_type, retype
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.caches.growing import GrowingLayer, revert
+from sparse_decode.caches.growing import GrowingLayer, Owned, revert
 from sparse_decode_doubles import RoundedLayer, SignHasher, prompts, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
@@ -26,9 +26,8 @@ def test_attached_layers_are_plain_ones_with_fresh_codes(kind):
     assert sum(run_round(seed, kind) for seed in range(8)) == 320
 
 
-def make(kind, encoder=None):
-    plain, coded = KINDS[kind]
-    return carry_codes(plain(), encoder or Encoder(encode), coded)
+def make(kind):
+    return retype(KINDS[kind](), Owned(), encoder_by(encode), kind == "host")
 
 
 class Counting(Encoder):
@@ -36,7 +35,11 @@ class Counting(Encoder):
 
     def __init__(self):
         self.hashed = []
-        super().__init__(lambda k: (self.hashed.append(k.shape[2]), encode(k))[1])
+        super().__init__(self, 0)
+
+    def encode_keys(self, layer, k):
+        self.hashed.append(k.shape[2])
+        return encode(k)
 
 
 def update(layer, tokens, seed=0, batch=2):
@@ -57,21 +60,20 @@ def sums(layer, length):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_that_was_filled_before_is_taken_over_given_back_and_let_go(kind):
-    plain, coded = KINDS[kind]
-    layer, encoder = plain(), Counting()
+    layer, encoder, owned, others = KINDS[kind](), Counting(), Owned(), Owned()
     update(layer, 6)
     before, names = type(layer), set(vars(layer))
-    assert carry_codes(layer, encoder, coded) is layer
+    assert retype(layer, owned, encoder, kind == "host") is layer
     for seed in range(3):
         check(layer)
         update(layer, 3, seed)
     check(layer)
     assert encoder.hashed == [1] * (kind == "static") + [6, 3, 3, 3]  # a static layer asks once for the codes' shape
     twin, taken = copy.deepcopy(layer), copy.deepcopy(layer)
-    other = Encoder(lambda k: ~encode(k))
-    carry_codes(taken, other)
+    other = encoder_by(lambda k: ~encode(k))
+    retype(taken, others, other)
     assert torch.equal(taken.codes[:, :, :15], ~encode(taken.keys[:, :, :15]))
-    encoder.release()  # of copies, too, but not of what another has taken over
+    owned.release()  # of copies, too, but not of what another has taken over
     assert type(layer) is type(twin) is before
     assert not hasattr(layer, "encoder")
     assert not hasattr(twin, "encoder")
@@ -85,7 +87,6 @@ def test_a_layer_that_was_filled_before_is_taken_over_given_back_and_let_go(kind
 @pytest.mark.parametrize("kind", KINDS)
 def test_appending_copies_nothing_and_codes_take_sixteen_bytes_per_token_and_head(kind):
     layer = make(kind)
-    assert layer.memory() == (0, 0)
     update(layer, 10)
     places = set()
     for seed in range(40):
@@ -93,9 +94,8 @@ def test_appending_copies_nothing_and_codes_take_sixteen_bytes_per_token_and_hea
         places.add((layer.codes.data_ptr(), layer.keys.data_ptr(), layer.values.data_ptr()))
     assert len(places) == 1
     update(layer, ROOM - 50)
-    kv, codes = layer.memory()
-    assert codes - layer.sums.nbytes == 2 * 2 * ROOM * 16
-    assert kv == 2 * 2 * 2 * ROOM * 16 * 4
+    assert layer.codes.nbytes == 2 * 2 * ROOM * 16
+    assert layer.keys.nbytes == layer.values.nbytes == 2 * 2 * ROOM * 16 * 4
 
 
 def test_what_a_static_layer_adds_stays_in_place_and_is_empty_after_a_reset():
@@ -121,7 +121,7 @@ def test_edits_in_inference_mode_of_what_was_made_there_are_noticed():
     with torch.inference_mode():
         layer = DynamicLayer()
         update(layer, 9)
-        carry_codes(layer, Encoder(encode))
+        retype(layer, Owned(), encoder_by(encode))
         check(layer)
         scale()
         check(layer)
@@ -132,9 +132,9 @@ def test_edits_in_inference_mode_of_what_was_made_there_are_noticed():
 
 def test_other_layers_and_those_with_fewer_values_than_keys_are_refused():
     for other in (DynamicSlidingWindowLayer(8), RoundedLayer()):
-        assert coded_type(type(other)) is None
+        assert our_type(type(other)) is None
         with pytest.raises(ValueError, match=f"got {type(other).__name__}"):
-            carry_codes(other, Encoder(encode))
+            retype(other, Owned(), encoder_by(encode))
     layer = make("dynamic")
     update(layer, 6)
     layer.keys = layer.keys[:, :, :3]
@@ -146,8 +146,8 @@ def test_the_rows_of_a_filled_layer_go_to_the_host_and_come_back():
     with FakeTensorMode():  # tensors of a GPU that is not there
         layer = DynamicLayer()
         layer.update(*torch.zeros(2, 1, 2, 6, 16, device="cuda"))
-        made = Encoder(lambda k: torch.zeros(*k.shape[:3], 4, dtype=torch.int32, device=k.device))
-        carry_codes(layer, made, HostLayer)
+        made = encoder_by(lambda k: torch.zeros(*k.shape[:3], 4, dtype=torch.int32, device=k.device))
+        retype(layer, Owned(), made, on_host=True)
         assert {layer.keys.device.type, layer.values.device.type} == {"cpu"}
         assert layer.codes.device.type == "cuda"
         revert(layer)
@@ -163,9 +163,9 @@ def test_a_cache_carries_codes_from_the_break_even_on(below, monkeypatch):
     with attach(model, SignHasher(), LayerBudget(0.1, dense_below=below)) as attachment:
         for first, last in ((0, 10), (10, 11), (11, 20), (20, 21), (21, 35), (35, 36)):
             model(ids[:, first:last], past_key_values=cache)
-            kinds.append({type(layer).__name__ for layer in cache.layers})
+            kinds.append({(type(layer), getattr(layer, "encoder", None) is not None) for layer in cache.layers})
         sizes = attachment.memory(cache)
-    plain, growing, coded = {"DynamicLayer"}, {GrowingLayer.__name__}, {"CodedDynamicLayer"}
+    plain, growing, coded = {(DynamicLayer, False)}, {(GrowingLayer, False)}, {(GrowingLayer, True)}
     assert kinds == [plain, plain, plain, growing, *([coded] * 2 if below == 30 else [growing] * 2)]
     assert sizes == (4 * 2 * 2 * 36 * 16 * 4, 4 * 2 * 36 * 16 if below == 30 else 0)
     assert {type(layer) for layer in cache.layers} == {DynamicLayer}

@@ -14,16 +14,15 @@ import pytest
 import torch
 from hashtrain import Hasher
 from sparse_decode import (
+    Attachment,
     Budget,
     HashSelector,
     LshSelector,
     OracleSelector,
-    QueryHeadHasher,
     RecentSelector,
     attach,
     interface,
 )
-from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -42,7 +41,7 @@ SELECTORS = {
     "HashSelector": lambda: HashSelector(hasher_for(MODEL, "planes")),
     "LshSelector": lambda: LshSelector(MODEL.config),
     "OracleSelector": OracleSelector,
-    "QueryHeadHasher": lambda: QueryHeadHasher(hasher_for(MODEL)),
+    "HashSelector per query head": lambda: HashSelector(hasher_for(MODEL), per_query_head=True),
     "RecentSelector": RecentSelector,
 }
 
@@ -57,7 +56,7 @@ WAYS = [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved
 
 def logits(selector):
     ids, _ = prompts((40,))
-    with torch.no_grad(), attach_rows(MODEL, selector, Budget(0.2), sparse_rows=0):
+    with torch.no_grad(), Attachment(MODEL, selector, Budget(0.2), sparse_rows=0):
         cache = MODEL(ids[:, :38]).past_key_values
         return MODEL(ids[:, 38:39], past_key_values=cache).logits
 
@@ -80,7 +79,7 @@ def test_a_copy_selects_as_the_original(name, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_an_attachment_is_refused(way):
     refused = pytest.raises(TypeError, match=r"cannot be copied or pickled; call detach\(\) first")
-    with attach_rows(MODEL, SignHasher(), sparse_rows=0) as attachment, refused:
+    with Attachment(MODEL, SignHasher(), sparse_rows=0) as attachment, refused:
         way(attachment)
 
 
@@ -114,7 +113,8 @@ def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):
         cache = StaticCache(model.config, 64) if kind == "static" else DynamicCache(config=model.config)
         model(ids[:, :30], past_key_values=cache)
         model(ids[:, 30:31], past_key_values=cache)
-        assert kind.title() in type(cache.layers[0]).__name__
+        held = cache.layers[0]
+        assert (held.encoder is None, held.on_host) == (kind == "growing", kind == "host")
         twin = way(cache)
         assert torch.equal(generate(model, ids, past_key_values=twin), dense)
         assert torch.equal(generate(model, ids, past_key_values=cache), dense)

@@ -18,10 +18,10 @@ from hashtrain.hasher import make_layer
 from hostsim import check_slack
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_decode.cpu.encode import MAX_TOKENS, CpuEncoder
+from sparse_decode.cpu.encode import MAX_TOKENS, hash_queries, views_of
 from sparse_decode.cuda import encode as encode_cuda
 from sparse_decode.cuda import encode_weights
-from sparse_decode.select import PerHead, QueryHeadHasher
+from sparse_decode.select import HashSelector
 from sparse_decode_simulated import device, inside
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -79,7 +79,7 @@ def tokens(form, batch=1, count=1, whole=True, dtype=torch.float32):
 
 def on_cpu(hasher, k, q, per_query_head):
     """Hash a step: codes, planes and the planes' weights."""
-    own = (QueryHeadHasher if per_query_head else PerHead)(hasher)
+    own = HashSelector(hasher, per_query_head)
     return own.encode_keys(0, k), *own.encode_queries(0, q)
 
 
@@ -88,7 +88,7 @@ def on_cuda(hasher, k, q, per_query_head, order=0, narrow=False):
     layer = hasher.layer(0)
     known = encode_weights.found_in(layer)
     how, (heads, words) = known.hows[per_query_head], encode_weights.code_shape(layer, per_query_head)
-    sides = (encode_weights._narrowed(weights) if narrow else weights for weights in known[:2])
+    sides = (encode_weights._narrowed(weights) if narrow else weights for weights in (known.key, known.query))
     of_keys, of_queries = ([inside(x) for x in weights] for weights in sides)
     digits, k, q = [inside(x) for x in known.digits], inside(k), inside(q)
     codes = inside(torch.full((len(k), heads, k.shape[2], words), -2, dtype=torch.int32))
@@ -160,7 +160,7 @@ def test_planes_are_those_of_hashcore(planes, numbers):
     for name, weights in layer.query.named_parameters():
         weights.zero_() if name != "b2" else weights.copy_(torch.tensor(numbers))
     expected = hashcore.planes(layer.query.b2[None], planes, check=False)[0]
-    assert torch.equal(CpuEncoder().queries(layer, torch.ones(1, 1, 1, 16), False)[0], expected)
+    assert torch.equal(hash_queries(views_of(layer), torch.ones(1, 1, 1, 16), False)[0], expected)
 
 
 @pytest.mark.parametrize("run", [on_cpu, on_cuda])
@@ -183,29 +183,23 @@ def test_clipped_and_missing_numbers_and_other_digits(run):
 def test_threads_change_nothing_and_many_tokens_are_hashed_by_hashtrain(monkeypatch):
     form = Form("planes", 8, 4)
     hasher, (_, q) = make(form, whole=False), tokens(form, 3, 4, whole=False)
-    serial = CpuEncoder().queries(hasher.layer(0), q, False)[0]
+    serial = hash_queries(views_of(hasher.layer(0)), q, False)[0]
     monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
-    assert torch.equal(CpuEncoder().queries(hasher.layer(0), q, False)[0], serial)
-    monkeypatch.setattr(CpuEncoder, "keys", lambda *_: pytest.fail("taken"))
+    assert torch.equal(hash_queries(views_of(hasher.layer(0)), q, False)[0], serial)
+    monkeypatch.setattr("sparse_decode.cpu.encode.hash_keys", lambda *_: pytest.fail("taken"))
     many, _ = tokens(form, 1, MAX_TOKENS + 1)
-    assert torch.equal(PerHead(hasher).encode_keys(0, many), hasher.encode_keys(0, many))
+    assert torch.equal(HashSelector(hasher).encode_keys(0, many), hasher.encode_keys(0, many))
 
 
 @pytest.mark.parametrize("variant", ["transform", "lsh", "paper"])
-def test_a_copy_has_16_bits_where_that_loses_nothing_and_is_forgotten_with_its_layer(variant):
+def test_a_copy_has_16_bits_where_that_loses_nothing_and_is_described_once(variant):
     for narrow in (False, True):
-        layer, copied = (make(Form(variant), whole=narrow).layer(0) for _ in range(2))
-        encode_weights.place(copied, layer)
-        known = encode_weights.placed[id(copied)]
-        kinds = {x.dtype for weights in known[:2] for x in encode_weights.matrices(weights)}
-        assert kinds == {torch.float16 if narrow else torch.float32}
-        own = encode_weights.weights_of(copied, "key")
-        assert all(torch.equal(a.float(), b) for a, b in zip(known.key, own, strict=True))
-        numbers = id(copied), id(known.key[0]), id(known.query[0])
-        assert numbers[0] in encode_weights.placed
-        del copied, known, own  # another layer may get its number
-        assert numbers[0] not in encode_weights.placed
-        assert not set(numbers[1:]) & set(encode_weights.sides)
+        layer = make(Form(variant), whole=narrow).layer(0)
+        known = encode_weights.place(layer, torch.device("meta"))
+        for weights in (known.key, known.query):
+            kinds = {x.dtype for x in encode_weights.matrices(weights)}
+            assert kinds == {torch.float16 if narrow else torch.float32}
+            assert encode_cuda.side_of(weights, known.digits) is encode_cuda.side_of(weights, known.digits)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +213,10 @@ def test_a_copy_has_16_bits_where_that_loses_nothing_and_is_forgotten_with_its_l
 def test_what_the_kernel_takes(changed, taken):
     how = {"tokens": 1, "dtype": torch.bfloat16, "hidden": 64, "bits": 128, "device": "cuda", "heads": (4, 2)} | changed
     config = HasherConfig("planes", ModelShape(1, *how["heads"], 64), bits=how["bits"], hidden=how["hidden"])
-    layer = make_layer(config, 0, None if "heads" in changed else 0)
+    own = encode_weights.found_in(make_layer(config, 0, None if "heads" in changed else 0))
     with FakeTensorMode():
         x = torch.zeros(2, 2, how["tokens"], 64, dtype=how["dtype"], device=how["device"])
-        assert encode_cuda.supports(layer, x) is taken
+        assert encode_cuda.supports(own, x) is taken
 
 
 def test_the_kernel_waits_before_it_reads():

@@ -21,7 +21,7 @@ from fake_gpu import (
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach, budget, step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.select import HashSelector, QueryHeadHasher
+from sparse_decode.select import HashSelector
 from sparse_decode_doubles import slow_but
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
@@ -38,7 +38,7 @@ BUDGETS = {
 def selector_of(variant="transform", family="llama"):
     """Its weights are real and in host memory, as those of a hasher that was loaded; it is placed when it is used."""
     hasher = Hasher(HasherConfig(variant.removesuffix("-heads"), ModelShape.of(config_of(family))), 0)
-    return HashSelector(QueryHeadHasher(hasher) if variant.endswith("-heads") else hasher)
+    return HashSelector(hasher, variant.endswith("-heads"))
 
 
 CASES = [("llama", "transform", kind, captured, "tenth") for kind in KINDS for captured in (False, True)]

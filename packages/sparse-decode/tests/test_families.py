@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, LshSelector, OracleSelector, attach
+from sparse_decode import Attachment, Budget, LshSelector, OracleSelector, attach
 from sparse_decode import model as model_module
-from sparse_decode.attach import attach_rows
 from sparse_decode.budget import LayerBudget
 from sparse_decode.model import FLASH
 from sparse_decode_doubles import SIZES, Auditor, SignHasher, generate, prompts, tiny_model
@@ -134,7 +133,7 @@ def test_cross_attention_stays_dense(rule):
         return first, model(ids[:, :1], past_key_values=cache, **step).logits
 
     dense = logits()
-    with attach_rows(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule) as attachment:
+    with Attachment(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule) as attachment:
         assert attachment.layers == (0, 2)
         for found, expected in zip(logits(), dense, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -8,8 +8,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, attach
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, RecentSelector, attach
 from sparse_decode.budget import LayerBudget
 from sparse_decode_doubles import (
     FAMILIES,
@@ -34,7 +33,7 @@ HASHERS = {"planes": SignHasher(), "remainder": Calibrated(), "paper": PaperLike
 SHAPE = ModelShape.of(tiny_model().config)
 SELECTORS = HASHERS | {
     "lsh": Hasher(HasherConfig("lsh", SHAPE)),
-    "paper per query head": QueryHeadHasher(Hasher(HasherConfig("paper", SHAPE))),
+    "paper per query head": HashSelector(Hasher(HasherConfig("paper", SHAPE)), per_query_head=True),
     "oracle": OracleSelector(),
     "oracle per query head": OracleSelector(per_query_head=True),
     "recent": RecentSelector(),
@@ -128,7 +127,6 @@ BUDGETS = st.builds(
     max_tokens=st.none() | st.integers(4, 6),
     sink=st.integers(0, 3),
     recent=st.integers(0, 3),
-    of=st.sampled_from(["visible", "length"]),
     dense_below=st.sampled_from([0, 3, 100]),
 )
 SMALL = tiny_model("gpt_oss", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
@@ -154,7 +152,7 @@ def test_any_context_any_batch_and_any_budget_work(budget, lengths, rows, select
 
     with torch.no_grad():
         dense = logits()
-        with attach_rows(SMALL, selector, budget, dense_layers=0, sparse_rows=rows):
+        with Attachment(SMALL, selector, budget, dense_layers=0, sparse_rows=rows):
             found = logits()
     assert found.isfinite().all()
     if budget.fraction == 1 and budget.max_tokens is None:
@@ -199,7 +197,7 @@ def test_assisted_decoding_and_chunked_prefill_give_the_greedy_tokens(name, opti
     model, assistant, (ids, _) = tiny_model(), tiny_model(num_hidden_layers=3), prompts((40,))
     assistant.generation_config.update(assistant_confidence_threshold=0.0, num_assistant_tokens=4)
     options = options or {"assistant_model": assistant}
-    own = attach_rows(model, Calibrated(), TENTH, sparse_rows=40)
+    own = Attachment(model, Calibrated(), TENTH, sparse_rows=40)
     with own as attachment, attach(assistant, SignHasher(seed=3), TENTH):
         greedy, counts = run(model, ids, new_tokens=20), attachment.counts()
         attachment.reset_density()
@@ -212,7 +210,7 @@ def test_a_mask_of_packed_texts_is_refused_for_the_remainder():
     mask = torch.tril(torch.ones(20, 20, dtype=torch.bool))[None, None].clone()
     mask[..., 10:19, :5] = False
     with (
-        attach_rows(model, Calibrated(), Budget(0.2), sparse_rows=0),
+        Attachment(model, Calibrated(), Budget(0.2), sparse_rows=0),
         pytest.raises(ValueError, match="needs a causal mask"),
     ):
         model(ids, attention_mask=mask, use_cache=False)

@@ -14,7 +14,8 @@ from hashtrain.hasher import make_layer
 from paged_cases import BUDGETS, LENGTHS, SIZES, Batch, layer_of
 from sparse_decode import HashSelector, attend
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches.cache import carry_codes
+from sparse_decode.caches.cache import retype
+from sparse_decode.caches.growing import Owned
 from sparse_decode.cuda import encode, encode_weights
 from sparse_decode.cuda import pages as cuda_pages
 from sparse_decode.inputs import Inputs
@@ -80,11 +81,9 @@ def test_hashed_tokens_are_those_of_the_layer(variant, dim, bits, hidden, planes
     layer = make_layer(config, 0, 0).requires_grad_(False)
     if narrow:
         layer.round_matrices()
-    own = encode_weights.copied(layer, torch.device("cuda"))
-    encode_weights.place(own, layer)
+    own = encode_weights.place(layer, torch.device("cuda"))
     if narrow:
-        matrices = encode_weights.matrices(encode_weights.placed[id(own)].key)
-        assert {x.dtype for x in matrices} == {torch.float16}
+        assert {x.dtype for x in encode_weights.matrices(own.key)} == {torch.float16}
     draw = torch.Generator().manual_seed(0)
     k, q = (torch.randn(batch, heads, tokens, dim, generator=draw).mul(3).to(dtype) for heads in (2, 6))
     for per_query_head in (False, True):
@@ -117,7 +116,7 @@ def test_steps_are_those_of_the_reference(static, padded, dtype):
     layer = SparseLayer(0, selector, budget, RowRule(None), fitted, device=cuda)
     draw, room = torch.Generator().manual_seed(0), 60 + FOLD + 4
     k, v = (torch.randn(3, 2, room, 64, generator=draw).to(dtype) for _ in range(2))
-    held = carry_codes(StaticLayer(100) if static else DynamicLayer(), layer.encoder)
+    held = retype(StaticLayer(100) if static else DynamicLayer(), Owned(), layer.encoder)
     held.update(*there((k[:, :, :60], v[:, :, :60])))
     if static:
         starts = padding(60)[:, 0, 0] if padded else torch.zeros(3, dtype=torch.int64)

@@ -19,7 +19,7 @@ from sparse_decode.cuda.pages import DeviceStep
 from sparse_decode.intervals import causal
 from sparse_decode.pages import PagedLayer, Step
 from sparse_decode.reference import step_reference, tokens_read
-from sparse_decode.select import HashSelector, QueryHeadHasher
+from sparse_decode.select import HashSelector
 from sparse_decode.step import RowRule, SparseLayer
 from sparse_decode_simulated import inside, steps
 
@@ -105,7 +105,7 @@ def test_what_is_not_selected_or_owned_is_not_read(backend, size):
         batch.pages.codes[page] = best
     kept = torch.zeros(*batch.pages.k.shape[:3], dtype=torch.bool)
     for row, n in enumerate(batch.lengths):
-        by_head = tokens_read(own, batch.alone(row, layer), 0, 0, (0, n), n)[:: HQ // HKV]
+        by_head = tokens_read(own, batch.alone(row, layer), 0, 0, (0, n))[:: HQ // HKV]
         for head, tokens in enumerate(by_head):
             at = batch.slots(row)[tokens]
             kept[at // size, head, at % size] = True
@@ -197,7 +197,7 @@ REFUSED = {
     "no token": (_step(BATCH.blocks, [40, 0]), "got 0..40"),
     "one length": (_step(BATCH.blocks, [40]), r"got \(2, 5\) and \(1,\)"),
     "per query head": (
-        lambda: PagedLayer(0, HashSelector(QueryHeadHasher(Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0))), 1.0),
+        lambda: PagedLayer(0, HashSelector(Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0), per_query_head=True), 1.0),
         "need codes per KV head",
     ),
     "another type": (

@@ -9,8 +9,9 @@ from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, attach, dense, sums
 from sparse_decode.caches import cache_encoder, growing
-from sparse_decode.caches.cache import carry_codes
+from sparse_decode.caches.cache import retype
 from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.growing import Owned
 from sparse_decode.cpu import bfloat_lanes, prompt_kernels
 from sparse_decode.cpu.dense import attend_rows
 from sparse_decode.intervals import visible
@@ -88,7 +89,7 @@ def test_hashing_and_sums_of_a_prompt_make_no_copy_of_all_keys_in_float32(layer,
         k, v = torch.randn(2, batch, heads, tokens, 64).bfloat16()
 
         def prefill(k=k, v=v):
-            held = carry_codes(copy.deepcopy(layer), Encoder(lambda keys: selector.encode_keys(0, keys)))
+            held = retype(copy.deepcopy(layer), Owned(), Encoder(selector, 0))
             held.update(k, v)
             held.sums.advance(k, v, None, k.shape[2], k.device)
             held.sums.drop(k, v, 1)

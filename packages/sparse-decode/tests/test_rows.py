@@ -4,9 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference, step
-from sparse_decode.attach import attach_rows
-from sparse_decode.budget import LayerBudget
+from sparse_decode import (
+    Attachment,
+    Budget,
+    HashSelector,
+    OracleSelector,
+    RecentSelector,
+    attach,
+    attend_reference,
+    step,
+)
 from sparse_decode_doubles import (
     TOLERANCE,
     UNUSUAL,
@@ -47,7 +54,7 @@ def test_one_pass_equals_token_by_token(family, start, monkeypatch):
     with attach(model, SignHasher(), BUDGET):
         decoded = token_by_token(model, ids, start)
     Auditor(monkeypatch)
-    with attach_rows(model, SignHasher(), BUDGET, sparse_rows=start):
+    with Attachment(model, SignHasher(), BUDGET, sparse_rows=start):
         close(model(ids).logits, decoded)
         close(model(ids, use_cache=False).logits, decoded)
         close(token_by_token(model, ids, 0), decoded)
@@ -65,7 +72,7 @@ def test_every_selector_and_dense_implementation(selector, implementation):
     budget = Budget(0.1, min_tokens=2, sink=1, recent=2)
     with attach(model, selector, budget):
         decoded = token_by_token(model, ids, 9)
-    with attach_rows(model, selector, budget, sparse_rows=9):
+    with Attachment(model, selector, budget, sparse_rows=9):
         close(model(ids).logits, decoded)
 
 
@@ -77,19 +84,19 @@ def test_the_oracle_knows_the_models_own_logits(family, monkeypatch):
     monkeypatch.setattr(selector, "select", lambda rows: (seen.append(rows), select(rows))[1])
     with attach(model, selector, BUDGET):
         decoded = token_by_token(model, ids, 9)
-    with attach_rows(model, selector, BUDGET, sparse_rows=9):
+    with Attachment(model, selector, BUDGET, sparse_rows=9):
         close(model(ids).logits, decoded)
     facts = {"gemma2": (0.2, False, 0.25), "gpt_oss": (None, True, 0.25), "granite": (None, False, 0.2)}[family]
     assert {(rows.softcap, rows.sinks is not None, rows.scaling) for rows in seen} == {facts}
 
 
-@pytest.mark.parametrize("budget", [BUDGET, LayerBudget(0.1, of="length"), Budget(0.05, sink=2, recent=1)])
+@pytest.mark.parametrize("budget", [BUDGET, Budget(0.05, sink=2, recent=1)])
 @pytest.mark.parametrize("start", [0, 11])
 def test_a_padded_row_is_the_row_alone(start, budget):
     model, lengths = tiny_model(), (40, 27, 5)
     ids, mask = prompts(lengths)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with attach_rows(model, SignHasher(), budget, sparse_rows=start):
+    with Attachment(model, SignHasher(), budget, sparse_rows=start):
         together = model(ids, attention_mask=mask, position_ids=positions).logits
         for row, length in enumerate(lengths):
             close(model(ids[row : row + 1, 40 - length :]).logits[0], together[row, 40 - length :])
@@ -102,7 +109,7 @@ def test_memory_of_a_long_pass_is_bounded(monkeypatch):
     select = HashSelector.select
     monkeypatch.setattr(step, "ROWS_AT_ONCE", 32)
     monkeypatch.setattr(HashSelector, "select", lambda own, rows: (seen.append(rows.q.shape), select(own, rows))[1])
-    with attach_rows(model, SignHasher(), Budget(0.01), dense_layers=3, sparse_rows=1400):
+    with Attachment(model, SignHasher(), Budget(0.01), dense_layers=3, sparse_rows=1400):
         model(ids)
     assert {shape[2] for shape in seen} <= {32, 100 % 32}
     assert len(seen) == 4  # dense rows are not among them
@@ -123,7 +130,7 @@ def test_a_selector_may_bring_its_own_attention(start):
     model, (ids, _) = tiny_model(), prompts((LENGTH, LENGTH))
 
     def logits(selector):
-        with attach_rows(model, selector, Budget(0.1, sink=0, recent=0), sparse_rows=start) as attachment:
+        with Attachment(model, selector, Budget(0.1, sink=0, recent=0), sparse_rows=start) as attachment:
             return model(ids).logits, attachment.counts()
 
     plain, counts = logits(RecentSelector())
@@ -151,7 +158,7 @@ def test_an_attention_of_its_own_has_no_remainder():
     logits = []
     alike = replace(BUDGET, sink=0, recent=0)  # which an attention of its own is to read itself
     for selector in (WeighingHashes(Calibrated()), HashSelector(Calibrated())):
-        with attach_rows(model, selector, alike, sparse_rows=0, remainder=False) as attachment:
+        with Attachment(model, selector, alike, sparse_rows=0, remainder=False) as attachment:
             logits.append(model(ids).logits)
             assert not attachment.remainder
     close(*logits)

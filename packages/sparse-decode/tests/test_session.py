@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from sparse_decode import Budget, OracleSelector, QueryHeadHasher, attach, session
-from sparse_decode.caches.cache import CodedDynamicLayer
+from sparse_decode import Budget, HashSelector, OracleSelector, attach, session
 from sparse_decode.caches.growing import GrowingLayer
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
@@ -39,7 +38,7 @@ def saved(tmp_path, monkeypatch):
 
 
 def hash_per_query_head(model):
-    return QueryHeadHasher(hasher_for(model, remainder=False))
+    return HashSelector(hasher_for(model, remainder=False), per_query_head=True)
 
 
 WAYS = {
@@ -119,7 +118,7 @@ def test_dense_layers_and_other_budgets_take_the_keys_of_a_file_with_codes(saved
     for hasher, how in ((None, {}), (hasher_for(model), {"dense_layers": {0, 1}, "budget": Budget(1.0)})):
         with attach(model, hasher, **how) as other:
             cache, _ = other.load(path, ids)
-            coded = [type(layer) is CodedDynamicLayer for layer in cache.layers]
+            coded = [layer.encoder is not None for layer in cache.layers]
             assert coded == [layer in other.layers for layer in range(4)]
             tokens = generate(model, ids, new_tokens=8, past_key_values=cache)
             assert wanted is None or torch.equal(tokens, wanted)
@@ -128,7 +127,7 @@ def test_dense_layers_and_other_budgets_take_the_keys_of_a_file_with_codes(saved
 
 def test_it_is_a_safetensors_file_with_holes_and_nothing_is_hashed_again(saved, monkeypatch):
     attachment, ids, path = saved
-    monkeypatch.setattr(type(attachment._plans[0].encoder), "__call__", lambda *_: pytest.fail("keys were hashed"))
+    monkeypatch.setattr(type(attachment._layers[0].encoder), "__call__", lambda *_: pytest.fail("keys were hashed"))
     cache, _ = attachment.load(path, ids)
     with safe_open(path, "pt") as file:
         for index, layer in enumerate(cache.layers):

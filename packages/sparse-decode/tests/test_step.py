@@ -10,9 +10,10 @@ import pytest
 import torch
 from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import HashSelector, QueryHeadHasher, step
+from sparse_decode import HashSelector, step
 from sparse_decode.budget import LayerBudget
-from sparse_decode.caches.cache import Uncached, carry_codes
+from sparse_decode.caches.cache import Uncached, retype
+from sparse_decode.caches.growing import Owned
 from sparse_decode.cuda import gather as cuda_gather
 from sparse_decode.cuda import sums as cuda_sums
 from sparse_decode.inputs import Inputs
@@ -36,7 +37,6 @@ BUDGETS = {
     "by head": LayerBudget(0.2, sink=2, recent=1, by_head=(0.5, 1.5)),
     "all": LayerBudget(1.0),
     "few": LayerBudget(0.02, sink=3, recent=4),
-    "of length": LayerBudget(0.1, sink=1, recent=1, of="length"),
     "short ones whole": LayerBudget(0.1, sink=1, recent=2, dense_below=60),
 }
 HASHERS = {
@@ -44,7 +44,7 @@ HASHERS = {
     "lsh": lambda: HashSelector(_trained("lsh")),
     "paper": lambda: HashSelector(PaperLikeHasher()),
     "signs": lambda: HashSelector(SignHasher()),
-    "query heads": lambda: HashSelector(QueryHeadHasher(_trained("planes"))),
+    "query heads": lambda: HashSelector(_trained("planes"), per_query_head=True),
 }
 
 
@@ -107,7 +107,7 @@ def test_steps_of_a_cache(backend, hasher, cache, padded, remainder):
     for dtype in kinds(backend):
         layer = layer_of(HASHERS[hasher](), BUDGETS["few" if hasher == "lsh" else "tenth"], remainder)
         _, k, v = drawn(3, 1, 60 + FOLD + 4, dtype)
-        held, read = carry_codes(DynamicLayer() if cache == "dynamic" else StaticLayer(100), layer.encoder), 0
+        held, read = retype(DynamicLayer() if cache == "dynamic" else StaticLayer(100), Owned(), layer.encoder), 0
         held.update(k[:, :, :60], v[:, :, :60])
         if cache == "static":
             held.sums.advance(k, v, padding(3, 1, 60)[:, 0, 0], 60, k.device)
@@ -165,7 +165,7 @@ def test_a_changed_padding_is_noticed(backend):
     """On the CPU the sums are made anew; on a device, where the host does not look, the result is no number."""
     layer = layer_of(HASHERS["planes"](), BUDGETS["tenth"], remainder=True)
     q, k, v = drawn(2, 1, 62, torch.bfloat16)
-    held = carry_codes(DynamicLayer(), layer.encoder)
+    held = retype(DynamicLayer(), Owned(), layer.encoder)
     for n in (60, 61, 62):
         keys, values = held.update(*(y[:, :, (n - 1) * (n > 60) : n] for y in (k, v)))
         interval = padding(2, 1, n)
@@ -193,17 +193,3 @@ def test_a_wide_search_is_divided_among_threads(monkeypatch):
     monkeypatch.setattr(HashSelector, "select", lambda own, rows: (selected.append(rows), select(own, rows))[1])
     assert torch.equal(layer.step(Inputs(q, k, v, 0.25), None, Uncached(layer.encoder(k))), expected)
     assert selected
-
-
-def test_new_weights_are_used_at_once():
-    """Arguments that a step keeps are made anew when a hasher's weights move or change."""
-    hasher = _trained("planes")
-    layer = layer_of(HashSelector(hasher), BUDGETS["tenth"])
-    q, k, v = drawn(1, 1, 90, torch.float32)
-    x = Inputs(q, k, v, 0.25)
-    for change in (None, "written", "replaced"):
-        if change == "written":
-            hasher.layer(0).query.r.data.neg_()
-        if change == "replaced":
-            hasher.layer(0).query.r = torch.nn.Parameter(-hasher.layer(0).query.r.detach(), requires_grad=False)
-        check(layer, x, None, layer.step(x, None, Uncached(layer.encoder(k))))

@@ -1,14 +1,13 @@
 """An attached model in the hands of others: modes of torch, other types, copies, files, training, other settings."""
 
+import copy
 from importlib.util import find_spec
 
 import pytest
 import torch
 from fake_gpu import fake_gpu
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, OracleSelector, QueryHeadHasher, RecentSelector, attach
-from sparse_decode.attach import attach_rows
-from sparse_decode.cuda.encode import PlacedHasher
+from sparse_decode import Attachment, Budget, OracleSelector, RecentSelector, attach
 from sparse_decode.select import HashSelector
 from sparse_decode_doubles import Auditor, Calibrated, SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -95,7 +94,7 @@ def test_the_default_dtype_changes_nothing(variant, default_dtype):
     def run():
         selector = others[variant]() if variant in others else hasher_for(model, variant)
         found = []
-        with torch.no_grad(), attach_rows(model, selector, Budget(0.3), sparse_rows=0):
+        with torch.no_grad(), Attachment(model, selector, Budget(0.3), sparse_rows=0):
             for kind in (lambda: DynamicCache(config=model.config), lambda: StaticCache(model.config, 40)):
                 cache = kind()
                 for first, last in ((0, 38), (38, 39), (39, 40)):
@@ -216,20 +215,21 @@ def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, 
         return step(ids[:, 20:], past_key_values=cache, attention_mask=masked(4, 24, [1, 3], implementation)).logits
 
     dense = run()
-    with attach_rows(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule):
+    with Attachment(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule):
         torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
 
 
 def test_a_query_head_hasher_adds_the_remainder_too():
     model, (ids, _) = tiny_model(), prompts((40,))
     hasher = Hasher(HasherConfig("lsh", ModelShape.of(model.config)))
-    with attach(model, QueryHeadHasher(hasher)) as attachment:
+    with attach(model, HashSelector(hasher, True)) as attachment:
         assert not attachment.remainder
     for layer in hasher.layers:
         layer.remainder.copy_(Calibrated.coefficients)
     found = []
     for remainder in (True, False):
-        with attach_rows(model, QueryHeadHasher(hasher), Budget(0.1), sparse_rows=0, remainder=remainder) as attachment:
+        how = {"sparse_rows": 0, "remainder": remainder}
+        with Attachment(model, HashSelector(hasher, True), Budget(0.1), **how) as attachment:
             found.append(model(ids).logits)
             assert attachment.remainder == remainder
     assert not torch.allclose(*found, atol=1e-3)
@@ -264,24 +264,18 @@ def test_layers_placed_by_a_device_map_and_read_from_disk(tmp_path, monkeypatch)
     assert torch.equal(generate(placed, ids, mask, new_tokens=8), generate(whole, ids, mask, new_tokens=8))
 
 
-CHANGES = {
-    "added": lambda x: x.add_(1),
-    "copied": lambda x: x.copy_(-x),
-    "replaced": lambda x: setattr(x, "data", x.data.clone()),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_layers_of_a_hasher_follow_the_keys_to_their_device_and_a_copy_there_follows_the_weights(change):
-    hasher = Hasher(HasherConfig("lsh", ModelShape(1, 2, 1, 16)))
-    placed, other = PlacedHasher(hasher), torch.device("meta")
-    first = placed.layer(0, other)
-    assert placed.layer(0, other) is first
-    assert {x.device.type for x in first.state_dict().values()} == {"meta"}
-    CHANGES[change](next(x for x in (*hasher.parameters(), *hasher.buffers()) if x.is_floating_point()))
-    second = placed.layer(0, other)
-    assert second is not first
-    hasher.load_state_dict(hasher.state_dict())
-    assert placed.layer(0, other) is not second
-    assert placed.layer(0, torch.device("cpu")) is hasher.layer(0)
+def test_a_hasher_is_read_once_and_copied_to_the_device_of_the_keys():
+    """The hasher itself stays where it is, and other selectors of it are its own."""
+    hasher = Hasher(HasherConfig("planes", ModelShape(1, 2, 1, 16))).requires_grad_(False)
+    selector, (k, q) = HashSelector(hasher), (torch.ones(1, heads, 1, 16) for heads in (1, 2))
+    before = selector.encode_keys(0, k), selector.encode_queries(0, q)[0]
+    there = selector.placed(0, torch.device("meta"))
+    assert selector.placed(0, torch.device("meta")) is there
+    assert {x.device.type for x in there.layer.state_dict().values()} == {"meta"}
     assert {x.device.type for x in hasher.state_dict().values()} == {"cpu"}
+    for side in (hasher.layer(0).key, hasher.layer(0).query):
+        for name, x in list(side.named_parameters()):
+            setattr(side, name, torch.nn.Parameter(-x, requires_grad=False))
+    assert torch.equal(selector.encode_keys(0, k), before[0])
+    assert torch.equal(selector.encode_queries(0, q)[0], before[1])
+    assert not torch.equal(copy.copy(selector).encode_keys(0, k), before[0])

@@ -21,7 +21,7 @@ from serve_doubles import (
     engine,
     impls,
 )
-from sparse_decode import HashSelector, QueryHeadHasher
+from sparse_decode import HashSelector
 from sparse_decode.pages import tail_bytes
 from sparse_serve.served import Served, shard_hasher
 from sparse_serve.settings import Settings
@@ -176,12 +176,11 @@ def test_a_slice_of_a_hasher_hashes_its_heads(variant, per_query_head):
         for layer in (0, 1):
             whole.layer(layer).load_state_dict({**whole.layer(layer).state_dict(), "digits": digits})
     q, k = torch.randn(1, 8, 3, 16), torch.randn(1, 4, 3, 16)
-    wrap = QueryHeadHasher if per_query_head else lambda hasher: hasher
     for layer in (0, 1):
-        codes = wrap(whole).encode_keys(layer, k).tensor_split(2, dim=1)
-        planes = wrap(whole).encode_queries(layer, q)[0].tensor_split(2, dim=1)
+        codes = HashSelector(whole, per_query_head).encode_keys(layer, k).tensor_split(2, dim=1)
+        planes = HashSelector(whole, per_query_head).encode_queries(layer, q)[0].tensor_split(2, dim=1)
         for rank in (0, 1):
-            part = wrap(shard_hasher(whole, rank, 2))
+            part = HashSelector(shard_hasher(whole, rank, 2), per_query_head)
             assert torch.equal(part.encode_keys(layer, k.tensor_split(2, dim=1)[rank]), codes[rank])
             assert torch.equal(part.encode_queries(layer, q.tensor_split(2, dim=1)[rank])[0], planes[rank])
 

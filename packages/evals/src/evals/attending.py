@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from sparse_decode import Budget
-from sparse_decode.attach import attach_rows
+from sparse_decode import Attachment, Budget
 from transformers import PreTrainedModel
 
 from evals.methods import LoadedMethod, Sampling
@@ -51,7 +50,7 @@ def attending(
     start = 0 if prompt is None else prompt
     budget = replace(budget, sink=always.sink, recent=always.recent)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
-    with attach_rows(
+    with Attachment(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder, prompt=always.prompt
     ) as attachment:
         yield found

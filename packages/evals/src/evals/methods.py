@@ -119,8 +119,7 @@ def load_method(name: str, folder: Path) -> LoadedMethod:
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
     bits, own = hasher.layer(0).key_bits, name in (recipe.name for recipe in EXACT)
-    by_query_head = sparse_decode.QueryHeadHasher(hasher)
-    forms = sparse_decode.HashSelector(hasher), sparse_decode.HashSelector(by_query_head)
+    forms = sparse_decode.HashSelector(hasher), sparse_decode.HashSelector(hasher, per_query_head=True)
     return LoadedMethod(name, hasher.config.variant, bits, identity, *forms, remainder, by_query_head=own)
 
 

@@ -54,6 +54,29 @@ class Hasher(nn.Module):
             make_layer(config, layer, seed) for layer in range(config.shape.num_layers)
         )
 
+    # What decoding asks of any hasher (`sparse_decode.select.KeyQueryHasher`), as attributes: others may have them too.
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers that stay dense when a model decodes with this hasher."""
+        return self.config.dense_layers
+
+    @property
+    def adapter(self) -> str | None:
+        """A digest of the adapter in the model that it was made for, "" if it had none; None if that does not matter,
+        or is not known."""
+        return self.config.adapter
+
+    @property
+    def layer_shares(self) -> tuple[float, ...]:
+        """For each layer the budget that suits it, relative to the mean; empty if not measured."""
+        return self.config.layer_shares
+
+    @property
+    def head_shares(self) -> tuple[tuple[float, ...], ...]:
+        """For each layer the budgets that suit its KV heads, relative to their mean; empty if not measured."""
+        return self.config.head_shares
+
     @property
     def reach(self) -> int | None:
         """The longest context that this hasher was made for, in tokens; None if it does not depend on positions, or is

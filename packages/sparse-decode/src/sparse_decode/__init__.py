@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         KeyQueryHasher,
         LshSelector,
         OracleSelector,
-        QueryHeadHasher,
         RecentSelector,
         Rows,
         Selector,
@@ -30,7 +29,7 @@ export(
         "reference": ("attend_reference",),
         "select": (
             *("AttendingSelector", "HashSelector", "KeyQueryHasher", "LshSelector", "OracleSelector"),
-            *("QueryHeadHasher", "RecentSelector", "Rows", "Selector"),
+            *("RecentSelector", "Rows", "Selector"),
         ),
     },
 )
@@ -42,7 +41,6 @@ __all__ = [
     "KeyQueryHasher",
     "LshSelector",
     "OracleSelector",
-    "QueryHeadHasher",
     "RecentSelector",
     "Rows",
     "Selector",

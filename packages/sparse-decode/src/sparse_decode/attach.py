@@ -8,12 +8,9 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
-from weakref import WeakSet
 
 import torch
-from hashtrain import Hasher
 from hashtrain.adapters import other_adapter
-from hashtrain.data.offsets import beyond
 from hashtrain.models import text_decoder
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -21,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sparse_decode import session
-from sparse_decode.budget import ADVANCED, Budget, refuse
-from sparse_decode.caches.cache import Coded, CodedDynamicLayer, HostLayer, cache_layer, carry_codes
-from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow, revert
+from sparse_decode.budget import Budget
+from sparse_decode.caches.cache import cache_layer, retype
+from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
 from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
@@ -37,19 +34,9 @@ from sparse_decode.model import (
     set_attention,
     sparse_modules,
 )
-from sparse_decode.planning import Options, plan_layers, require_rows
+from sparse_decode.planning import plan_layers, require_arguments
 from sparse_decode.select import KeyQueryHasher, Selector
 from sparse_decode.step import RowRule, SparseLayer
-
-_ROWS = "evaluations call sparse_decode.attach.attach_rows"
-OF_ATTACH = {
-    "backend": 'load the model with attn_implementation="flash_attention_2" for dense calls by flash-attn, and omit it',
-    "exact": "exact mode was at most 1.23 times as fast as dense steps; omit it, or leave the model dense",
-    "layer_budgets": f"a hasher's shares divide a budget among layers; omit it, or list dense_layers ({ADVANCED})",
-    "max_decode_rows": f"calls of several tokens are dense; omit it ({_ROWS})",
-    "sparse_rows": f"prompts are dense and steps are sparse; omit it ({_ROWS})",
-}
-"""What to do instead of each argument that left `attach`."""
 
 
 def attach(
@@ -61,7 +48,6 @@ def attach(
     remainder: bool = True,
     kv: Literal["device", "host"] = "device",
     prompt: Literal["exact", "sparse"] = "exact",
-    **removed: object,
 ) -> "Attachment":
     """Make the full-attention layers of a causal language model sparse: prompts stay dense, decode steps are sparse.
 
@@ -71,8 +57,9 @@ def attach(
     Args:
         model: a Hugging Face decoder with "sdpa", "eager" or "flash_attention_2" attention, which dense calls keep
             using. Its files and weights are not changed.
-        hasher: a hasher (such as `hashtrain.Hasher`) or a `Selector`. None: every layer stays dense, nothing is lost,
-            and on a CPU prompts and steps run by our kernels where they are faster than the model's attention.
+        hasher: a hasher (such as `hashtrain.Hasher`), which is read once, or a `Selector`. None: every layer stays
+            dense, nothing is lost, and on a CPU prompts and steps run by our kernels where they are faster than the
+            model's attention.
         budget: tokens per row, divided among layers and KV heads if the hasher has shares for them. Default: 2 %, with
             steps dense below the context length from which a sparse step is predicted to be faster, so that attaching
             slows no step down.
@@ -87,44 +74,11 @@ def attach(
         prompt: "sparse": in the full-attention layers that `dense_layers` does not name, blocks of 32 rows of a prompt
             read the first 16 and last 256 tokens that they see, and a tenth of the others, found by exact products of
             every second row (cpu/prompt_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
-        removed: arguments of earlier versions; each is refused with what to do instead.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
     """
-    refuse("attach", OF_ATTACH, removed)
     how: dict[str, Any] = {"dense_layers": dense_layers, "remainder": remainder, "kv": kv, "prompt": prompt}
-    return attach_rows(model, hasher, budget, sparse_rows=None, **how)
-
-
-def attach_rows(
-    model: PreTrainedModel,
-    selector: KeyQueryHasher | Selector | None,
-    budget: Budget | None = None,
-    *,
-    sparse_rows: int | None,
-    dense_layers: int | Collection[int] | None = None,
-    remainder: bool = True,
-    kv: Literal["device", "host"] = "device",
-    prompt: Literal["exact", "sparse"] = "exact",
-) -> "Attachment":
-    """Attach as `attach` does, for evaluations: in every call, rows from a position of their sequence on are sparse.
-
-    One forward pass then scores a whole text as token-by-token decoding after a dense prompt of `sparse_rows` tokens
-    would, however the prompt is chunked.
-
-    Args: sparse_rows: that position, 0 for all rows; None: the rows of decode steps. The others as in `attach`.
-    """
-    require_rows(dense_layers, sparse_rows)
-    if kv not in ("device", "host"):
-        raise ValueError(f'kv must be "device" or "host", got {kv!r}')
-    if prompt not in ("exact", "sparse"):
-        raise ValueError(f'prompt must be "exact" or "sparse", got {prompt!r}')
-    if not isinstance(cast(object, budget), Budget | None):  # user input of any type
-        raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
-    told = selector.config if isinstance(selector, Hasher) else selector
-    dense = getattr(told, "dense_layers", ()) if dense_layers is None else dense_layers
-    dense = range(dense) if isinstance(dense, int) else dense
-    return Attachment(model, selector, Options(budget, dense, RowRule(sparse_rows), kv == "host", remainder, prompt))
+    return Attachment(model, hasher, budget, **how)
 
 
 class Attachment:
@@ -139,30 +93,44 @@ class Attachment:
             steps stay dense; None with a budget.
     """
 
-    def __init__(self, model: PreTrainedModel, selector: KeyQueryHasher | Selector | None, how: Options):
+    def __init__(
+        self, model: PreTrainedModel, hasher: KeyQueryHasher | Selector | None = None, budget: Budget | None = None, *,
+        sparse_rows: int | None = None, dense_layers: int | Collection[int] | None = None, remainder: bool = True,
+        kv: Literal["device", "host"] = "device", prompt: Literal["exact", "sparse"] = "exact",
+    ):  # fmt: skip
+        """Attach as `attach` does; for evaluations: in every call, rows from a position of their sequence on sparsely.
+
+        One forward pass then scores a whole text as token-by-token decoding after a dense prompt of `sparse_rows`
+        tokens would, however the prompt is chunked.
+
+        Args: sparse_rows: that position, 0 for all rows; None: the rows of decode steps. The others as in `attach`.
+        """
+        require_arguments(budget, dense_layers, sparse_rows, kv, prompt)
         require_attachable(model)
         self.model: PreTrainedModel = model
-        self._on_host = how.on_host
-        self.prompt: str = how.prompt
+        self._on_host = kv == "host"
+        self.prompt: str = prompt
         self._handles: list[RemovableHandle] = []
         self._name: AttentionName | None = None
-        self._growing = WeakSet[CacheLayerMixin]()
+        self._owned = Owned()
         self._dense: tuple[int, ...] = ()
-        if how.prompt == "sparse":
+        if prompt == "sparse":
             require_sparse_prompts(model)
-        modules, self._plans = plan_layers(model, selector, how)
-        lengths = [plan.budget.dense_below for plan in self._plans.values()] if how.budget is None else []
+        given = getattr(hasher, "dense_layers", ()) if dense_layers is None else dense_layers
+        dense = range(given) if isinstance(given, int) else given
+        rule = RowRule(sparse_rows)
+        modules, self._layers = plan_layers(model, hasher, budget, dense, rule, self._on_host, remainder)
+        lengths = [layer.budget.dense_below for layer in self._layers.values()] if budget is None else []
         self.break_even: int | None = next(filter(None, lengths), None)
         self.layers: tuple[int, ...] = tuple(modules)
-        self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
-        if modules or selector is None:
-            self._switch_on(modules, how)
-            if modules and (reach := getattr(selector, "reach", None)) is not None:
-                self._handles.append(_warn_beyond(modules[min(modules)], reach))
-            if (words := other_adapter(selector, model)) is not None:
-                warnings.warn(words, stacklevel=4)  # where `attach` is called
+        self.remainder: bool = any(layer.remainder is not None for layer in self._layers.values())
+        self._switch_on(modules, dense)
+        if modules and (reach := getattr(hasher, "reach", None)) is not None:
+            self._layers[min(modules)].reach = reach
+        if (words := other_adapter(hasher, model)) is not None:
+            warnings.warn(words, stacklevel=3)  # where `attach` is called
 
-    def _switch_on(self, modules: Mapping[int, Attention], how: Options) -> None:
+    def _switch_on(self, modules: Mapping[int, Attention], dense_layers: Collection[int]) -> None:
         """Set the model's attention, and hook its sparse layers."""
         model = self.model
         register()
@@ -171,15 +139,15 @@ class Attachment:
         name = AttentionName.of(NAMES[dense], dense, model)
         set_attention(model, name)
         self._name, self._undo = name, [feed_in_chunks(model)]
-        if how.prompt == "sparse":
-            self._undo.append(mark_sparse(sparse_modules(model, how.dense_layers)))
+        if self.prompt == "sparse":
+            self._undo.append(mark_sparse(sparse_modules(model, dense_layers)))
         dense_ones = dense_modules(model, modules)
         self._dense = tuple(found.layer for found in dense_ones)
         if not modules and dense_ones:
             self._handles.append(dense_ones[0].watch(partial(self._grow_long, dense_ones[0].layer)))
-        ways = (self._config, name), self._held, self._growing, not self._on_host
+        ways = (self._config, name), self._held, self._owned, not self._on_host
         for layer, found in modules.items():
-            hook = Hook(self._plans[layer], found.arguments, *ways)
+            hook = Hook(self._layers[layer], found.arguments, *ways)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def __enter__(self) -> "Attachment":
@@ -200,15 +168,11 @@ class Attachment:
             self._name = None
             for undo in self._undo:
                 undo()
-        for plan in self._plans.values():
-            plan.encoder.release()
-        for layer in list(self._growing):
-            if type(layer) is GrowingLayer:  # it may carry the codes of another attachment
-                revert(layer)
+        self._owned.release()
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return (selected, visible) tokens by layer, summed over all sparse rows and query heads so far."""
-        found = {layer: plan.counts() for layer, plan in self._plans.items()}
+        found = {index: layer.counts() for index, layer in self._layers.items()}
         return {layer: (selected, visible) for layer, (selected, visible) in found.items() if visible}
 
     def density(self) -> dict[int, float]:
@@ -220,9 +184,9 @@ class Attachment:
 
     def reset_density(self) -> None:
         """Reset the counts of `counts` and `density`."""
-        for plan in self._plans.values():
-            plan.tally.reset()
-            plan.shared.reset()
+        for layer in self._layers.values():
+            layer.tally.reset()
+            layer.shared.reset()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
@@ -240,14 +204,17 @@ class Attachment:
         for index in self._dense:
             held = cache.layers[index] if index < len(cache.layers) else None
             if type(held) is DynamicLayer and held.is_initialized and held.device.type == "cpu":
-                grow(held, self._growing)
+                retype(held, self._owned)
 
     def memory(self, cache: Cache) -> tuple[int, int]:
         """Return the bytes of a cache: keys and values of all layers; codes and sums of the remainder."""
         kv = codes = 0
         for layer in cache.layers:
-            held = cast(Any, layer).memory() if isinstance(layer, Coded) else (_kv_bytes(layer), 0)
-            kv, codes = kv + held[0], codes + held[1]
+            held: Any = layer
+            own = [x.nbytes for name in ("keys", "values") if (x := getattr(held, name, None)) is not None]
+            kv += sum(own)
+            if sum(own) and getattr(held, "encoder", None) is not None:
+                codes += held.codes.nbytes + sum(x.nbytes for x in held.sums.tensors)
         return kv, codes
 
     def save(self, cache: Cache, path: str | os.PathLike[str], tokens: Tensor | Sequence[int]) -> None:
@@ -281,44 +248,21 @@ class Attachment:
         A static cache must be allocated first: call its `early_initialization`.
         Returns: the same cache.
         """
-        for plan in self._plans.values():
-            self._held(plan, cache)
+        for layer in self._layers.values():
+            self._held(layer, cache)
         return cache
 
-    def _held(self, plan: SparseLayer, cache: Any) -> CacheLayerMixin:
+    def _held(self, layer: SparseLayer, cache: Any) -> CacheLayerMixin:
         """Return the cache's layer, carrying codes if the selector needs them."""
-        held = cache_layer(cache, plan.layer)
-        if getattr(held, "encoder", None) is plan.encoder:
+        held = cache_layer(cache, layer.layer)
+        if getattr(held, "encoder", None) is layer.encoder:
             return held
-        if not plan.selector.needs_codes:
+        if not layer.selector.needs_codes:
             return held
         if torch.compiler.is_compiling():
             raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
         if not self._on_host:
             self._grow(cache)
-            return carry_codes(held, plan.encoder)
-        if type(held) not in (DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer):
+        elif type(held) not in (DynamicLayer, GrowingLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
-        return carry_codes(held, plan.encoder, HostLayer)
-
-
-def _kv_bytes(layer: Any) -> int:
-    return sum(x.nbytes for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None)
-
-
-def _warn_beyond(found: Attention, reach: int) -> RemovableHandle:
-    """Warn once when the context of a call is longer than a hasher was made for, in tokens, of which only sizes tell.
-
-    A static cache counts as long as it has room, because the number of its tokens is on the device.
-    """
-
-    def see(cache: Any, hidden: Tensor) -> None:
-        held: Any = cache.layers[found.layer] if isinstance(cache, Cache) and found.layer < len(cache.layers) else None
-        known = 0 if held is None else held.get_seq_length()
-        tokens = known + hidden.shape[1] if isinstance(known, int) else int(cast(Any, held).max_cache_len)
-        if tokens > reach:
-            handle.remove()
-            warnings.warn(beyond(tokens, reach), stacklevel=3)
-
-    handle = found.watch(see)
-    return handle
+        return retype(held, self._owned, layer.encoder, self._on_host)

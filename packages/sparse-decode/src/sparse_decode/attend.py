@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_decode.cpu.step import Block, CpuStep, Given
+from sparse_decode.cpu.step import Block, CpuStep, Precomputed
 from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.inputs import Inputs, check
 from sparse_decode.modes import readable
@@ -46,7 +46,7 @@ def attend(
     x = Inputs(q.detach(), k.detach(), v.detach(), scaling, softcap, sinks)
     check(x, indices)
     if readable(q):
-        found = CpuStep(0, None).run(x, Block.whole(len(q) * q.shape[2], k.shape[2]), given=Given(indices))
+        found = CpuStep(0, None).run(x, Block.whole(len(q) * q.shape[2], k.shape[2]), given=Precomputed(indices))
         assert found is not None
         out = found[0]
     else:

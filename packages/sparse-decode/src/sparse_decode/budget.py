@@ -1,13 +1,10 @@
 """The budget: how many tokens each row reads; and the tally of tokens read so far."""
 
-import functools
-import inspect
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from hashtrain import top_count
@@ -18,44 +15,8 @@ from sparse_decode.modes import in_graph, ordinary_tensors
 
 _LOCK = Lock()  # of all tallies; held for microseconds
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
-ADVANCED = "evaluations pass a sparse_decode.budget.LayerBudget as the budget"
-OF_BUDGET = {
-    "shortlist": "no decode step was faster with it; omit it",
-    "values": "no decode step was faster with it; omit it, or lower fraction",
-    "by_layer": f"budgets are divided among layers if the hasher has shares; omit it ({ADVANCED})",
-    "by_head": f"budgets are divided among heads if the hasher has shares; omit it ({ADVANCED})",
-    "dense_below": f"attach without a budget keeps short contexts dense; omit one of both ({ADVANCED})",
-    "of": f"a fraction is of the visible tokens; omit it ({ADVANCED})",
-}
-"""What to do instead of each field that left `Budget`."""
 
 
-def refuse(name: str, left: Mapping[str, str], given: Mapping[str, object]) -> None:
-    """Raise ValueError for an argument that has left a function, and TypeError for one that it never had."""
-    for argument in given:
-        if argument not in left:
-            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
-        raise ValueError(f"{name} no longer takes {argument}: {left[argument]}")
-
-
-_Made = TypeVar("_Made")
-
-
-def _refusing(made: type[_Made]) -> type[_Made]:
-    """Make a dataclass refuse the fields of earlier versions by name; its signature stays the same."""
-    own = made.__init__
-    known = inspect.signature(own).parameters
-
-    @functools.wraps(own)
-    def init(self: _Made, *args: Any, **given: Any) -> None:
-        refuse(made.__name__, OF_BUDGET, {name: value for name, value in given.items() if name not in known})
-        own(self, *args, **given)
-
-    made.__init__ = init
-    return made
-
-
-@_refusing
 @dataclass(frozen=True)
 class Budget:
     """The number of tokens that a row reads, out of its visible tokens (padding is not visible).
@@ -93,13 +54,10 @@ class Budget:
             )
 
 
-@_refusing
 @dataclass(frozen=True)
 class LayerBudget(Budget):
     """The budget of one sparse layer. Evaluations give one to `attach`, which then takes it as it is in every layer."""
 
-    of: Literal["visible", "length"] = "visible"
-    """What `fraction` refers to: the row's visible tokens, or (the paper's rule) those of its sequence's last row."""
     by_head: tuple[float, ...] = ()
     """Multiply `fraction` in each KV head, or query head with codes per query head, by its share; empty: by 1."""
     dense_below: int = 0
@@ -112,44 +70,36 @@ class LayerBudget(Budget):
         shares = cast(object, self.by_head)  # user input of any type
         if shares and not (isinstance(shares, tuple) and are_shares(cast(object, shares))):
             raise ValueError(f"by_head must be a tuple of numbers above 0, got {self.by_head!r}")
-        if self.of not in ("visible", "length"):
-            raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
     @classmethod
     def like(cls, budget: Budget, **more: Any) -> "LayerBudget":
         """Return a budget with the fields of another one, and `more`."""
         return cls(**{field.name: getattr(budget, field.name) for field in fields(budget)} | more)
 
-    def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
+    def count(self, visible: Tensor) -> Tensor:
         """Return the number of tokens each row reads, including sink and recent; all below `dense_below`.
 
-        Args: visible: visible tokens of each row, integers [..., Q]; length: those of the last row of the same
-            sequence, broadcastable to `visible`; needed by `of="length"`.
+        Args: visible: visible tokens of each row, integers [..., Q].
         Returns: int64 [..., Q], in [0, visible]; with shares by head [..., H, Q].
-        Raises: ValueError if a length is needed and not given.
         """
-        if self.of == "length" and length is None:
-            raise ValueError('a budget of="length" needs the length of each sequence, got None')
-        whole = visible if length is None or self.of == "visible" else length.expand_as(visible)
         limits = self.min_tokens, self.max_tokens
         if self.by_head:
             parts = [min(1.0, self.fraction * share) for share in self.by_head]
-            counts = torch.stack([top_count(whole, part, *limits) for part in parts], -2)
+            counts = torch.stack([top_count(visible, part, *limits) for part in parts], -2)
             visible = visible[..., None, :]
         else:
-            counts = top_count(whole, self.fraction, *limits)
-        counts = (counts if self.of == "visible" else counts.minimum(visible.long())).maximum(self.ends(visible))
+            counts = top_count(visible, self.fraction, *limits)
+        counts = counts.maximum(self.ends(visible))
         return torch.where(visible < self.dense_below, visible.long(), counts) if self.dense_below else counts
 
-    def count_heads(self, visible: int, length: int | None = None) -> list[int]:
+    def count_heads(self, visible: int) -> list[int]:
         """Return `count` for an integer: one number if all heads read as many, else one for each share."""
         shares = self.by_head or (1.0,)
         if visible < self.dense_below:
             return [visible] * len(shares)
-        whole = visible if self.of == "visible" or length is None else length
         found: list[int] = []
         for share in shares:
-            count = max(self.min_tokens, math.floor(whole * min(1.0, self.fraction * share) + 1e-9))  # as top_count
+            count = max(self.min_tokens, math.floor(visible * min(1.0, self.fraction * share) + 1e-9))  # as top_count
             count = count if self.max_tokens is None else min(count, self.max_tokens)
             found.append(min(visible, max(count, self.sink + self.recent)))
         return found

@@ -30,9 +30,9 @@ from sparse_decode.model import FLASH, NAMES, Attention
 Output = tuple[Tensor, Tensor | None]
 """Of an attention function: [B, Q, Hq, D], and the attention weights [B, Hq, Q, N] or None."""
 
-QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
+IGNORED_KEYWORDS = frozenset({"position_ids", "cache_position", "use_cache"})
 """Keyword arguments that attention functions get and ignore."""
-MASKED = "masked_key_indices"
+MASKED_PER_HEAD = "masked_key_indices"
 """Attribute by which AdaKV presses mask keys per head. Read from the module's `__dict__`: torch's own lookup of what a
 module does not have takes as long as an operator."""
 PROMPT_FRACTION = "sparse_decode_prompt_fraction"
@@ -96,7 +96,7 @@ def attend_densely(
     """
     name = module.config._attn_implementation
     if key.shape[2] < OWN_FROM.get(key.dtype, 256) and mask is None and query.shape[2] == 1:
-        if name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
+        if name == NAMES["sdpa"] and kwargs.keys() <= IGNORED_KEYWORDS:
             return attend_by_torch(query, key, value, dropout, scaling), None
     elif _is_ours(query, key, value, mask, name in EAGER) and not _asks_for_more(module, dropout, kwargs):
         factor, softcap, sinks = scaling, kwargs.get("softcap"), kwargs.get("s_aux")
@@ -155,7 +155,7 @@ def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
     """Whether a call needs a feature that the kernel lacks: dropout, biases, keys masked per head, returned weights."""
     if dropout or module.training or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         return True
-    return module.__dict__.get(MASKED) is not None or wants_weights(kwargs)
+    return module.__dict__.get(MASKED_PER_HEAD) is not None or wants_weights(kwargs)
 
 
 def wants_weights(kwargs: dict[str, Any]) -> bool:

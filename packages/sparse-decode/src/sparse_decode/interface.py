@@ -11,7 +11,6 @@ and plain leave early.
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,18 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode.attend import without_backward
-from sparse_decode.caches.cache import Coded, CodedDynamicLayer, CodedStaticLayer, HostLayer, Uncached
-from sparse_decode.caches.growing import FROM, GrowingLayer, grow, may_grow
+from sparse_decode.caches.cache import CodedStaticLayer, Uncached, retype
+from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
 from sparse_decode.compiled import attend_step
-from sparse_decode.dense import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely, wants_weights
+from sparse_decode.dense import (
+    IGNORED_KEYWORDS,
+    MASKED_PER_HEAD,
+    OWN_FROM,
+    Output,
+    attend_by_torch,
+    attend_densely,
+    wants_weights,
+)
 from sparse_decode.inputs import Inputs, require
 from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa, require_width
 from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, NO_COPY, OTHER_STATES
@@ -32,7 +39,6 @@ from sparse_decode.step import SparseLayer
 
 KEYWORD = "sparse_decode"
 Carry = Callable[[SparseLayer, Any], CacheLayerMixin]
-Growing = WeakSet[CacheLayerMixin]
 _OTHERS = frozenset(OTHER_STATES)
 _SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
@@ -59,21 +65,21 @@ class Hook:
     Args:
         arguments: the names of the module's positional arguments.
         ours: the config of the text decoder, and the attention implementation that it must name.
-        coded: makes a cache carry codes in the plan's layer, and returns that layer.
-        growing: the cache layers that grow in place and carry no codes.
+        coded: makes a cache carry codes in the sparse layer's place, and returns that layer.
+        owned: the cache layers of the attachment.
         may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
     def __init__(
-        self, plan: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, growing: Growing,
+        self, layer: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, owned: Owned,
         may_be_short: bool,
     ):  # fmt: skip
-        self.plan: SparseLayer = plan
+        self.layer: SparseLayer = layer
         self._config, self._name = ours
         self._settings: dict[str, Any] = vars(self._config)
-        self._arguments, self._coded, self._growing = arguments, coded, growing
-        self._layer, self._short = plan.layer, Call(plan, None, True, self._name == NAMES["sdpa"])
-        self._below: int = plan.budget.dense_below if may_be_short else 0
+        self._arguments, self._coded, self._owned = arguments, coded, owned
+        self._index, self._short = layer.layer, Call(layer, None, True, self._name == NAMES["sdpa"])
+        self._below: int = layer.budget.dense_below if may_be_short else 0
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -84,12 +90,12 @@ class Hook:
         if not _OTHERS.isdisjoint(given) and any(given.get(name) is not None for name in OTHER_STATES):
             return None  # cross-attention
         cache, call = given.get(CACHE_NAMES[0]), None
-        if type(cache) is DynamicCache and self._layer < len(cache.layers):
-            held: Any = cache.layers[self._layer]
+        if type(cache) is DynamicCache and self._index < len(cache.layers):
+            held: Any = cache.layers[self._index]
             kind = type(held)
-            if kind is CodedDynamicLayer and held.encoder is self.plan.encoder:
-                call = Call(self.plan, held)
-            elif self._below and (kind is DynamicLayer or kind is GrowingLayer):
+            if kind is GrowingLayer and held.encoder is self.layer.encoder:
+                call = Call(self.layer, held)
+            elif self._below and (kind is DynamicLayer or (kind is GrowingLayer and held.encoder is None)):
                 call = self._if_short(cache, held, given)
         kwargs[KEYWORD] = call or self._context(given)  # safe: torch makes a new dict for every call
         return None
@@ -97,11 +103,11 @@ class Hook:
     def _context(self, given: dict[str, Any]) -> Call:
         """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
         cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
-        if isinstance(cache, Cache) and self._layer < len(cache.layers):
-            held: Any = cache.layers[self._layer]
-            if getattr(held, "encoder", None) is self.plan.encoder:
-                return Call(self.plan, held)
-        return Call(self.plan, None if cache is None else self._coded(self.plan, cache))
+        if isinstance(cache, Cache) and self._index < len(cache.layers):
+            held: Any = cache.layers[self._index]
+            if getattr(held, "encoder", None) is self.layer.encoder:
+                return Call(self.layer, held)
+        return Call(self.layer, None if cache is None else self._coded(self.layer, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
         """Raise ValueError in a step of continuous batching, or if another attention was set."""
@@ -129,9 +135,9 @@ class Hook:
         if n + new >= self._below:
             return None
         if new > 1:  # a prompt: `attention` checks whether later steps can be sparse
-            return Call(self.plan, held)
+            return Call(self.layer, held)
         if n >= FROM and type(held) is DynamicLayer and may_grow(hidden):
-            grow(held, self._growing)
+            retype(held, self._owned)
         return self._short
 
 
@@ -156,7 +162,9 @@ def attention(
     call: Call | None = kwargs.pop(KEYWORD, None)
     if call is None:
         return attend_densely(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    plain = not dropout and attention_mask is None and kwargs.keys() <= QUIET
+    if key.shape[2] > call.layer.reach:
+        call.layer.warn_beyond(key.shape[2])
+    plain = not dropout and attention_mask is None and kwargs.keys() <= IGNORED_KEYWORDS
     if call.short and plain and query.shape[2] == 1:
         n = key.shape[2]
         call.layer.count_dense(query.shape[0], query.shape[1], n)
@@ -167,23 +175,27 @@ def attention(
     compiling = torch.compiler.is_compiling()
     if plain and query.shape[2] == 1 and not compiling and _is_plain(module, call, query, key, value):
         return call.layer.step(Inputs(query, key, value, factor), None, call.held), None
-    return _Given(module, call.layer, call.held, query, key, value, attention_mask, dropout, factor, kwargs).attend()
+    return AttentionCall(
+        module, call.layer, call.held, query, key, value, attention_mask, dropout, factor, kwargs
+    ).attend()
 
 
 def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a step without a mask and options needs no further look."""
     held = call.held
-    if type(held) is not CodedDynamicLayer or held.keys is not k or held.values is not v or not q.shape[0]:
+    if type(held) is not GrowingLayer or held.encoder is None or held.on_host:
+        return False
+    if held.keys is not k or held.values is not v or not q.shape[0]:
         return False
     if q.requires_grad or k.requires_grad or v.requires_grad or torch.is_autocast_enabled(q.device.type):
         return False
     if not q.dtype == k.dtype == v.dtype or _active_collector.get() or call.layer.all_dense(k.shape[2]):
         return False
-    return k.shape[2] > max(1, call.layer.rule.all_below) and module.__dict__.get(MASKED) is None
+    return k.shape[2] > max(1, call.layer.rule.all_below) and module.__dict__.get(MASKED_PER_HEAD) is None
 
 
 @dataclass
-class _Given:
+class AttentionCall:
     """Any call of a sparse layer: the arguments of `attention`, the layer and its cache layer.
 
     Attributes: factor: on the logits; length: number of tokens, int64 [], of a static cache, which a compiled graph
@@ -208,16 +220,22 @@ class _Given:
         if isinstance(held, StaticLayer):
             self.length = held.cumulative_length
             self.whole = compiling or self._all_room()
-        first = layer.rule.first_sparse(rows, self._end())
+        end = self._end()
+        first = layer.rule.first_sparse(rows, end)
         self._refuse(first < rows)
-        if not compiling:
+        if not compiling and self.module.__dict__.get(MASKED_PER_HEAD) is not None:
+            raise ValueError(
+                "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); "
+                "use a press that removes keys"
+            )
+        if not compiling and (rows > 1 or end == 1):
             self._require_serves()
         if first == rows:
             self._learn()
             return self._densely()
         device = self.query.device
         if autocasts(device):  # cast as torch's own attention does
-            host = isinstance(held, HostLayer)  # its keys and values keep their dtype
+            host = getattr(held, "on_host", False)  # its keys and values keep their dtype
             kind = self.key.dtype if host else torch.get_autocast_dtype(device.type)
             self.query, self.key, self.value = (x.to(kind) for x in (self.query, self.key, self.value))
         if compiling:
@@ -234,14 +252,14 @@ class _Given:
 
     def _view(self) -> Any:
         """Return the cache layer, or what stands in for one that carries no codes."""
-        if isinstance(self.held, Coded):
+        if getattr(self.held, "encoder", None) is not None:
             return self.held
         return Uncached(self.layer.encoder(self.key) if self.layer.selector.needs_codes else None)
 
     def _densely(self, rows: int | None = None) -> Output:
         """Attend as the model alone would, in the first `rows` rows; None: in all."""
         q, k, v, mask = self.query, self.key, self.value, self.mask
-        if isinstance(self.held, HostLayer):
+        if getattr(self.held, "on_host", False):
             k, v = k.to(q.device, non_blocking=True), v.to(q.device, non_blocking=True)
         if rows is not None:
             end = self._end() - q.shape[2] + rows
@@ -279,7 +297,7 @@ class _Given:
         step = static and x.q.is_cuda and x.q.shape[2] == 1 and is_interval(self.mask)
         if step and ready and layer.encoder.traceable(x.q):
             return layer.step(x, cast(Tensor, self.mask)[:, 0], held)
-        codes = held.codes if isinstance(held, CodedDynamicLayer | CodedStaticLayer) else None
+        codes = held.codes if getattr(held, "encoder", None) is not None else None
         sums = held.sums.tensors if static and layer.remainder is not None and held.sums is not None else []
         given = codes, self.mask, self.length, x.sinks, [*sums, layer.placeholder], layer.number
         return attend_step(*x[:3], *given, x.scaling, x.softcap)
@@ -322,14 +340,9 @@ class _Given:
             raise ValueError(f"sparse attention has no dropout, got {self.dropout}; call model.eval() first")
 
     def _require_serves(self) -> None:
-        """Raise ValueError if a call of this form cannot be sparse, now or in a later step."""
+        """Raise ValueError if a prompt is of a form that cannot be sparse in a later step."""
         layer, held, query, key = self.layer, self.held, self.query, self.key
-        if getattr(self.module, MASKED, None) is not None:
-            raise ValueError(
-                "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); "
-                "use a press that removes keys"
-            )
-        coded = isinstance(held, CodedDynamicLayer | CodedStaticLayer)
+        coded = getattr(held, "encoder", None) is not None
         if layer.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):
             own = cast(Tensor, held.keys)
             if key.shape != own.shape or not _same_memory(key, own):
@@ -337,9 +350,9 @@ class _Given:
                     f"layer {layer.layer} must attend to the keys in its cache, {tuple(own.shape)}, got other keys, "
                     f"{tuple(key.shape)}; leave this model dense"
                 )
-            if query.shape[2] > 1 and not coded and layer.hashes is not None:
+            if not coded and layer.hashes is not None:
                 layer.hashes.require_heads(layer.layer, key)  # codes of now are refused when they are made
-            codes = cast(Tensor, held.codes).shape[1] if coded and query.shape[2] > 1 else key.shape[1]
+            codes = cast(Tensor, held.codes).shape[1] if coded else key.shape[1]
             if codes not in (key.shape[1], query.shape[1]):
                 raise ValueError(
                     f"layer {layer.layer} needs codes of {key.shape[1]} KV heads or {query.shape[1]} query heads, got "
@@ -348,7 +361,7 @@ class _Given:
         if layer.own is None and not autocasts(query.device):
             group = 1 if getattr(layer.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
             require(query.device, query.dtype, (key.shape[3], self.value.shape[3]), group)
-        if self.mask is not None and self.mask.dim() == 4 and not is_interval(self.mask) and query.shape[2] > 1:
+        if self.mask is not None and self.mask.dim() == 4 and not is_interval(self.mask):
             require_width(self.mask, query.shape[2], key.shape[2])
             intervals_of(self.mask[:, :, -1:], 1, key.shape[2])  # the last row's, as of later steps
 

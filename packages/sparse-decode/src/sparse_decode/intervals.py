@@ -172,7 +172,7 @@ def seen_on_device(interval: Tensor, budget: LayerBudget, all_below: int) -> tup
     """
     start, end = interval.unbind(-1)
     n = end - start
-    reads = budget.count(n, n[:, -1:])
+    reads = budget.count(n)
     reads = reads if reads.ndim == 3 else reads[:, None]  # [B, H or 1, Q]
     sparse = (n > all_below)[:, None]
     reads = torch.where(sparse, reads, n[:, None])

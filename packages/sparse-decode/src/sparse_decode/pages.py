@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.budget import LayerBudget
-from sparse_decode.cpu.step import Block, CpuStep, Given
+from sparse_decode.cpu.step import Block, CpuStep, Precomputed
 from sparse_decode.inputs import Inputs, require
 from sparse_decode.select import HashSelector
 
@@ -149,7 +149,7 @@ class PagedLayer:
                 f"memory, got {q.dtype} {tuple(q.shape)} on {q.device}"
             )
         x = Inputs(q[:, :, None], pages.k, pages.v, self.scaling, self.softcap, self.sinks)
-        given = Given(torch.from_numpy(self._choose(x.q, pages.codes, step)), table=step.blocks)
+        given = Precomputed(torch.from_numpy(self._choose(x.q, pages.codes, step)), table=step.blocks)
         always = step.budget.sink, step.budget.recent
         own = self._steps.setdefault(always, CpuStep(self.layer, None, *always))
         block = Block(step.spans, step.reads, int(step.spans[:, 2].max(initial=0)), 0, 0)

@@ -77,20 +77,18 @@ def step_reference(layer: "SparseLayer", x: Inputs, interval: Tensor) -> Tensor:
     fitted = None if layer.remainder is None else layer.remainder.fitted
     for b, r in torch.cartesian_prod(torch.arange(len(x.q)), torch.arange(x.q.shape[2])).tolist():
         start, end = interval[b, r].tolist()
-        for h, tokens in enumerate(tokens_read(layer, x, b, r, (start, end), int(interval[b, -1, 1] - start))):
+        for h, tokens in enumerate(tokens_read(layer, x, b, r, (start, end))):
             rest = None if fitted is None or end == start else Rest(x, b, h, r, (start, end), fitted[h])
             out[b, r, h] = attend_row(x, b, h, r, tokens, rest)
     return out
 
 
-def tokens_read(
-    layer: "SparseLayer", x: Inputs, b: int, r: int, interval: tuple[int, int], length: int
-) -> list[Tensor]:
+def tokens_read(layer: "SparseLayer", x: Inputs, b: int, r: int, interval: tuple[int, int]) -> list[Tensor]:
     """Return the tokens that each query head of a row reads, ascending (eq. 4, 6 and 7), of a hash selector."""
     (start, end), heads = interval, x.q.shape[1]
     selector = cast("HashSelector", layer.selector)
     everything = torch.arange(start, end)
-    reads = layer.budget.count_heads(end - start, length)
+    reads = layer.budget.count_heads(end - start)
     if end - start <= layer.rule.all_below:
         return [everything] * heads
     codes = selector.encode_keys(layer.layer, x.k[b : b + 1])  # [1, H, N, W]

@@ -9,13 +9,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 import hashcore
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.layers import LayerHasher
 from torch import Tensor
 
-from sparse_decode.cpu.encode import CpuEncoder, supports
+from sparse_decode.cpu import encode
 from sparse_decode.cuda import encode as encode_cuda
-from sparse_decode.cuda.encode import PlacedHasher
-from sparse_decode.cuda.encode_weights import code_shape
+from sparse_decode.cuda.encode_weights import Placed, code_shape, place
 from sparse_decode.intervals import visible
 
 _WIDENED = 1 << 28  # bytes of keys that the oracle converts to float32 per chunk
@@ -135,56 +133,79 @@ class KeyQueryHasher(Protocol):
 _FACTS = frozenset({"dense_layers", "reach", "adapter", "layer_shares", "head_shares", "remainder"})
 
 
-class OfHasher:
-    """What wraps a hasher and says what it says of itself besides its functions, as `hashtrain.Hasher` does."""
+class HashSelector:
+    """Selects by plane scores between query planes and key codes (eq. 4 and 6), of any hasher.
 
-    hasher: Any
+    A `hashtrain.Hasher` is read once: its layers are copied to the devices of the keys, or their memory is used where
+    it is there already. Its weights must not change afterwards. A copy of a selector reads them anew.
+
+    Args: hasher: a `hashtrain.Hasher`, or another `KeyQueryHasher`; per_query_head: codes and selections per query head
+        of a `hashtrain.Hasher`, not per KV head: the paper's protocol.
+    """
+
+    needs_codes = True
+
+    def __init__(self, hasher: KeyQueryHasher, per_query_head: bool = False):
+        if per_query_head and not isinstance(hasher, Hasher):
+            raise ValueError(f"codes per query head need a hashtrain.Hasher, got {type(hasher).__name__}")
+        self.hasher: KeyQueryHasher = hasher
+        self.per_query_head: bool = per_query_head or bool(getattr(hasher, "per_query_head", False))
+        """Whether every query head has its own index set."""
+        self.is_ours: bool = isinstance(hasher, Hasher) and type(self) in (HashSelector, LshSelector)
+        """Whether all it does is to apply a `hashtrain.Hasher`, which the kernels can do: a subclass may do more."""
+        self._placed: dict[tuple[int, torch.device], Placed] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name in _FACTS:
-            return getattr(self.hasher if hasattr(self.hasher, name) else self.hasher.config, name)
+            return getattr(self.hasher, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_placed": {}}
 
-class PerHead(OfHasher):
-    """Applies a `hashtrain.Hasher` in deployment: codes per KV head, weights on the device of the keys."""
+    def require_match(self, model_config: Any) -> None:
+        self.hasher.require_match(model_config)
 
-    per_query_head = False
+    def placed(self, layer: int, device: torch.device) -> Placed:
+        """Return a layer of a `hashtrain.Hasher` on a device."""
+        known = self._placed.get((layer, device))
+        if known is None:
+            known = self._placed[layer, device] = place(cast(Hasher, self.hasher).layer(layer), device)
+        return known
 
-    def __init__(self, hasher: Hasher):
-        self.hasher: Hasher = hasher
-        self.placed: PlacedHasher = PlacedHasher(hasher)
-        self._cpu_encoder = CpuEncoder()
-
-    def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
-        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
+    @torch.no_grad()
+    def encode_keys(self, layer: int, k: Tensor) -> Tensor:
+        if not isinstance(self.hasher, Hasher):
+            return self.hasher.encode_keys(layer, k)
         own = self._of_keys(layer, k)
         if encode_cuda.supports(own, k):
-            heads, words = code_shape(own, self.per_query_head)
+            heads, words = code_shape(own.layer, self.per_query_head)
             codes = k.new_empty(k.shape[0], heads, k.shape[2], words, dtype=torch.int32)
             encode_cuda.write_keys(own, k, codes, None)
             return codes
-        if not supports(own, k):
-            return own.encode_keys(k, per_query_head=self.per_query_head)
-        codes = self._cpu_encoder.keys(own, k)
-        return codes.repeat_interleave(own.group, 1) if self.per_query_head else codes
+        if own.views is None or not encode.supports(k):
+            return own.layer.encode_keys(k, per_query_head=self.per_query_head)
+        codes = encode.hash_keys(own.views, k)
+        return codes.repeat_interleave(own.layer.group, 1) if self.per_query_head else codes
 
-    def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
-        """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
-        own = self.placed.layer(layer, q.device)
+    @torch.no_grad()
+    def encode_queries(self, layer: int, q: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] of one layer to int32 planes [B, H, T, P, W] and the planes' weights."""
+        if not isinstance(self.hasher, Hasher):
+            return self.hasher.encode_queries(layer, q)
+        own = self.placed(layer, q.device)
         if encode_cuda.supports(own, q):
             return encode_cuda.queries(own, q, self.per_query_head)
-        if not supports(own, q):
-            return own.encode_queries(q, per_query_head=self.per_query_head)
-        return self._cpu_encoder.queries(own, q, self.per_query_head)
+        if own.views is None or not encode.supports(q):
+            return own.layer.encode_queries(q, per_query_head=self.per_query_head)
+        return encode.hash_queries(own.views, q, self.per_query_head)
 
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
         """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
 
         Returns: whether one operator does this; if not, nothing was written.
         """
-        own = self._of_keys(layer, k)
-        if not encode_cuda.supports(own, k):
+        if not self.is_ours or not encode_cuda.supports(own := self._of_keys(layer, k), k):
             return False
         encode_cuda.write_keys(own, k, codes, at)
         return True
@@ -195,76 +216,28 @@ class PerHead(OfHasher):
 
         Returns: planes and weights as `encode_queries`; None if one operator does not do it: nothing was written.
         """
-        if not encode_cuda.supports(own := self._of_keys(layer, k), k):
+        if not self.is_ours or not encode_cuda.supports(own := self._of_keys(layer, k), k):
             return None
         return encode_cuda.step(own, k, codes, q, self.per_query_head)
 
-    def _of_keys(self, layer: int, k: Tensor) -> LayerHasher:
-        """Return the hasher of a layer on the device of its keys [B, Hkv, T, D], after checking their heads."""
-        self.require_heads(layer, k)
-        return self.placed.layer(layer, k.device)
-
-    def require_heads(self, layer: int, k: Tensor) -> None:
-        """Raise ValueError if the hasher is for another number of KV heads than that of keys [B, Hkv, T, D]."""
-        if k.shape[1] != (heads := self.hasher.layer(layer).hkv):
-            raise ValueError(
-                f"layer {layer} must have the {heads} KV heads that the hasher is for, got keys of {k.shape[1]}; the "
-                "head count in the model's config is wrong"
-            )
-
     def traceable(self, layer: int, x: Tensor) -> bool:
         """Whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph can contain."""
-        return encode_cuda.supports(self.placed.layer(layer, x.device), x)
+        return self.is_ours and x.device.type == "cuda" and encode_cuda.supports(self.placed(layer, x.device), x)
 
-    def require_match(self, model_config: Any) -> None:
-        """Raise ValueError if the hasher is for another model, or stores no codes."""
-        if not self.hasher.layer(0).has_codes:
+    def _of_keys(self, layer: int, k: Tensor) -> Placed:
+        """Return a layer on the device of its keys [B, Hkv, T, D], after checking their heads."""
+        own = self.placed(layer, k.device)
+        if k.shape[1] != own.layer.hkv:
             raise ValueError(
-                f"decoding needs a hasher that stores codes, got variant {self.hasher.config.variant}; use another"
+                f"layer {layer} must have the {own.layer.hkv} KV heads that the hasher is for, got keys of "
+                f"{k.shape[1]}; the head count in the model's config is wrong"
             )
-        self.hasher.require_match(model_config)
+        return own
 
-
-class QueryHeadHasher(PerHead):
-    """A `hashtrain.Hasher` with codes and selections per query head, not per KV head: the paper's protocol."""
-
-    per_query_head = True
-
-
-class HashSelector(OfHasher):
-    """Selects by plane scores between query planes and key codes (eq. 4 and 6), of any hasher.
-
-    Args: hasher: a `hashtrain.Hasher`, whose weights are moved to the device of the keys, or another `KeyQueryHasher`.
-    """
-
-    needs_codes = True
-
-    def __init__(self, hasher: KeyQueryHasher):
-        self.hasher = hasher
-        self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher
-
-    @property
-    def own(self) -> PerHead | None:
-        """Our hasher's functions; None for those of others, or if a subclass may do more than apply them."""
-        plain = type(self) in (HashSelector, LshSelector)
-        return self._encoder if plain and isinstance(self._encoder, PerHead) else None
-
-    def require_match(self, model_config: Any) -> None:
-        self.hasher.require_match(model_config)
-
-    def encode_keys(self, layer: int, k: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self._encoder.encode_keys(layer, k)
-
-    def encode_queries(self, layer: int, q: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Hash queries [B, Hq, T, D] of one layer to int32 planes [B, H, T, P, W] and the planes' weights."""
-        with torch.no_grad():
-            return self._encoder.encode_queries(layer, q)
-
-    @property
-    def per_query_head(self) -> bool:
-        """Whether every query head has its own index set."""
-        return bool(getattr(self._encoder, "per_query_head", False))
+    def require_heads(self, layer: int, k: Tensor) -> None:
+        """Raise ValueError if our hasher is for another number of KV heads than that of keys [B, Hkv, T, D]."""
+        if self.is_ours:
+            self._of_keys(layer, k)
 
     def select(self, rows: Rows) -> Tensor:
         if rows.codes is None:
@@ -284,8 +257,7 @@ class LshSelector(HashSelector):
     """
 
     def __init__(self, model_config: Any, bits: int = 128, seed: int = 0, per_query_head: bool = False):
-        hasher = Hasher(HasherConfig("lsh", ModelShape.of(model_config), bits=bits), seed)
-        super().__init__(QueryHeadHasher(hasher) if per_query_head else hasher)
+        super().__init__(Hasher(HasherConfig("lsh", ModelShape.of(model_config), bits=bits), seed), per_query_head)
 
 
 # ---- Selectors without codes -----------------------------------------------------------------------------------------

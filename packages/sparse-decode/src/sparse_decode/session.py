@@ -34,11 +34,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from sparse_decode.caches.cache import CodedDynamicLayer, HostLayer, carry_codes
-from sparse_decode.caches.growing import GrowingLayer, grow
+from sparse_decode.caches.cache import retype
+from sparse_decode.caches.growing import GrowingLayer
 from sparse_decode.model import attention_modules
 from sparse_decode.modes import ordinary_tensors
-from sparse_decode.select import HashSelector, PerHead, Selector
+from sparse_decode.select import HashSelector, Selector
 from sparse_decode.step import SparseLayer
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ ROOM = 1024
 _ALIGN = 4096  # of the arrays' start: a page
 _BLANK = "0" * 64  # in the place of a digest that is not known yet
 _FOREIGN = "name a file that attachment.save wrote"
-_WHOLE = DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer
+_WHOLE = DynamicLayer, GrowingLayer
 _SUMS = "keys", "values", "spread", "starts"
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
           torch.int32: "I32"}  # fmt: skip
@@ -134,22 +134,22 @@ def save(attachment: "Attachment", cache: Any, path: str | os.PathLike[str], tok
     room, arrays = -(-(n + ROOM) // 64) * 64 - n, {"tokens": _Array(ids)}
     for index, layer in enumerate(cache.layers):
         if layer.is_initialized:  # others use another layer's keys
-            found = _of_layer(layer, attachment._plans.get(index), n, room)
+            found = _of_layer(layer, attachment._layers.get(index), n, room)
             arrays |= {f"layers.{index}.{name}": array for name, array in found.items()}
     ordered = dict(sorted(arrays.items(), key=lambda item: (not item[1].room, -item[1].tensor.dtype.itemsize)))
     replace(Path(path), lambda temporary: _write(temporary, ordered, facts))
 
 
-def _of_layer(layer: Any, plan: SparseLayer | None, n: int, room: int) -> dict[str, _Array]:
+def _of_layer(layer: Any, sparse: SparseLayer | None, n: int, room: int) -> dict[str, _Array]:
     """Return the arrays of a layer of n tokens, by the ends of their names."""
     keys, values = layer.keys, layer.values
     room = room if type(layer) in _WHOLE else 0
     found = {"keys": _Array(keys, room), "values": _Array(values, room)}
-    if isinstance(layer, HostLayer):
+    if isinstance(layer, GrowingLayer):
         layer.wait()
-    if plan is not None and isinstance(layer, CodedDynamicLayer):
+    if sparse is not None and isinstance(layer, GrowingLayer) and layer.encoder is not None:
         codes, sums = layer.codes, layer.sums
-        if plan.remainder is not None and not sums.length:  # no step has needed them yet
+        if sparse.remainder is not None and not sums.length:  # no step has needed them yet
             sums.advance(keys, values, None, n, codes.device)
         found["codes"] = _Array(codes, room)
         found["sums.length"] = _Array(torch.tensor([sums.length]))
@@ -234,8 +234,8 @@ def _require_bound(attachment: "Attachment", file: _File) -> None:
     for name, own in _bound(attachment).items():
         if own and (stored := file.facts[name]) != own:
             file.refuse(f"expected one of this {name} ({own[:12]}), got {stored[:12] or 'none'}", remedy)
-    for index, plan in attachment._plans.items():
-        if plan.selector.needs_codes and f"layers.{index}.codes" not in file:
+    for index, sparse in attachment._layers.items():
+        if sparse.selector.needs_codes and f"layers.{index}.codes" not in file:
             file.refuse(f"expected codes of layer {index}, got none", "attach with the dense_layers that saved it")
 
 
@@ -255,7 +255,7 @@ def _fill(
     attachment: "Attachment", file: _File, index: int, layer: Any, tokens: tuple[int, int], device: torch.device
 ) -> None:
     """Fill a layer of a new cache. Args: tokens: how many the file holds, and how many of them to take."""
-    at, plan, (n, kept) = f"layers.{index}.", attachment._plans.get(index), tokens
+    at, sparse, (n, kept) = f"layers.{index}.", attachment._layers.get(index), tokens
     if isinstance(layer, DynamicSlidingWindowLayer):
         keys, values = file.read(at + "keys", device), file.read(at + "values", device)
         if kept < n and keys.shape[2] < n:
@@ -266,10 +266,10 @@ def _fill(
         layer.cumulative_length = kept
         return
     keys, values = file.mapped(at + "keys"), file.mapped(at + "values")
-    if plan is None or not plan.selector.needs_codes:
-        return grow(layer, attachment._growing).hold(keys.to(device), values.to(device), kept, device)
+    if sparse is None or not sparse.selector.needs_codes:
+        return retype(layer, attachment._owned).hold(keys.to(device), values.to(device), kept, device)
     on_host = attachment._on_host
-    held = carry_codes(layer, plan.encoder, HostLayer if on_host else None)
+    held = retype(layer, attachment._owned, sparse.encoder, on_host)
     if on_host and device.type == "cuda":
         keys, values = keys.pin_memory(), values.pin_memory()
     elif not on_host:
@@ -314,12 +314,11 @@ def _model_digest(model: PreTrainedModel) -> str:
 
 def _hasher_digest(attachment: "Attachment") -> str:
     """Identify the hasher of an attachment by its config and weights; "" if it stores no codes."""
-    plan = next(iter(attachment._plans.values()), None)
-    selector: Selector | None = None if plan is None else plan.selector
+    sparse = next(iter(attachment._layers.values()), None)
+    selector: Selector | None = None if sparse is None else sparse.selector
     if selector is None or not selector.needs_codes:
         return ""
-    given: Any = selector.hasher if isinstance(selector, HashSelector) else selector
-    hasher = given.hasher if isinstance(given, PerHead) else given
+    hasher: Any = selector.hasher if isinstance(selector, HashSelector) else selector
     if not isinstance(hasher, Hasher):
         raise ValueError(f"a session needs a hashtrain.Hasher, whose weights identify it, got {type(hasher).__name__}")
     per_query_head = cast(Any, selector).per_query_head

@@ -7,18 +7,20 @@
 3. Sum: what the remainder needs of all visible tokens (eq. 16).
 4. Attend: softmax over what was read, and the remainder as one more token (eq. 8 and 15).
 
-On the CPU one kernel does all of this for a row a sequence, and 4 for others. On CUDA each is an operator, which a
-graph can contain, and nothing waits: counts, intervals and sums stay on the device.
+On the CPU one kernel does steps 1 to 4 for one row of each sequence; for several rows it does step 4 only. On CUDA each
+is an operator, which a graph can contain, and nothing waits: counts, intervals and sums stay on the device.
 """
 
+import sys
+import warnings
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from hashcore.cuda.launch import lane
 from hashcore.torch_ops import OPERATORS as SEARCH
+from hashtrain.data.offsets import beyond
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,13 +28,13 @@ from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode.caches.cache import Uncached
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.compiled import register
-from sparse_decode.cpu.step import Block, CpuStep, Given
+from sparse_decode.cpu.step import Block, CpuStep, Precomputed
 from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.cuda.sums import add_token
 from sparse_decode.inputs import Inputs
 from sparse_decode.intervals import Memo, Numbers, Seen, causal, intervals_of, seen_on_device
 from sparse_decode.modes import in_graph, readable
-from sparse_decode.select import AttendingSelector, HashSelector, PerHead, Rows, Selector
+from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.sums import FOLD, Coefficients, Sums, means_of_rows
 
 ROWS_AT_ONCE = 64
@@ -68,8 +70,9 @@ class SparseLayer:
     Attributes:
         own: the selector, if it computes attention itself.
         tally: numbers of tokens selected and visible. shared: those that all layers of this budget have in common.
-        hashes: our hasher's functions, if the selector does nothing else. encoder: hashes the layer's keys.
+        hashes: the selector, if it only applies a `hashtrain.Hasher`. encoder: hashes the layer's keys.
         remainder: coefficients of the remainder; None: none is added.
+        reach: the longest context that the hasher was made for; a longer one is warned of, once.
         number: by which compiled graphs refer to this layer; placeholder: see `compiled.attend_step`.
     """
 
@@ -87,20 +90,23 @@ class SparseLayer:
         self.remainder: Coefficients | None = None if remainder is None else Coefficients(remainder)
         self.tally: Tally = Tally(device)
         self.shared: Tally = shared or Tally()
+        self.reach: int = sys.maxsize
         self.number: int = register(self)
         self.placeholder: Tensor = torch.zeros(1, dtype=torch.float32, device=device)
         self._cpu = CpuStep(layer, selector, self._sink, self._recent)
-        self.hashes: PerHead | None = selector.own if isinstance(selector, HashSelector) else None
-        own = self.hashes
-        more: tuple[Any, ...] = ()
-        if own is not None:
-            more = partial(own.write_codes, layer), partial(own.traceable, layer)
-        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *more)
+        self.hashes: HashSelector | None = selector if isinstance(selector, HashSelector) and selector.is_ours else None
+        self.encoder: Encoder = Encoder(selector, layer)
 
     def counts(self) -> tuple[int, int]:
         """Return the tokens selected and visible so far, summed over sparse rows and query heads."""
         (selected, visible), (more, seen) = self.tally.totals(), self.shared.totals()
         return selected + more, visible + seen
+
+    def warn_beyond(self, n: int) -> None:
+        """Warn of a context of `n` tokens, of which only sizes tell: a static cache counts as long as it has room."""
+        if not torch.compiler.is_compiling():
+            reach, self.reach = self.reach, sys.maxsize
+            warnings.warn(beyond(n, reach), stacklevel=3)
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
@@ -141,15 +147,15 @@ class SparseLayer:
                 return self._on_device(x, interval, held)
             if interval is None and self.own is None:
                 return self._plain(x, held, n)
-            return self._on_cpu(x, causal(len(x.q), 1, n, x.q.device) if interval is None else interval, held, None)
+            return self._on_cpu(x, causal(len(x.q), 1, n, x.q.device) if interval is None else interval, held)
         interval = causal(len(x.q), rows, n, x.q.device) if interval is None else interval.expand(len(x.q), -1, -1)
-        whole, pieces = interval[:, -1:, 1] - interval[:, -1:, 0], list[Tensor]()
+        pieces = list[Tensor]()
         for first in range(0, rows, ROWS_AT_ONCE):
             last = min(first + ROWS_AT_ONCE, rows)
             end = n - rows + last
             block = x._replace(q=x.q[:, :, first:last], k=x.k[:, :, :end], v=x.v[:, :, :end])
             given = block, interval[:, first:last], held
-            pieces.append(self._on_cpu(*given, whole) if readable(x.q) else self._on_device(*given))
+            pieces.append(self._on_cpu(*given) if readable(x.q) else self._on_device(*given))
         return torch.cat(pieces, 1)
 
     # ---- On the CPU --------------------------------------------------------------------------------------------------
@@ -163,53 +169,51 @@ class SparseLayer:
         reads = self.budget.count_heads(n) if n > (self.rule.start or 0) else [n]
         mean, tail = sum(reads) // len(reads), 0 if min(reads) >= n else max(0, n - self._recent)
         spans = np.array(((0, tail, n),) * batch, np.int64)
-        left_out, place = None, (x.q.device, x.scaling)
+        remainder, place = None, (x.q.device, x.scaling)
         if self.remainder is not None:
-            sums, left_out = held.sums, self.remainder.placed.get(place) or self.remainder.on(*place)
+            sums, remainder = held.sums, self.remainder.placed.get(place) or self.remainder.on(*place)
             known = sums.keys is not None and sums.starts is None and sums.keys.shape[0] == batch
             if not known or not sums.length < n < sums.length + FOLD:  # or they are brought up to date first or then
-                return self._on_cpu(x, causal(batch, 1, n, x.q.device), held, None)
-        found = self._cpu.run(x, Block(spans, np.array((reads,), np.int64), n, max(reads), mean), held, left_out)
+                return self._on_cpu(x, causal(batch, 1, n, x.q.device), held)
+        found = self._cpu.run(x, Block(spans, np.array((reads,), np.int64), n, max(reads), mean), held, remainder)
         if found is None:
-            return self._on_cpu(x, causal(batch, 1, n, x.q.device), held, None)
+            return self._on_cpu(x, causal(batch, 1, n, x.q.device), held)
         if self.rule.start is None or n > self.rule.start:
             self.tally.add(batch * heads * sum(reads) // len(reads), batch * heads * n)
         return found[0]
 
-    def _on_cpu(self, x: Inputs, interval: Tensor, held: Any, whole: Tensor | None) -> Tensor:
-        """Attend in a block of rows; whole: tokens that the last row of a sequence sees, for budgets of its length."""
-        q, block = x.q, self._block(x.q, interval, whole)
+    def _on_cpu(self, x: Inputs, interval: Tensor, held: Any) -> Tensor:
+        """Attend in a block of rows."""
+        q, block = x.q, self._block(x.q, interval)
         starts = interval.expand(len(q), -1, -1)[:, -1, 0] if block.spans[:, 0].any() else None
         if self.own is not None:
             return self._by_itself(x, interval, block, held)
-        left_out = sums = None
+        remainder = sums = None
         if self.remainder is not None:
-            left_out = self.remainder.placed.get((q.device, x.scaling)) or self.remainder.on(q.device, x.scaling)
+            remainder = self.remainder.placed.get((q.device, x.scaling)) or self.remainder.on(q.device, x.scaling)
             sums = self._sums_of(x, block, starts, held)
-        found = self._cpu.run(x, block, held, left_out)
+        found = self._cpu.run(x, block, held, remainder)
         if found is None:
             indices = self.selector.select(self._rows(x, interval, block, held))
             means = None
-            if left_out is not None and q.shape[2] > 1:
+            if remainder is not None and q.shape[2] > 1:
                 first = int(block.spans[0, 2]) - 1
                 before = cast(Sums, sums).advance(x.k, x.v, starts, first, q.device)
-                means = means_of_rows(before, q, left_out[1], x.k, x.v, starts, first, first + q.shape[2])
-            found = self._cpu.run(x, block, held, left_out, Given(indices, means))
+                means = means_of_rows(before, q, remainder[1], x.k, x.v, starts, first, first + q.shape[2])
+            found = self._cpu.run(x, block, held, remainder, Precomputed(indices, means))
         out, used = cast("tuple[Tensor, NDArray[np.int64]]", found)
         if sums is not None and block.end >= sums.length + FOLD:
             sums.advance(x.k, x.v, starts, block.end, q.device)
         self._count(block, used.reshape(len(block.spans), -1), q.shape[1])
         return out
 
-    def _block(self, q: Tensor, interval: Tensor, whole: Tensor | None) -> Block:
+    def _block(self, q: Tensor, interval: Tensor) -> Block:
         """Return the block of rows q [B, Hq, Q, D] with intervals [B or 1, Q, 2]."""
-        batch, rows = len(q), q.shape[2]
-        seen = interval.expand(batch, -1, -1).reshape(-1, 2).tolist()
-        lengths = [None] * len(seen) if whole is None else whole.expand(batch, rows).flatten().tolist()
+        seen = interval.expand(len(q), -1, -1).reshape(-1, 2).tolist()
         spans, counts = [], []
-        for (start, end), length in zip(seen, lengths, strict=True):
+        for start, end in seen:
             size = end - start
-            reads = self.budget.count_heads(size, length) if size > self.rule.all_below else [size]
+            reads = self.budget.count_heads(size) if size > self.rule.all_below else [size]
             spans.append((start, start if min(reads) >= size else max(start, end - self._recent), end))
             counts.append(reads)
         sets = max(map(len, counts), default=1)
@@ -285,7 +289,7 @@ class SparseLayer:
         (batch, hq, rows, _), n = q.shape, k.shape[2]
         if self.own is not None:
             interval = causal(batch, rows, n, q.device) if interval is None else interval.expand(batch, -1, -1)
-            return self._by_itself(x, interval, self._block(q, interval.cpu(), None), held)
+            return self._by_itself(x, interval, self._block(q, interval.cpu()), held)
         seen = None if interval is None and rows == 1 else self._seen(interval, x)
         indices, rest = self._select(x, seen, held), cast("tuple[Tensor | None, ...]", (None,) * 4)
         if self.remainder is not None:

@@ -238,11 +238,6 @@ class Sums:
             elif held is not None:
                 setattr(self, name, change(held))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums."""
-        return sum(x.nbytes for x in self.tensors)
-
 
 @torch.no_grad()
 def means_of_rows(
@@ -299,16 +294,3 @@ def _far(x: Tensor, mean: Tensor, starts: Tensor | None, first: int, last: int) 
     """Return tokens first..last-1 of [B, Hkv, N, X] minus a mean [B, Hkv, X], float32, with zeros before starts."""
     part = (x[:, :, first:last].to(mean.device).double() - mean[:, :, None]).float()
     return part if starts is None else part.masked_fill(_hidden(starts, first, last)[:, None, :, None], 0.0)
-
-
-def state_bytes(head_dim: int, element: int = 2) -> float:
-    """Count the bytes of the remainder's sums that a step reads and writes, on average over `FOLD` steps.
-
-    Each step reads two vectors in float64, a matrix in 8 bits with a factor a row, and the keys and values of the
-    tokens that are not in the sums yet. Every `FOLD` steps these tokens are read once more, the vectors and a matrix in
-    float32 are read and written, and the matrix in 8 bits is written.
-    """
-    vectors, rounded = 2 * 8 * head_dim, head_dim**2 + 4 * head_dim
-    tokens = 2 * head_dim * element
-    added = 2 * (vectors + 4 * head_dim**2) + rounded + FOLD * tokens
-    return vectors + rounded + (FOLD + 1) / 2 * tokens + added / FOLD

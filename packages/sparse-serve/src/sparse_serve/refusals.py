@@ -52,8 +52,6 @@ def _require_hasher(settings: Settings, model: Any, ranks: int) -> None:
     hasher.require_match(model.hf_text_config)
     if hasher.reach is not None and model.max_model_len > hasher.reach:
         warnings.warn(beyond(model.max_model_len, hasher.reach), stacklevel=2)
-    if not hasher.layer(0).has_codes:
-        raise ValueError(f"{KEY} needs a hasher that stores codes, got variant {hasher.config.variant}; use another")
     shape = hasher.config.shape
     if uneven := [n for n in (shape.at(i).num_kv_heads for i in range(shape.num_layers)) if n % ranks]:
         raise ValueError(f"{KEY} needs a multiple of {ranks} KV heads for {ranks} ranks, got {uneven[0]}; use fewer")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from hashtrain import top_count
 from hashtrain.run.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget, attach
@@ -57,14 +58,14 @@ def cells_of(command: PplCommand, names: list[str]) -> list[Cell]:
     return own + [Cell(n, AS + rival, b) for b in command.budgets for rival in command.match for n in ours]
 
 
-def budget_of(rule: str, fraction: float, beside: int = 0, length: int = 1) -> Budget:
-    """Return the budget of a rule (eq. 7).
+def budget_of(rule: str, fraction: float, length: int, beside: int = 0) -> Budget:
+    """Return the budget of a rule (eq. 7) for a context of `length` tokens.
 
-    Args: beside: tokens added to the budget of the `fixed` rule, for contexts of `length` tokens.
+    Args: beside: tokens added to the budget of the `fixed` rule, which is the same for every row of a context.
     """
     if rule == "fixed":
-        share = min(1.0, fraction + beside / length)
-        return LayerBudget(share, min_tokens=PAPER_MIN_TOKENS + beside, of="length")
+        count = top_count(length, min(1.0, fraction + beside / length), PAPER_MIN_TOKENS + beside)
+        return LayerBudget(min_tokens=count, max_tokens=count)
     return Budget(fraction, min_tokens=1)
 
 
@@ -127,7 +128,7 @@ def measure(
         fraction = cell.budget
         if cell.rival:  # as much as it selected on this context
             fraction = next(x["density"] for x in found if (x["method"], x["budget"]) == (cell.rival, cell.budget))
-        budget = budget_of(cell.rule, fraction, always.beside * (always.sink + always.recent), len(ids))
+        budget = budget_of(cell.rule, fraction, len(ids), always.beside * (always.sink + always.recent))
         other, attended = sparse_rows(model, ids, scored, methods[cell.method], budget, always, prompt, cache)
         nll, kl = reference.compare(other, targets)
         measured = {"nll": nll, "kl": kl, "density": attended.density}

@@ -55,7 +55,6 @@ class LayerHasher(nn.Module):
     """Kind of target: `kv` sums attention over the group, as deployed; `query` treats each head separately."""
     estimates_products = False
     """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
-    has_codes = True
     remainder: Tensor
     """Coefficients of eq. 15 and the slope of eq. 16, float32 [Hq, 5]; zeros until they are fitted."""
 

@@ -38,11 +38,6 @@ class GrowingBuffer:
         self._host = host
         self._writer: torch.device | None = None  # a GPU that may still be writing
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the filled part."""
-        return self.view().nbytes if self.length else 0
-
     def view(self) -> Tensor:
         """Return the filled part, [B, H, T, X], without a copy."""
         if self._data is None:

@@ -1,12 +1,6 @@
-"""Cache layers that carry codes besides keys and values, through all operations of Hugging Face's caches.
+"""The static cache layer that carries codes, and how a layer of Hugging Face's caches becomes one of ours."""
 
-`carry_codes` re-types a layer in place, so that the cache and all references to it stay valid; `revert` restores its
-type. If others change keys and values, a layer rebuilds its codes (`growing.Retyped`).
-"""
-
-import copy
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,162 +8,18 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
-from sparse_decode.caches.buffer import GrowingBuffer
 from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.caches.growing import FEW, GrowingLayer, Retyped, revert
+from sparse_decode.caches.growing import GrowingLayer, Owned, Retyped, revert
 from sparse_decode.compiled import write_codes
-from sparse_decode.modes import ordinary_tensors, readable
+from sparse_decode.modes import ordinary_tensors
 from sparse_decode.sums import Sums
 
 
-class Coded(Retyped):
-    """Base class of the layers below."""
-
-    encoder: Encoder
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Coded":
-        self.wait()
-        self.settle()
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        for name, value in vars(self).items():
-            setattr(twin, name, copy.deepcopy(value, memo))
-        twin.mark()
-        self.encoder.adopt(twin)
-        return twin
-
-
-class CodedDynamicLayer(Coded, GrowingLayer):
-    """A `GrowingLayer` with codes.
-
-    Keys of decode steps are hashed when their codes are first needed, so that dense steps do not hash.
-    """
-
-    sums: Sums
-
-    def begin(self) -> None:
-        self.sums, self._codes = Sums(), GrowingBuffer()
-        if self.get_seq_length():
-            keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-            if keys.shape[:3] != values.shape[:3]:
-                raise ValueError(
-                    f"a cache layer needs as many keys as values, got {tuple(keys.shape)} and {tuple(values.shape)}; "
-                    "change both together"
-                )
-            self._codes.append(self.encoder(keys, self.device))
-            if self.on_host and self.device.type == "cuda" and keys.device.type == "cpu" and not keys.is_pinned():
-                self.keys, self.values = keys.pin_memory(), values.pin_memory()
-        super().begin()
-
-    def end(self) -> None:
-        if self.get_seq_length():
-            self.keys, self.values = (cast(Tensor, x).to(self.device) for x in (self.keys, self.values))
-        del self._codes, self.sums
-        super().end()
-
-    @property
-    def codes(self) -> Tensor:
-        """Codes of the cached keys, int32 [B, H, T, W]."""
-        self.settle()
-        if self._codes.length < self._keys.length:
-            self._hash(self._keys.view()[:, :, self._codes.length :])
-        return self._codes.view()
-
-    def room_for_code(self) -> tuple[Tensor, GrowingBuffer | None]:
-        """Return the codes, int32 [B, H, T or more, W], and their buffer if the code of the last key is missing.
-
-        If it is, the buffer has room for it: write it there and add 1 to its `length`. Not for compiled graphs.
-        """
-        (_, keys, at), (_, values, then) = self._marks  # `settle`, without the call where nothing has changed
-        same = keys is self.keys and values is self.values and at is not None and then is not None
-        if not same or keys._version != at or values._version != then:
-            self.settle()
-        codes = self._codes
-        if self._keys.length - codes.length == 1 and (room := codes.room(1)) is not None:
-            return room, codes
-        return self.codes, None
-
-    def _hash(self, keys: Tensor) -> None:
-        """Append the codes of keys [B, Hkv, t, D]; on a GPU, few keys are hashed directly into the buffer."""
-        if keys.shape[2] > FEW or readable(keys):
-            self._codes.append(self.encoder(keys))
-            return
-        heads, words = self.encoder.code_shape(keys)
-        like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
-        self.encoder.write(self._codes.extend(like), keys)
-
-    def memory(self) -> tuple[int, int]:
-        """Return the bytes of keys and values, and of codes and sums."""
-        self.settle()
-        _ = self.codes if self.get_seq_length() else None  # hash what is not hashed yet
-        return self._keys.nbytes + self._values.nbytes, self._codes.nbytes + self.sums.nbytes
-
-    def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
-        return self._keys, self._values, self._codes
-
-    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, Hkv, t, D] and hash the new keys; few keys on the device are hashed later."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.settle()
-        if self.on_host or key_states.shape[2] > FEW:
-            if self._codes.length < self._keys.length:
-                _ = self.codes  # hash earlier keys first
-            self._hash(key_states)
-        self.keys, self.values = found = self._keys.append(key_states), self._values.append(value_states)
-        self.mark()
-        return found
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.settle()
-        keys, values = self.keys, self.values
-        super().crop(tokens_to_remove)
-        if keys is not None and values is not None:
-            self.sums.drop(keys, values, self.get_seq_length())
-        for buffer in self._buffers():
-            buffer.truncate(self.get_seq_length())
-        self.mark()
-
-    def reset(self) -> None:
-        self.keys = self.values = None  # transformers before 5.21 would keep zeros of full length
-        self.is_initialized = False
-        super().reset()
-        self.sums = Sums()
-        for buffer in self._buffers():
-            buffer.truncate(0)
-        self.mark()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map_batch(lambda x: x[indices.to(x.device), ...])
-
-    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.settle()
-        if self.get_seq_length():
-            for held in (*self._buffers(), self.sums):
-                held.map_batch(change)
-            self.keys, self.values = self._keys.view(), self._values.view()
-            self.mark()
-
-
-class HostLayer(CodedDynamicLayer):
-    """One whose keys and values are in host memory, pinned if the model is on a GPU, and which `update` returns there.
-
-    The GPU's attention kernel reads selected rows from host memory, without a copy and without making the host wait.
-    """
-
-    on_host = True
-
-
-class CodedStaticLayer(Coded, StaticLayer):
+class CodedStaticLayer(Retyped, StaticLayer):
     """A `StaticLayer` with a static buffer of codes, so that a compiled step appends to it in place."""
 
     plain: type[CacheLayerMixin] = StaticLayer
+    encoder: Encoder  # pyright: ignore[reportIncompatibleVariableOverride]
     _watched = ("keys", "values", "cumulative_length")
     _codes: Tensor | None = None
     sums: Sums | None = None
@@ -198,13 +48,6 @@ class CodedStaticLayer(Coded, StaticLayer):
     def room_for_code(self) -> tuple[Tensor, None]:
         """Return the codes of the whole key buffer, of which none is missing."""
         return cast(Tensor, self.codes), None
-
-    def memory(self) -> tuple[int, int]:
-        """Return the bytes of the static buffers: of keys and values, and of codes and sums."""
-        if not self.is_initialized:
-            return 0, 0
-        ours = cast(Tensor, self._codes).nbytes + cast(Sums, self.sums).nbytes
-        return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, ours
 
     def _allocate(self) -> Tensor:
         """Allocate codes and sums."""
@@ -269,7 +112,7 @@ class Uncached:
         return self.codes, None
 
 
-# ---- The class of a layer that carries codes, for every class of Hugging Face's, and how a layer gets it -------------
+# ---- Our class for every class of Hugging Face's, and how a layer gets it --------------------------------------------
 
 _NAMES = "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer"
 HYBRIDS = tuple(getattr(cache_utils, name) for name in _NAMES if hasattr(cache_utils, name))
@@ -277,47 +120,50 @@ HYBRIDS = tuple(getattr(cache_utils, name) for name in _NAMES if hasattr(cache_u
 
 
 @functools.cache
-def _hybrid(plain: type[CacheLayerMixin]) -> type[Coded]:
-    coded = CodedDynamicLayer if issubclass(plain, DynamicLayer) else CodedStaticLayer
+def _hybrid(plain: type[CacheLayerMixin]) -> type[Retyped]:
+    coded = GrowingLayer if issubclass(plain, DynamicLayer) else CodedStaticLayer
 
     def reorder_cache(layer: Any, beam_idx: Tensor) -> None:
         """Take the batch rows `beam_idx` of both parts, as beam search asks."""
-        if coded is CodedDynamicLayer:  # the static class calls `super`, which reorders both parts
+        if coded is GrowingLayer:  # the static class calls `super`, which reorders both parts
             cache_utils.LinearAttentionLayer.reorder_cache(layer, beam_idx)  # pyright: ignore[reportArgumentType]
         coded.reorder_cache(layer, beam_idx)
 
     own = {"plain": plain, "reorder_cache": reorder_cache}
-    return cast("type[Coded]", type(f"Coded{plain.__name__}", (coded, plain), own))
+    return cast("type[Retyped]", type(f"Coded{plain.__name__}", (coded, plain), own))
 
 
-def coded_type(plain: type) -> type[Coded] | None:
-    """Return the class that carries codes for a plain layer class; None for a class that is not supported."""
+def our_type(plain: type) -> type[Retyped] | None:
+    """Return our class for a plain layer class; None for a class that is not supported."""
     if plain in (DynamicLayer, GrowingLayer):
-        return CodedDynamicLayer
+        return GrowingLayer
     if plain is StaticLayer:
         return CodedStaticLayer
     return _hybrid(plain) if plain in HYBRIDS else None
 
 
-def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[Coded] | None = None) -> Any:
-    """Make a cache layer, plain or with another encoder's codes, carry the codes of its present and future keys.
+def retype(layer: CacheLayerMixin, owner: Owned, encoder: Encoder | None = None, on_host: bool = False) -> Any:
+    """Make a cache layer, plain or one of ours, carry the codes of its present and future keys, and grow in place.
 
-    Args: coded: the new class; by default `coded_type` of the layer's class.
+    Args: owner: the layers to which it belongs then; encoder: hashes keys; None for a dynamic layer without codes.
+        on_host: as in `GrowingLayer`.
     Returns: the same object, re-typed.
-    Raises: ValueError if there is no such class.
+    Raises: ValueError if we have no class for it.
     """
     if isinstance(layer, Retyped):
         revert(layer)
-    coded = coded or coded_type(type(layer))
-    if coded is None:
+    ours = our_type(type(layer))
+    if ours is None:
         raise ValueError(f"expected a cache layer that can carry codes, got {type(layer).__name__}")
-    layer.__class__ = coded
-    assert isinstance(layer, Coded)
-    layer.encoder = encoder
-    layer.begin()
-    layer.mark()
-    encoder.adopt(layer)
-    return layer
+    layer.__class__ = ours
+    made = cast(Retyped, layer)
+    made.owner, made.encoder = owner, encoder
+    if on_host:
+        made.on_host = True
+    made.begin()
+    made.mark()
+    owner.add(made)
+    return made
 
 
 def cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
@@ -337,7 +183,7 @@ def cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
         while len(cache.layers) <= layer:
             cache.layers.append(cache.layer_class_to_replicate())
     held = cache.layers[layer]
-    if not hasattr(held, "encoder") and coded_type(type(held)) is None:
+    if not hasattr(held, "encoder") and our_type(type(held)) is None:
         raise ValueError(
             f"cache layers must be of type DynamicLayer or StaticLayer, or hybrid, got {type(held).__name__} in layer "
             f"{layer}; use DynamicCache(config=model.config), the default of generate"

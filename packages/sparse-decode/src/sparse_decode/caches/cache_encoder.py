@@ -1,26 +1,14 @@
-"""Hashes the keys of one layer, and tracks the cache layers that carry its codes."""
+"""Hashes the keys of one layer, some at a time."""
 
 import math
-from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
-from sparse_decode.caches.growing import revert
 from sparse_decode.compiled import register
 from sparse_decode.modes import no_autocast, readable
-
-Encode = Callable[[Tensor], Tensor]
-"""Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
-
-Into = Callable[[Tensor, Tensor, Tensor | None], bool]
-"""Keys, codes, token -> whether one operator has written the codes, as `Encoder.write` does."""
-
-Traceable = Callable[[Tensor], bool]
-"""Whether keys [B, Hkv, 1, D] are hashed by operators that a compiled graph can contain."""
+from sparse_decode.select import HashSelector, Selector
 
 _CHUNK = 1 << 26  # bytes of float32 temporaries when hashing a chunk of tokens, at any batch size and context length
 _WIDTHS = 8  # temporary numbers per number or bit of a key, whichever are more: itself, hidden layer, bits, their sums
@@ -28,17 +16,12 @@ _MOST_BITS = 8  # assumed bits of a code per number of its key, until the first 
 
 
 class Encoder:
-    """Hashes the keys of one layer of one attachment, and tracks the cache layers that carry its codes.
+    """Hashes the keys of one layer of one attachment. Deep copies of a cache layer share its encoder."""
 
-    Deep copies of a cache layer share its encoder.
-    """
-
-    def __init__(self, encode: Encode, into: Into | None = None, traceable: Traceable = lambda keys: False):
-        self._encode = encode
-        self._into = into
-        self.traceable: Traceable = traceable
+    def __init__(self, selector: Selector, layer: int):
+        self._selector, self._layer = selector, layer
+        self._hashes = selector if isinstance(selector, HashSelector) else None
         self._shape: tuple[int, int] | None = None
-        self._layers = WeakSet[CacheLayerMixin]()
         self.number: int = register(self)
 
     def __call__(self, keys: Tensor, device: torch.device | None = None) -> Tensor:
@@ -49,7 +32,7 @@ class Encoder:
             while True:
                 bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
                 end = min(n, done + max(1, _CHUNK // (batch * max(heads * dim, bits) * 4 * _WIDTHS + 1)))
-                part = self._encode(keys[:, :, done:end].to(device))
+                part = self._selector.encode_keys(self._layer, keys[:, :, done:end].to(device))
                 self._shape = part.shape[1], part.shape[3]
                 if end - done == n:
                     return part
@@ -68,7 +51,7 @@ class Encoder:
 
     def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None) -> None:
         """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on; None: into all."""
-        if self._into is not None and self._into(keys, codes, at):
+        if self._hashes is not None and self._hashes.write_codes(self._layer, keys, codes, at):
             return
         found = self(keys)
         if at is None:
@@ -78,16 +61,9 @@ class Encoder:
         else:
             codes.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), found)
 
+    def traceable(self, keys: Tensor) -> bool:
+        """Whether keys [B, Hkv, 1, D] are hashed by operators that a compiled graph can contain."""
+        return self._hashes is not None and self._hashes.traceable(self._layer, keys)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Encoder":
         return self
-
-    def adopt(self, layer: CacheLayerMixin) -> None:
-        """Track a layer that now carries these codes."""
-        self._layers.add(layer)
-
-    def release(self) -> None:
-        """Turn the layers that carry these codes back into plain ones."""
-        for layer in list(self._layers):
-            if getattr(layer, "encoder", None) is self:  # another attachment may have taken it over
-                revert(layer)
-        self._layers.clear()

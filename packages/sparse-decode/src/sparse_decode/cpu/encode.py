@@ -15,7 +15,7 @@ so a token's code does not depend on the tokens that are hashed with it.
 # numba is untyped.
 # pyright: reportCallIssue=false
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from hashtrain.layers import LayerHasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sparse_decode.cpu.kernel_threads import run
 from sparse_decode.cpu.lanes import prefetch
@@ -40,10 +41,48 @@ Digits = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
 NO_DIGITS: Digits = (np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
 
 
-def supports(layer: LayerHasher, x: Tensor) -> bool:
-    """Whether the CPU fast path supports tokens x [B, H, T, D] of a layer: few tokens, float32 weights."""
-    few = x.device.type == "cpu" and 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS
-    return few and type(layer) in (Planes, Transform) and layer.remainder.dtype == torch.float32
+class Views(NamedTuple):
+    """The hash functions of a `planes` or `transform` layer in host memory, as arrays of the same memory."""
+
+    key: Weights
+    query: Weights
+    digits: Digits
+    group: int
+    """Query heads per KV head."""
+    planes: int
+
+
+def views_of(layer: LayerHasher) -> Views | None:
+    """Return a layer's arrays; None if the CPU's kernel does not support the layer."""
+    if type(layer) not in (Planes, Transform) or layer.remainder.dtype != torch.float32:
+        return None
+    own = cast(Planes | Transform, layer)
+    if layer.remainder.device.type != "cpu" or isinstance(layer.remainder, FakeTensor):
+        return None
+    of_keys, of_queries = (
+        tuple(getattr(side, name).detach().numpy() for name in NAMES) for side in (own.key, own.query)
+    )
+    digits = NO_DIGITS
+    if isinstance(own, Transform):
+        laid = own.layout()
+        digits = laid.coordinate.int().numpy(), laid.power.numpy(), laid.limit.numpy()
+    return Views(of_keys, of_queries, digits, own.group, own.planes)
+
+
+def supports(x: Tensor) -> bool:
+    """Whether the CPU's kernel hashes tokens x [B, H, T, D]: only few."""
+    return x.device.type == "cpu" and 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS
+
+
+def hash_keys(own: Views, k: Tensor) -> Tensor:
+    """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
+    return hash_tokens(own.key, own.digits, k, 1, 0)[..., 0, :]
+
+
+def hash_queries(own: Views, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
+    """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`."""
+    words = hash_tokens(own.query, own.digits, q, 1 if per_query_head else own.group, own.planes)
+    return words, tuple(1 << p for p in range(own.planes))
 
 
 def hash_tokens(weights: Weights, digits: Digits, x: Tensor, group: int, planes: int) -> Tensor:
@@ -57,50 +96,6 @@ def hash_tokens(weights: Weights, digits: Digits, x: Tensor, group: int, planes:
     work = batch * tokens * (r.size + w1.size + w2.size)
     run(_tasks, shape[1], work, given, *weights, *digits, group, planes, numbers, words)
     return torch.from_numpy(words)
-
-
-class CpuEncoder:
-    """Hashes a few tokens on the CPU; caches array views of the layers' weights, which copies do not share."""
-
-    def __init__(self) -> None:
-        self._weights: dict[int, tuple[tuple[int, ...], Weights]] = {}
-        self._digits: dict[int, tuple[Tensor, Digits]] = {}
-
-    def __reduce__(self) -> tuple[type["CpuEncoder"], tuple[()]]:
-        return CpuEncoder, ()
-
-    def keys(self, layer: LayerHasher, k: Tensor) -> Tensor:
-        """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
-        own = cast(Planes | Transform, layer)
-        return hash_tokens(self._found(own.key), self.digits_of(own), k, 1, 0)[..., 0, :]
-
-    def queries(self, layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
-        """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`."""
-        own = cast(Planes | Transform, layer)
-        weights, group = self._found(own.query), 1 if per_query_head else own.group
-        words = hash_tokens(weights, self.digits_of(own), q, group, own.planes)
-        return words, tuple(1 << p for p in range(own.planes))
-
-    def digits_of(self, layer: Planes | Transform) -> Digits:
-        """Return the digits of a layer's bits, the same object until other digits are loaded."""
-        if isinstance(layer, Planes):
-            return NO_DIGITS
-        laid, known = layer.layout(), self._digits.get(id(layer))
-        if known is None or known[0] is not laid.coordinate:  # loading digits makes a new one
-            known = laid.coordinate, (laid.coordinate.int().numpy(), laid.power.numpy(), laid.limit.numpy())
-            self._digits[id(layer)] = known
-        return known[1]
-
-    def _found(self, functions: nn.Module) -> Weights:
-        """Return array views of the weights, renewed if the weights were replaced."""
-        parts = [getattr(functions, name) for name in NAMES]
-        places = tuple(part.data_ptr() for part in parts)
-        known = self._weights.get(id(functions))
-        if known is None or known[0] != places:
-            # The views keep their memory alive, so an equal address means the same weights.
-            known = places, tuple(part.detach().numpy() for part in parts)
-            self._weights[id(functions)] = known
-        return known[1]
 
 
 # fastmath without reassoc: these loops vectorise across bits, each of which has its own sum, in program order.

@@ -1,25 +1,22 @@
 """Rows of one layer on the CPU: prepares the one call of the step kernel."""
 
-from operator import getitem, is_
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from hashcore.arguments import address
 from hashcore.cpu import threads
-from hashtrain.layers.planes import Planes
-from hashtrain.layers.transform import Transform
+from hashtrain.layers import LayerHasher
 from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.cpu import encode, step_kernels
 from sparse_decode.cpu.step_kernels import FORM
 from sparse_decode.inputs import KINDS, LIKE, Inputs, reach
-from sparse_decode.select import HashSelector, PerHead
+from sparse_decode.select import HashSelector
 
 Fitted = tuple[Tensor, Tensor] | None
 """What `Coefficients.on` returns; None without a remainder."""
-_NAMES = encode.NAMES * 2  # of the weights of the functions of queries and of keys
 _NO_SUMS = 0, 0, 0, 0, 0
 _NOTHING_GIVEN: tuple[tuple[int, ...], list[Any]] = (0,) * 9, []
 
@@ -44,7 +41,7 @@ class Block(NamedTuple):
         return cls(np.array([[0, n, n]] * rows, np.int64).reshape(-1, 3), np.zeros((1, 1), np.int64), n, 0, 0)
 
 
-class Given(NamedTuple):
+class Precomputed(NamedTuple):
     """What the kernel need not compute.
 
     Attributes:
@@ -58,26 +55,13 @@ class Given(NamedTuple):
     table: NDArray[np.int64] | None = None
 
 
-class _Hash(NamedTuple):
-    """The hasher's part of a form, with the owners of the addresses, to check that these are still valid."""
-
-    layer: Planes | Transform
-    weights: list[Tensor]
-    owners: list[dict[str, Any]]  # the modules' parameters: a module's own lookup is slow
-    addresses: list[int]  # of the weights
-    digits: encode.Digits
-    coordinate: Tensor | None
-    modules: dict[str, Any] | None  # the hasher's layers by index; None if `layer` is a copy on another device
-
-
 class _Form(NamedTuple):
     """The kernel's arguments that calls share if they differ only in tensor contents and the number of tokens."""
 
     key: tuple[Any, ...]  # shapes, dtypes and strides of the calls
     values: NDArray[np.int64]  # in the order of FORM
     bits: int  # of all planes of a code, to compare with one key
-    left_out: Fitted
-    hashes: _Hash | None
+    remainder: Fitted
 
 
 class CpuStep:
@@ -88,19 +72,18 @@ class CpuStep:
     """
 
     def __init__(self, layer: int, selector: object, sink: int = 0, recent: int = 0):
-        self._name, self._layer = str(layer), layer
+        self._layer = layer
         self._ends, self._always = (sink, recent), sink + recent
-        own = selector.own if type(selector) is HashSelector else None
-        self._own = None if own is None or own.per_query_head else own
-        self._cpu_encoder = encode.CpuEncoder()
+        ours = type(selector) is HashSelector and selector.is_ours and not selector.per_query_head
+        self._own = selector if ours else None
         self._forms: dict[bool, _Form] = {}
 
     def run(
-        self, x: Inputs, block: Block, held: Any = None, left_out: Fitted = None, given: Given | None = None
+        self, x: Inputs, block: Block, held: Any = None, remainder: Fitted = None, given: Precomputed | None = None
     ) -> tuple[Tensor, NDArray[np.int64]] | None:
         """Attend: q [B, Hq, Q, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, Q, Hq, Dv] and the tokens read [R, sets].
 
-        Args: held: the cache layer with codes and sums. left_out: coefficients of the remainder, if there is one.
+        Args: held: the cache layer with codes and sums. remainder: coefficients of the remainder, if there is one.
         Returns: None if the kernel cannot select here: another hasher, several rows a sequence, or a search that
             more threads should share. Select, and call again with the selection.
         Raises: ValueError if a given index is out of range.
@@ -111,7 +94,7 @@ class CpuStep:
         if given is None and (codes is None or rows > 1):
             return None
         sets = k.shape[1] if given is None else given.indices.shape[1]
-        form = self._formed((q, k, v) if codes is None else (q, k, v, codes), left_out, sets)
+        form = self._formed((q, k, v) if codes is None else (q, k, v, codes), remainder, sets)
         if form is None:
             return None
         tasks, group = batch * rows * sets, hq // sets
@@ -121,7 +104,7 @@ class CpuStep:
         where = rows, q.data_ptr(), k.data_ptr(), v.data_ptr(), at_codes, out.data_ptr()
         more = (0 if own_sinks is None else own_sinks.data_ptr(), int(pending is not None))
         sums = _NO_SUMS
-        if left_out is not None and (given is None or given.means is None):
+        if remainder is not None and (given is None or given.means is None):
             own = held.sums
             sums = own.length, own.keys.data_ptr(), own.values.data_ptr(), own.levels.data_ptr(), own.scales.data_ptr()
         given_at, keep = _NOTHING_GIVEN if given is None else _place(given, k, v)
@@ -151,74 +134,53 @@ class CpuStep:
             pending.length += 1
         return out if q.dtype == torch.float32 else out.to(q.dtype), used
 
-    def _formed(self, given: tuple[Tensor, ...], left_out: Fitted, sets: int) -> _Form | None:
-        """Return the shared arguments of such calls, cached while the addresses are valid; None for other hashers."""
+    def _formed(self, given: tuple[Tensor, ...], remainder: Fitted, sets: int) -> _Form | None:
+        """Return the shared arguments of such calls; None for other hashers."""
         q, k, v, *codes = given
         own = bool(codes)
         known = self._forms.get(own)
         key = (
-            *(sets, q.dtype, k.dtype, v.dtype, left_out is None, q.shape, k.shape[:2], v.shape[:2]),
+            *(sets, q.dtype, k.dtype, v.dtype, remainder is None, q.shape, k.shape[:2], v.shape[:2]),
             *(k.shape[3], v.shape[3], q.stride(), k.stride(), v.stride()),
             *(item for x in codes for item in (x.shape[:2], x.shape[3], x.stride())),
         )
         if known is not None and known.key == key:
-            mine = known.left_out
-            same = left_out is mine or (left_out and mine and left_out[0] is mine[0])
-            if same and (known.hashes is None or self._is_valid(known.hashes)):
+            mine = known.remainder
+            if remainder is mine or (remainder and mine and remainder[0] is mine[0]):
                 return known
-        made = self._made(key, given, left_out, sets)
+        made = self._made(key, given, remainder, sets)
         if made is not None:
             self._forms[own] = made
         return made
 
-    def _is_valid(self, known: _Hash) -> bool:
-        """Whether the addresses of a hasher's weights are still those of a form."""
-        if known.modules is None or known.modules.get(self._name) is not known.layer:
-            return False
-        if known.layer._buffers.get("coordinate") is not known.coordinate:
-            return False
-        # Loops in C: each call of a Python function would take as long as all of these.
-        there = map(getitem, known.owners, _NAMES)
-        return all(map(is_, there, known.weights)) and list(map(Tensor.data_ptr, known.weights)) == known.addresses
-
-    def _made(self, key: tuple[Any, ...], given: tuple[Tensor, ...], left_out: Fitted, sets: int) -> _Form | None:
+    def _made(self, key: tuple[Any, ...], given: tuple[Tensor, ...], remainder: Fitted, sets: int) -> _Form | None:
         q, k, v, *codes = given
         names = "Q", "K", "V", "CODE"
         found = {f"{name}_{step}": x.stride(i) for name, x in zip(names, given, strict=False)
                  for i, step in enumerate(("BATCH", "HEAD", "TOKEN"))}  # fmt: skip
         sizes = sets, q.shape[1] // sets, sets // k.shape[1], k.shape[3], v.shape[3], KINDS[q.dtype]
         found |= dict(zip(("SETS", "GROUP", "SHARE", "DIM", "DIM_V", "KIND"), sizes, strict=True))
-        found |= dict(zip(("SINK", "RECENT", "REMAINDER"), (*self._ends, int(left_out is not None)), strict=True))
-        hashes = None
+        found |= dict(zip(("SINK", "RECENT", "REMAINDER"), (*self._ends, int(remainder is not None)), strict=True))
         if codes:
-            hashes = self._hashes(*given)
-            if hashes is None or not all(x.is_contiguous() for x in hashes.weights):
+            views = self._views(*given)
+            if views is None:
                 return None
-            found |= _of_hasher(hashes)
-        if left_out is not None:
-            found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), left_out, strict=True)}
-        found |= {} if hashes is None else step_kernels.addresses()
+            found |= _of_hasher(views) | step_kernels.addresses()
+        if remainder is not None:
+            found |= {name: x.data_ptr() for name, x in zip(("COEFFICIENTS", "SLOPES"), remainder, strict=True)}
         bits = found.get("BITS", 0) * found.get("PLANES", 0)
-        return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), bits, left_out, hashes)
+        return _Form(key, np.array([found.get(name, 0) for name in FORM], np.int64), bits, remainder)
 
-    def _hashes(self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> _Hash | None:
-        """Return the hasher's part of a form; None if the kernel does not support it."""
-        hasher = cast(PerHead, self._own)
-        layer = hasher.placed.layer(self._layer, q.device)
-        if not encode.supports(layer, q):
+    def _views(self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> encode.Views | None:
+        """Return the hasher's arrays; None if the kernel does not support them for these tensors."""
+        own = cast(HashSelector, self._own).placed(self._layer, q.device)
+        views = own.views
+        if views is None or not encode.supports(q) or not _agree(own.layer, q, k, v, codes):
             return None
-        own = cast(Planes | Transform, layer)
-        if not _agree(own, q, k, v, codes):
-            return None
-        owners = [own.query._parameters] * 5 + [own.key._parameters] * 5
-        weights = cast(list[Tensor], list(map(getitem, owners, _NAMES)))
-        found = hasher.hasher.layers._modules
-        modules = found if found.get(self._name) is own else None
-        addresses, digits = [x.data_ptr() for x in weights], self._cpu_encoder.digits_of(own)
-        return _Hash(own, weights, owners, addresses, digits, own._buffers.get("coordinate"), modules)
+        return views if all(x.flags.c_contiguous for x in views.key + views.query) else None
 
 
-def _place(given: Given, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], list[Any]]:
+def _place(given: Precomputed, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], list[Any]]:
     """Return the arguments of a call for what is given, in the order of CALL, and the owners of the addresses."""
     indices = given.indices.contiguous()
     means = [] if given.means is None else [x.contiguous() for x in given.means]
@@ -231,7 +193,7 @@ def _place(given: Given, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], list[An
     return (*at, *chosen, *pages), [indices, means, table]
 
 
-def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:
+def _agree(own: LayerHasher, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:
     """Whether the tensors of a call have one dtype, the sizes of the hasher, and contiguous components."""
     heads = q.shape[1] == own.hkv * own.group and k.shape[1] == v.shape[1] == codes.shape[1] == own.hkv
     sizes = q.shape[3] == k.shape[3] == own.d and 32 * codes.shape[3] == own.bits
@@ -239,17 +201,18 @@ def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tens
     return heads and sizes and alike and all(x.stride(3) == 1 for x in (q, k, v, codes))
 
 
-def _of_hasher(known: _Hash) -> dict[str, int]:
+def _of_hasher(own: encode.Views) -> dict[str, int]:
     """Return the sizes and addresses of a hasher by their names in FORM."""
-    own, weights, digits = known.layer, known.weights, known.digits
+    (r, w1, *_), (_, of_keys, *_) = own.query, own.key
+    spread = own.digits[0].size > 0
     found = {
-        "BITS": own.bits,
+        "BITS": own.digits[0].shape[1] if spread else r.shape[2],
         "PLANES": own.planes,
-        "COORDINATES": weights[0].shape[2],
-        "SPREAD": int(digits[0].size > 0),
-        "QUERY_HIDDEN": weights[1].shape[2],
-        "KEY_HIDDEN": weights[6].shape[2],
+        "COORDINATES": r.shape[2],
+        "SPREAD": int(spread),
+        "QUERY_HIDDEN": w1.shape[2],
+        "KEY_HIDDEN": of_keys.shape[2],
     }
     names = [f"{which}_{name.upper()}" for which in ("QUERY", "KEY") for name in encode.NAMES]
-    found |= {name: x.data_ptr() for name, x in zip(names, weights, strict=True)}
-    return found | {name: address(x) for name, x in zip(("COORDINATE", "POWER", "LIMIT"), digits, strict=True)}
+    found |= {name: address(x) for name, x in zip(names, own.query + own.key, strict=True)}
+    return found | {name: address(x) for name, x in zip(("COORDINATE", "POWER", "LIMIT"), own.digits, strict=True)}

@@ -1,38 +1,31 @@
 """The hash functions of our variants for a few tokens on CUDA: one launch, of keys and queries together in a step.
 
 The kernel, kernels/encode.cu, computes the same as the layers in torch and `sparse_decode.cpu.encode` on the CPU.
-`encode_weights` has what is found once for a layer, and this file what each call does: look the layer up on its device,
-call the operator, launch.
+`encode_weights` has what is found once for a layer, and this file what each call does: call the operator, launch.
 """
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from hashcore.cuda import launch
 from hashcore.cuda.kept import Table, zeroed
 from hashcore.cuda.kernels import Kept, make_launch
-from hashtrain import Hasher
-from hashtrain.layers import LayerHasher
 from torch import Tensor
 
 from sparse_decode.cpu.encode import MAX_TOKENS
 from sparse_decode.cuda.encode_weights import (
     MOST_GROUPS,
+    SIDE,
     Bits,
     Codes,
     Digits,
     Functions,
     How,
+    Placed,
     Side,
-    are_supported,
-    copied,
     describe,
-    found_in,
-    place,
-    placed,
-    sides,
 )
 from sparse_decode.cuda.gather import KERNELS, OPERATORS, Rows, Run, _sm_count, operator
 
@@ -45,94 +38,30 @@ TICKETS = MAX_TOKENS * MOST_GROUPS
 _BF16 = {torch.bfloat16: "1", torch.float16: "0"}
 
 
-class PlacedHasher:
-    """A `hashtrain.Hasher` that provides each layer on the device of the keys, copied there if necessary.
-
-    A copy is renewed when the original weights change. Writes to weights that were created in inference mode are not
-    noticed, because torch does not count them.
-    """
-
-    def __init__(self, hasher: Hasher):
-        self.hasher = hasher
-        self._copies: dict[tuple[int, torch.device], tuple[_Watch, LayerHasher]] = {}
-
-    def __reduce__(self) -> tuple[type["PlacedHasher"], tuple[Hasher]]:
-        return PlacedHasher, (self.hasher,)
-
-    def layer(self, index: int, device: torch.device) -> LayerHasher:
-        """Return one layer's hash functions on a device."""
-        known = self._copies.get((index, device))
-        # Versions cannot be read while a graph is compiled.
-        if known is not None and (torch.compiler.is_compiling() or known[0].unchanged(self.hasher.layers[index])):
-            return known[1]
-        own = cast(LayerHasher, self.hasher.layers[index])
-        if own.remainder.device == device:
-            return own
-        there = copied(own, device)
-        place(there, own)
-        self._copies[index, device] = _Watch(own), there
-        return there
-
-
-class _Watch:
-    """Detects changes of a layer's weights, by identity and by version, which torch increments with every write.
-
-    It runs for each layer at each step, so it reads the modules' dictionaries directly.
-    """
-
-    def __init__(self, layer: LayerHasher):
-        self._layer = layer
-        places = [(x._parameters, x._buffers, x._modules) for x in layer.modules()]
-        self._held = [(held, name, held[name]) for three in places for held in three for name in held]
-        tensors = [x for *_, x in self._held if isinstance(x, torch.Tensor)]
-        self._storages = [x.untyped_storage() for x in tensors]  # kept alive, so that their addresses are not reused
-        self._at = [(x, held._cdata) for x, held in zip(tensors, self._storages, strict=True)]
-        self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
-
-    def unchanged(self, layer: object) -> bool:
-        """Whether `layer` is the watched layer, with unchanged weights."""
-        if layer is not self._layer:
-            return False
-        held = all(held[name] is x for held, name, x in self._held)
-        written = any(x._version != version for x, version in self._versions)
-        return held and not written and all(x.untyped_storage()._cdata == at for x, at in self._at)
-
-
-def supports(layer: LayerHasher, x: Tensor) -> bool:
+def supports(own: Placed, x: Tensor) -> bool:
     """Whether the CUDA kernel supports tokens x [B, H, T, D] of a layer: few tokens, 16 bits."""
-    return x.device.type == "cuda" and x.dtype in _BF16 and fits(layer, x)
+    few = 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS
+    return x.device.type == "cuda" and x.dtype in _BF16 and few and own.fits
 
 
-def fits(layer: LayerHasher, x: Tensor) -> bool:
-    """Whether the operators below support tokens x [B, H, T, D] of a layer, apart from their dtype and device."""
-    known = placed.get(id(layer))
-    return 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS and (are_supported(layer) if known is None else known.fits)
-
-
-def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
+def write_keys(own: Placed, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
     """Hash keys [B, Hkv, T, D] into codes int32 [B, H, N, W] of `code_shape`, from token `at` on."""
-    known = placed.get(id(layer)) or found_in(layer)
-    OPERATORS.hash_keys(k, known.key, known.digits, codes, at)
+    OPERATORS.hash_keys(k, own.key, own.digits, codes, at)
 
 
-def queries(layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
+def queries(own: Placed, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
     """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`, without a check.
 
     A check would make the host wait. NaN weights have level -1; infinite ones count as the largest float32.
     """
-    known = placed.get(id(layer)) or found_in(layer)
-    found = OPERATORS.hash_queries(q, known.query, known.digits, *known.hows[per_query_head])
-    return found, known.planes[per_query_head]
+    found = OPERATORS.hash_queries(q, own.query, own.digits, *own.hows[per_query_head])
+    return found, own.planes[per_query_head]
 
 
-def step(
-    layer: LayerHasher, k: Tensor, codes: Tensor, q: Tensor, per_query_head: bool
-) -> tuple[Tensor, tuple[int, ...]]:
+def step(own: Placed, k: Tensor, codes: Tensor, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
     """Do both at once: keys [B, Hkv, T, D] into all of `codes`, queries [B, Hq, T, D] to planes and their weights."""
-    known = placed.get(id(layer)) or found_in(layer)
-    how = known.hows[per_query_head]
-    found = OPERATORS.hash_step(k, known.key, q, known.query, known.digits, codes, *how)
-    return found, known.planes[per_query_head]
+    found = OPERATORS.hash_step(k, own.key, q, own.query, own.digits, codes, *own.hows[per_query_head])
+    return found, own.planes[per_query_head]
 
 
 class _Call(NamedTuple):
@@ -258,10 +187,8 @@ def _empty_planes(x: Tensor, how: How) -> Tensor:
 
 
 def side_of(weights: Tensors, digits: Tensors) -> Side:
-    """Return the kernel arguments of contiguous weights and digits, cached for layers passed to `place`."""
-    known = sides.get(id(weights[0]))
-    # Comparing lists compares identities first, so no tensor contents are compared here.
-    return known if known and known.weights == weights and known.digits == digits else describe(weights, digits)
+    """Return the kernel arguments of contiguous weights and digits: those that `place` has made, if it has."""
+    return getattr(weights[0], SIDE, None) or describe(weights, digits)
 
 
 _HOW = "int bits, int group, int planes, int join"

@@ -1,11 +1,10 @@
-"""The hash functions of a layer as kernels/encode.cu reads them: found and described once for each layer.
+"""A layer's hash functions on a device, as the kernels read them: placed and described once for each layer.
 
 Which weights a hash function has is told by their number (`NAMES`), and the other numbers of a call by shapes.
 """
 
 import copy
 import ctypes
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -19,6 +18,8 @@ from hashtrain.layers.transform import Transform
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sparse_decode.cpu.encode import Views, views_of
+
 MOST = 512
 """The largest head_dim, width of the hidden layer and number of bits that the kernel supports."""
 MOST_GROUPS = 256
@@ -26,6 +27,8 @@ MOST_GROUPS = 256
 NAMES = {1: ("r",), 3: ("w1", "b1", "w2"), 4: ("w1", "b1", "w2", "b2"), 5: ("r", "w1", "b1", "w2", "b2")}
 """The weights of a hash function by their number: linear; the paper's; the paper's with its residuals; a linear part
 and an MLP. R [F, D, C], W1 [F, D, M], b1 [F, 1, M], W2 [F, M, C], b2 [F, 1, C] for F heads."""
+SIDE = "_sparse_decode_side"
+"""The attribute of a first weight that holds the `Side` of all, so that no step describes them again."""
 MATRICES = ("r", "w1", "w2")
 """Weights that may be float16; the others are float32."""
 _VARIANTS = Planes, Transform, Lsh, Linear, Paper
@@ -70,10 +73,8 @@ class Bits(ctypes.Structure):
 
 
 class Side(NamedTuple):
-    """The functions of keys or of queries, and their kernel arguments as bytes."""
+    """The functions of keys or of queries: their kernel arguments as bytes."""
 
-    weights: Sequence[Tensor]
-    digits: Sequence[Tensor]
     functions: bytes
     described: bytes
     form: tuple[Any, ...]
@@ -89,7 +90,7 @@ def describe(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
     of_digits = digits[0].shape if digits else (0, out)
     addresses = (named[name].data_ptr() if name in named else None for name in NAMES[5])
     described = Digits(*([x.data_ptr() for x in digits] or (None,) * 3), *of_digits)
-    return Side(weights, digits, bytes(Functions(*addresses, *sizes)), bytes(described), (*sizes, narrow, *of_digits))
+    return Side(bytes(Functions(*addresses, *sizes)), bytes(described), (*sizes, narrow, *of_digits))
 
 
 class How(NamedTuple):
@@ -106,56 +107,48 @@ class How(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What the operators need of a layer whose tensors stay where they are.
+    """A layer's hash functions, and what the kernels need of them; their tensors are never replaced.
 
-    Attributes: hows: how planes come from the functions, per KV head and per query head; planes: the weights of these
-        planes; fits: whether the kernel supports the functions.
+    Attributes: views: the functions as arrays, for the CPU's kernel; None if it does not support them. The others are
+        for CUDA's: hows: how planes come from the functions, per KV head and per query head; planes: the weights of
+        these planes; fits: whether it supports the functions.
     """
 
-    key: list[Tensor]
-    query: list[Tensor]
-    digits: list[Tensor]
-    hows: tuple[How, How]
-    planes: tuple[tuple[int, ...], tuple[int, ...]]
-    fits: bool
+    layer: LayerHasher
+    views: Views | None = None
+    key: Sequence[Tensor] = ()
+    query: Sequence[Tensor] = ()
+    digits: Sequence[Tensor] = ()
+    hows: tuple[How, ...] = ()
+    planes: tuple[tuple[int, ...], ...] = ()
+    fits: bool = False
 
 
-placed: dict[int, Placed] = {}
-"""What is known of layers passed to `place`, by identity."""
-sides: dict[int, Side] = {}
-"""Those with fixed addresses, by the identity of their first weight (`place`)."""
+def place(layer: LayerHasher, device: torch.device) -> Placed:
+    """Return a layer's hash functions on a device: copies of its tensors there, or the same memory.
 
-
-def place(layer: LayerHasher, original: LayerHasher | None = None) -> None:
-    """Cache the addresses of a layer's tensors from now on; the tensors must never be replaced.
-
-    Args: original: the layer in host memory that it is a copy of. If all matrices are float16 numbers, the kernel reads
-        them as such, half the bytes, and computes the same.
+    If all matrices in host memory are float16 numbers, CUDA's kernel reads them as such, half the bytes, and computes
+    the same.
     """
-    if type(layer) not in _VARIANTS:
-        return
-    known = found_in(layer)
-    if original is not None and _is_narrow(original):
-        known = known._replace(key=_narrowed(known.key), query=_narrowed(known.query))
-    placed[id(layer)] = known
-    weakref.finalize(layer, _forget, id(layer), id(known.key[0]), id(known.query[0]))
-    if not isinstance(known.key[0], FakeTensor):
-        for weights in known[:2]:
-            sides[id(weights[0])] = describe(weights, known.digits)
-
-
-def _forget(layer: int, *weights: int) -> None:
-    for first in weights:
-        sides.pop(first, None)
-    del placed[layer]
+    found = found_in(copied(layer, device))
+    if not found.key or device.type == "cpu":
+        return found
+    if _is_narrow(layer):
+        found = found._replace(key=_narrowed(found.key), query=_narrowed(found.query))
+    for weights in (found.key, found.query):
+        if not isinstance(weights[0], FakeTensor):
+            setattr(weights[0], SIDE, describe(weights, found.digits))
+    return found
 
 
 def found_in(layer: LayerHasher) -> Placed:
-    """Return what the operators need of a layer, as it is now."""
+    """Return what the kernels need of a layer whose tensors are not replaced from now on."""
+    if type(layer) not in _VARIANTS:
+        return Placed(layer)
     ways, weights = hows(layer), (weights_of(layer, "key"), weights_of(layer, "query"))
     # The weights of a query's planes.
     one, many = (tuple(1 << p for p in range(how.planes)) or group_weights(how.group) for how in ways)
-    return Placed(*weights, digits_of(layer), ways, (one, many), are_supported(layer))
+    return Placed(layer, views_of(layer), *weights, digits_of(layer), ways, (one, many), are_supported(layer))
 
 
 def hows(layer: LayerHasher) -> tuple[How, How]:

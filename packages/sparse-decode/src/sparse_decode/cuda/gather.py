@@ -19,8 +19,6 @@ from torch import Tensor
 
 from sparse_decode.inputs import MAX_GROUP, require
 
-Given = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Queries, keys, values and indices."""
 KERNELS = Path(__file__).parent.parent / "kernels"
 THREADS = 128
 COMBINE_THREADS = 256
@@ -120,7 +118,7 @@ def gather(
     paged = None if tables is None else (tables.blocks.shape[-1], tables.width)
     form = q.shape, kind, v.shape[3], indices.shape[1], splits, q.dtype, device, options, paged
     call = _calls.found.get(form)
-    call = call or _calls.keep(form, _prepare((q, k, v, indices), n, (tasks, splits), options, tables))
+    call = call or _calls.keep(form, _prepare(q, k, v, indices, n, (tasks, splits), options, tables))
     out, shape = torch.empty_like(call.like), call.shape
     shape.tokens, shape.width, shape.slots, shape.sink, shape.recent = n, width, slots, sink, recent
     for rows, steps in zip(call.strides, strides, strict=True):
@@ -131,7 +129,6 @@ def gather(
     at.out.value, address = out.data_ptr(), memory.address
     if at.sums.value != address:
         at.sums.value, at.stats.value, at.counts.value = address, address + call.stats, address + call.counts
-        at.lse.value = address + call.unused
     if tables is not None:
         call.pages.table = tables.blocks.data_ptr()
     held: list[Tensor | None] = []
@@ -147,7 +144,7 @@ def gather(
     return out
 
 
-_ADDRESSES = "q", "k", "v", "indices", "sums", "stats", "counts", "always", "sinks", "out", "lse"
+_ADDRESSES = "q", "k", "v", "indices", "sums", "stats", "counts", "always", "sinks", "out"
 _Arguments = namedtuple("_Arguments", (*_ADDRESSES, "left_out"))
 """The arguments that change from call to call: addresses."""
 
@@ -157,9 +154,8 @@ class _Call(NamedTuple):
 
     at: _Arguments
     like: Tensor  # the result; `empty_like` takes less time than `new_empty`
-    stats: int  # bytes from the sums in scratch memory to the statistics, to the counts, and to an unwanted lse
+    stats: int  # bytes from the sums in scratch memory to the statistics, and to the counts
     counts: int
-    unused: int
     words: int  # of scratch memory, including that of searches
     launches: Kept
     shape: Shape
@@ -170,19 +166,20 @@ class _Call(NamedTuple):
 _calls: Table[_Call] = Table()
 
 
-def _prepare(given: Given, n: int, grid: tuple[int, int], options: tuple[Any, ...], tables: Tables | None) -> _Call:
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, n: int, grid: tuple[int, int], options: tuple[Any, ...],
+    tables: Tables | None,
+) -> _Call:  # fmt: skip
     """Create the launches for a form, of n tokens; grid: tasks and splits."""
-    q, k, v, indices = given
     (batch, hq, queries, dim), hkv, value_dim, sets = q.shape, k.shape[1], v.shape[3], indices.shape[1]
     group, (tasks, splits), (scaling, softcap) = hq // sets, grid, options[:2]
     require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
     pages = Pages() if tables is None else _pages(k, tables)
-    at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
+    at = _Arguments(*(ctypes.c_void_p() for _ in range(10)), left_out=LeftOut())
     rows, like = (Rows(), Rows()), q.new_empty(batch, queries, hq, value_dim)
     shape = Shape(sets, queries, 0, group, hq // hkv, n, 0, 0, 0, scaling, softcap or 0.0)
     first = (*at[:7], *rows, shape, at.always, *(() if tables is None else (pages,)))
-    counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
-    second = (*at[4:7], at.sinks, at.out, at.lse, *counts, shape, at.q, at.left_out)
+    second = (*at[4:7], at.sinks, at.out, ctypes.c_int32(splits), shape, at.q, at.left_out)
     defined = macros(dim, value_dim, q.dtype, tables is not None, group)
     launches = [
         make_launch("gather.cu", "gather", grid, THREADS, first, defined, programmatic=True),
@@ -191,13 +188,11 @@ def _prepare(given: Given, n: int, grid: tuple[int, int], options: tuple[Any, ..
     return _Call(at, like, *_scratch_at(tasks, splits, group, value_dim), Kept(launches), shape, rows, pages)
 
 
-def _scratch_at(tasks: int, splits: int, group: int, value_dim: int) -> tuple[int, int, int, int]:
-    """Return where statistics, counts and an unused lse lie behind the sums, in bytes, and the words of all memory."""
+def _scratch_at(tasks: int, splits: int, group: int, value_dim: int) -> tuple[int, int, int]:
+    """Return where statistics and counts lie behind the sums, in bytes, and the words of all memory."""
     parts = tasks * splits
-    stats, counts, lse, end = itertools.accumulate(
-        (parts * group * value_dim, 3 * parts * group, parts, 2 * tasks * group)
-    )
-    return 4 * stats, 4 * counts, 4 * lse, end
+    stats, counts, end = itertools.accumulate((parts * group * value_dim, 3 * parts * group, parts))
+    return 4 * stats, 4 * counts, end
 
 
 def _pages(k: Tensor, tables: Tables) -> Pages:

@@ -1,7 +1,7 @@
 // The second kernel of gather.cu, grid tasks x group: combines a head's splits, its learned sink and the remainder.
 // The remainder (eq. 15, 16) is one more token. Its value is given; its weight is estimated from coefficients f32
 // [Hq][4], mean keys f32 [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q] (null: all N). There
-// is no remainder if the other pointers are null. `lse` f32 [2][B][Q][Hq] gets the mean logit and the log-sum-exp.
+// is no remainder if the other pointers are null.
 //
 // A block has little to do but to wait for memory, so it issues all its reads first:
 //   (1) A thread reads the statistics of its splits, its share of q . mean_key, and four columns of every PARTS-th
@@ -40,8 +40,8 @@ __device__ __forceinline__ float share_left_out(const float (&c)[4], float mean,
 
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     combine(const float* __restrict__ outs, const float* __restrict__ stats, const i32* __restrict__ counts,
-            const float* __restrict__ sinks, u16* __restrict__ out, float* __restrict__ lse, i32 splits, i32 tasks,
-            Shape shape, const Half* __restrict__ q, LeftOut left_out) {
+            const float* __restrict__ sinks, u16* __restrict__ out, i32 splits, Shape shape,
+            const Half* __restrict__ q, LeftOut left_out) {
   __shared__ float weights[MOST_SPLITS];
   __shared__ __align__(16) float columns[PARTS][VALUE_DIM];
   __shared__ float tops[COMBINE_WARPS], totals[COMBINE_WARPS], logits[COMBINE_WARPS], dots[COMBINE_WARPS];
@@ -159,9 +159,5 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     if (left_out.coefficients) share = share_left_out(coefficients, mean, known, shape.scaling * dot, visible, used);
     if (share > 0.0f) x += share * (rest - x);
     out[row * VALUE_DIM + thread] = used ? narrow(x) : u16(0);
-  }
-  if (thread == 0) {
-    lse[row] = used ? mean : 0.0f;
-    lse[i64(tasks / shape.sets) * heads + row] = used ? known : -INFINITE;
   }
 }
