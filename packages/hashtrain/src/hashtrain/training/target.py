@@ -166,7 +166,7 @@ def sample_pairs(
 
 
 def _by_weight(weights: Tensor, last: Tensor, draws: Tensor) -> Tensor:
-    """Draw ranks up to last [R] in proportion to their weights [..., R, K]; draws are uniform in [0, 1), [..., R, A]."""
+    """Draw ranks up to last [R] in proportion to weights [..., R, K], by draws in [0, 1) [..., R, A]."""
     counts = torch.arange(weights.shape[-1], device=weights.device) <= last[:, None]
     sums = torch.where(counts, weights.clamp(min=0), 0.0).cumsum(-1)
     found = torch.searchsorted(sums, draws * sums[..., -1:], right=True)
