@@ -1,7 +1,6 @@
 """Count how large the repository is, beside the limits that it sets itself: uv run tools/code_size.py
 
-Lines are physical ones of .py, .cu, .cuh and .hpp files: of packages those of `packages/*/src`; of tests those of
-`packages/*/tests` and `tests`. Documents are the text of `docs` without stored results, the packages' READMEs and
+Of packages `src` counts; of documents the text of `docs` without stored results, the packages' READMEs and
 CONTRIBUTING.md.
 """
 

@@ -21,7 +21,6 @@ OURS = "transform+remainder"
 HEAD_DIMS = {"qwen2.5-coder-0.5b": 64, "qwen2.5-coder-1.5b": 128}
 NAMES = {
     "smollm2": "SmolLM2-135M-Instruct",
-    "qwen05": "Qwen2.5-Coder-0.5B-Instruct",
     "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B-Instruct",
 }
@@ -91,16 +90,10 @@ def step_share(run: Result, method: str) -> float:
 
 
 def sums_bytes(head_dim: int) -> float:
-    """Count the bytes of the remainder's sums that a step reads and writes, in 16 bits, on average over `FOLD` steps.
-
-    Each step reads two vectors in float64, a matrix in 8 bits with a factor a row, and the keys and values of the
-    tokens that are not in the sums yet. Every `FOLD` steps these tokens are read once more, the vectors and a matrix in
-    float32 are read and written, and the matrix in 8 bits is written.
-    """
-    vectors, rounded = 2 * 8 * head_dim, head_dim**2 + 4 * head_dim
-    tokens = 2 * 2 * head_dim
-    added = 2 * (vectors + 4 * head_dim**2) + rounded + FOLD * tokens
-    return vectors + rounded + (FOLD + 1) / 2 * tokens + added / FOLD
+    """Count the bytes of the remainder's sums that a step reads and writes: the mean over `FOLD` steps."""
+    vectors, rounded, token = 16 * head_dim, head_dim**2 + 4 * head_dim, 4 * head_dim
+    folding = 2 * (vectors + 4 * head_dim**2) + rounded + FOLD * token  # every `FOLD` steps
+    return vectors + rounded + (FOLD + 1) / 2 * token + folding / FOLD  # tokens that are not in the sums yet are read
 
 
 def spread(found: Row | Estimate, how: str) -> str:
