@@ -85,7 +85,8 @@ def test_tokens_of_a_target_are_drawn_in_proportion_to_their_attention():
     *_, positions, p = qkp()
     pairs = sample_pairs(p.clone(), positions, 0.09, 40_000, 9, torch.Generator().manual_seed(0), by_attention=True)
     same = sample_pairs(p.clone(), positions, 0.09, 40_000, 9, torch.Generator().manual_seed(0))
-    assert torch.equal(pairs.rest, same.rest) and torch.equal(pairs.valid, same.valid)
+    assert torch.equal(pairs.rest, same.rest)
+    assert torch.equal(pairs.valid, same.valid)
     drawn = torch.zeros_like(p).scatter_add_(-1, pairs.top, torch.ones(pairs.top.shape))
     target = torch.zeros_like(p).scatter_(-1, same.top, 1.0) > 0
     wanted = torch.where(target, p, 0.0)
