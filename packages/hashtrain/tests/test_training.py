@@ -9,6 +9,7 @@ from hashtrain.evaluation.metrics import Quality, quality_of_scores
 from hashtrain.hasher import make_layer
 from hashtrain.layers import BY_VARIANT
 from hashtrain.training import choose as module
+from hashtrain.training import trainer
 from hashtrain.training.checkpoint import Checkpoint
 from hashtrain.training.choose import choose
 from hashtrain.training.target import attention
@@ -43,6 +44,7 @@ def iou(layer, held):
     return quality_of_scores(layer.scores(q, held.k), p, rows, 0.05).iou.mean().item()
 
 
+ROWS = torch.arange(60, 400, 10)
 SETTINGS = TrainConfig(fraction=0.05, steps=60, rows=16, max_top=8, max_rest=32, min_position=50, learning_rate=5e-3)
 
 
@@ -54,6 +56,19 @@ def test_training_raises_iou_on_rows_it_never_saw(variant, gain):
     assert len(losses) == 60
     assert sum(losses[-10:]) < sum(losses[:10])
     assert iou(layer, held) > before + gain
+
+
+@pytest.mark.parametrize("heads", ["kv", "query"])
+def test_tokens_drawn_by_attention_are_weighed_by_probabilities(heads, monkeypatch):
+    seen, data, layer = [], skewed()[0], layer_of("paper")
+    q, k, _ = data.read(0, 0)
+    monkeypatch.setattr(layer, "target_heads", heads)
+    draw = trainer.sample_pairs
+    monkeypatch.setattr(trainer, "sample_pairs", lambda p, *more: seen.append(p.clone()) or draw(p, *more))
+    Training(layer, 0, data, replace(SETTINGS, steps=1, by_attention=True))._pairs(q[:, :, ROWS], k, ROWS, 0.2)
+    torch.testing.assert_close(
+        seen[0].clamp(min=0).sum(-1), torch.full(seen[0].shape[:-1], 2.0 if heads == "kv" else 1.0)
+    )
 
 
 def test_keys_alone_are_trained_first_and_what_they_were_then_is_kept():

@@ -11,6 +11,8 @@ Heads = Literal["kv", "query"]
 """One target and selection per KV head, or one per query head."""
 VARIANTS = ("lsh", "linear", "paper", "planes", "transform")
 FORMAT_VERSION = 4
+WITHOUT_REMAINDER = 3
+"""Hashers of this version load without their remainder, whose weight had other terms."""
 SINK = 4
 """Number of first tokens that every row reads by default. Heads with nothing to look up attend to one of these: the
 first, or, after a number or `#` at the start in Qwen2.5, the second; a row that misses it loses most of its attention
@@ -247,6 +249,7 @@ class HasherConfig:
     def from_dict(cls, data: dict[str, Any]) -> "HasherConfig":
         """Rebuild a config from its JSON form. Raises: ValueError on unknown or missing fields."""
         known = {f.name for f in fields(cls)}
+        data = {name: value for name, value in data.items() if name != "gamma"}  # of 1.0; mattered in training alone
         if unknown := sorted(set(data) - known):
             raise ValueError(f"unknown hasher config fields {unknown}, expected {sorted(known)}")
         try:

@@ -18,7 +18,7 @@ from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
 from hashtrain.training.checkpoint import Checkpoint, load_stored
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
-from hashtrain.training.target import Pairs, preferences, sample_pairs
+from hashtrain.training.target import Pairs, attention, preferences, sample_pairs
 from hashtrain.training.train_config import TrainConfig, generator_of
 
 SLOWER = 0.1
@@ -215,7 +215,8 @@ class Training:
     @torch.no_grad()
     def _pairs(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> Pairs:
         config = self.config
-        p = preferences(q, k, to_device(positions, k.device), scaling, self.hasher.target_heads)
+        order = attention if config.by_attention else preferences
+        p = order(q, k, to_device(positions, k.device), scaling, self.hasher.target_heads)
         drawn = config.max_top, config.max_rest, self.generator
         ends = config.sink, config.recent
         return sample_pairs(p, positions, config.fraction, *drawn, config.of, ends, config.by_attention)
