@@ -48,7 +48,7 @@ OTHERS = {
     ],
     "evals": [
         *("", "none", "ppl --methods magic", "ppl --rules none", "ppl --match quest", "ppl --device gpu"),
-        *("ppl --out {file}", "ppl --model ./none", "iou --methods lsh+remainder", "tune --bits 99", "report"),
+        *("ppl --out {file}", "ppl --model ./none", "iou --methods lsh+remainder", "report"),
         *("report none", "paper --table 1 --figure 1", "ruler-synthetic --kinds none"),
         "fidelity --new-tokens 4096 --context 64",
     ],

@@ -83,7 +83,7 @@ def step_share(run: Result, method: str) -> float:
     name, width = method.removesuffix(REMAINDER), HEAD_DIMS[config["model"]]
     pair = 2 * 2 * width
     rival = RIVALS.get(name)
-    bits = (row.bits or 0) if rival is None else rival.build(rival.published[0]).kept_bits(width)
+    bits = (row.bits or 0) if rival is None else rival.build().kept_bits(width)
     selected = row.budget if rival is None else row.density
     sums = sums_bytes(width) if method != name else 0
     return (tokens * bits / 8 + (selected or 0.0) * tokens * pair + sums) / (tokens * pair)

@@ -15,7 +15,7 @@ from rich.table import Table
 from evals.methods import METHODS
 from evals.tasks.benchmark_settings import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from evals.tasks.exercises_settings import NeedleCommand, SyntheticRulerCommand
-from evals.tasks.settings import FidelityCommand, IouCommand, PplCommand, TuneCommand
+from evals.tasks.settings import FidelityCommand, IouCommand, PplCommand
 from evals.tasks.throughput_settings import ThroughputCommand
 
 # Other imports are made where they are used, so that `--help` does not wait for torch and transformers.
@@ -31,7 +31,6 @@ TASKS = {  # name: settings, and module of evals.tasks whose `run` it is
     "longbench": (LongbenchCommand, "benchmark"),
     "ruler": (RulerBenchmarkCommand, "benchmark"),
     "fewshot": (FewshotCommand, "benchmark"),
-    "tune": (TuneCommand, "tune"),
     "throughput": (ThroughputCommand, "throughput"),
 }
 

@@ -115,7 +115,7 @@ class MethodsCommand:
     """Whether the task chooses between the two forms of a method itself."""
     always_prompted: ClassVar[bool] = False
     """Whether the task has a dense prompt whatever its settings."""
-    unstored: ClassVar[tuple[str, ...]] = ("out", "hashers", "tuned", "device")
+    unstored: ClassVar[tuple[str, ...]] = ("out", "hashers", "device")
     """Fields that are no settings of a run: local paths, and what does not change its results."""
 
     def __post_init__(self) -> None:
