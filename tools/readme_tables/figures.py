@@ -5,7 +5,6 @@ import io
 import pathlib
 from typing import Any
 
-from evals.figures import COLOURS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -13,7 +12,9 @@ from PIL import Image
 from readme_tables.stored import RESULTS, load, stored
 from readme_tables.values import NAMES, OURS, kl, reach, step_share, value, waits
 
+# Okabe and Ito's palette, safe for colour-blind readers.
 GREEN, PALE = "#009e73", "#8fd0b5"
+COLOURS = {"oracle": "#000000", "lsh": "#56b4e9", "paper": "#e69f00", "transform": "#cc79a7"}
 METHODS = {
     "lsh": ("lsh", COLOURS["lsh"]),
     "paper": ("paper", COLOURS["paper"]),

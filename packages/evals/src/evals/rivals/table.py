@@ -59,9 +59,7 @@ RIVALS = {
     "quest-page4": Rival("quest with pages of 4", _QUEST, _SMALL, _GROUP),
     "quest-heads-page4": Rival("quest-heads with pages of 4", _QUEST, _SMALL, _HEADS),
     "magicpig": Rival(_TABLES, _MAGICPIG, _SPOTLIGHT, {"sink": 4, "local": 64}),
-    "magicpig-sink": Rival(
-        "magicpig with its sink, no local tokens", _MAGICPIG, _SPOTLIGHT, {"sink": 4, "local": 0}
-    ),
+    "magicpig-sink": Rival("magicpig with its sink, no local tokens", _MAGICPIG, _SPOTLIGHT, {"sink": 4, "local": 0}),
     "magicpig-local": Rival("magicpig with its local, no sink tokens", _MAGICPIG, _SPOTLIGHT, {"sink": 0, "local": 64}),
     "magicpig-bare": Rival("the same without sink and local tokens", _MAGICPIG, _SPOTLIGHT, {"sink": 0, "local": 0}),
     "magicpig-10x150": Rival(_OWN_TABLES, _MAGICPIG, _AUTHORS, {"sink": 4, "local": 64}),
