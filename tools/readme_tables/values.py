@@ -3,7 +3,6 @@
 import pathlib
 import re
 import tomllib
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -203,20 +202,3 @@ def other_families(outcomes: dict[str, list[str]]) -> list[list[str]]:
             shared = re.sub(r"\b[A-Z]\w+(ForCausalLM|LMHeadModel|WithLMHead)\b", "the model", shared)
             reasons.setdefault((verdict, shared.replace("|", "\\|")), []).append(name)
     return [[", ".join(names), verdict, remark] for (verdict, remark), names in sorted(reasons.items())]
-
-
-# Quality against length.
-
-
-def kl(rows: Iterable[dict[str, Any]]) -> float:
-    """Return the mean KL from dense over texts."""
-    found = [row["kl"] for row in rows]
-    return sum(found) / len(found)
-
-
-def reach(rows: list[dict[str, Any]]) -> dict[str, dict[int, list[dict[str, Any]]]]:
-    """Return the rows of each method by length."""
-    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for row in rows:
-        found.setdefault(row["method"], {}).setdefault(row["length"], []).append(row)
-    return found
