@@ -122,6 +122,18 @@ def test_a_hasher_without_a_remainder_is_refused(made, loaded, tmp_path):
         load_methods(["lsh+remainder"], tmp_path, loaded.model.config)
 
 
+def test_methods_of_several_trainings_are_compared_in_one_run(made, loaded):
+    names = ["hashers/transform+remainder", "hashers/lsh", "oracle"]
+    found = {method.name: method for method in load_methods(names, made.root, loaded.model.config)}
+    assert list(found) == ["oracle", *names[:2]]
+    for name in names[:2]:
+        same = loaded.methods[name.removeprefix("hashers/")]
+        assert (found[name].identity, found[name].remainder) == (same.identity, same.remainder)
+    for wrong in ("hashers/oracle", "hashers/transfrom", "other/transform"):
+        with pytest.raises(ValueError, match=wrong):
+            load_methods([wrong], made.root, loaded.model.config)
+
+
 def by_hand(loaded, hasher, fraction, dense):
     """Return logits with every row sparse, each query head reading its own best tokens, by a mask and a softmax."""
 

@@ -115,7 +115,7 @@ def load_method(name: str, folder: Path) -> LoadedMethod:
         raise ValueError(f"the hasher `{path.name}` in {folder} has no remainder: retrain it with `uv run hashtrain`")
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
-    bits, own = hasher.layer(0).key_bits, name in (recipe.name for recipe in EXACT)
+    bits, own = hasher.layer(0).key_bits, path.name in (recipe.name for recipe in EXACT)
     forms = sparse_decode.HashSelector(hasher), sparse_decode.HashSelector(hasher, per_query_head=True)
     return LoadedMethod(name, hasher.config.variant, bits, identity, *forms, remainder, by_query_head=own)
 
@@ -150,14 +150,29 @@ SELECTION_NAMES = tuple(n for n in SPARSE_NAMES if not n.endswith(REMAINDER) and
 """Methods that differ in what they select, for either kind of head; the others differ in what they do with it."""
 SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)
 PLANES = ("planes", "planes" + REMAINDER)
+_HASHED = {recipe.name for recipe in ALL}
 OURS = (*PLANES, "transform", "transform" + REMAINDER)
 
 
+def known(names: Sequence[str]) -> list[str]:
+    """Return the methods of the table, and those of `names` that take a hasher from a folder below the hashers'.
+
+    `4k/transform` is the hasher `transform` of the folder `4k`, so that one run can compare several trainings.
+    """
+    below = (name for name in names if "/" in name and name.rpartition("/")[2] in NAMES)
+    return [*NAMES, *(name for name in below if _hasher_of(name))]
+
+
+def _hasher_of(name: str) -> str | None:
+    """Return the path of a method's hasher below the hashers' folder; None if the method needs none."""
+    path = name.removesuffix(REMAINDER)
+    return path if path.rpartition("/")[2] in _HASHED else None
+
+
 def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
-    """Return those of `names` that need a hasher missing from the folder."""
-    hashed = {recipe.name for recipe in ALL}
-    needed = dict.fromkeys(name.removesuffix(REMAINDER) for name in names)
-    return [name for name in needed if name in hashed and not (folder / name / "config.json").is_file()]
+    """Return the hashers that `names` need and the folder lacks."""
+    needed = dict.fromkeys(path for name in names if (path := _hasher_of(name)))
+    return [path for path in needed if not (folder / path / "config.json").is_file()]
 
 
 def _no_hashers(lacking: Sequence[str], folder: Path) -> str:
@@ -166,7 +181,8 @@ def _no_hashers(lacking: Sequence[str], folder: Path) -> str:
 
     if (folder / "config.json").is_file():
         return f"--hashers {folder} is one hasher; give the folder that holds it: --hashers {folder.parent}"
-    train = f"uv run hashtrain --only {' '.join(lacking)} --out {folder}"
+    where = (folder / lacking[0]).parent
+    train = f"uv run hashtrain --only {' '.join(p.rpartition('/')[2] for p in lacking)} --out {where}"
     said = f"no hasher {', '.join(lacking)} in {folder}; train with `{train}` (and --model, unless for the demo model)"
     there = hashers_in(folder)
     return f"{said}, or measure only what it holds: --methods {' '.join(there)}" if there else said
@@ -176,16 +192,17 @@ def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[
     """Load methods, in the table's order.
 
     Args:
-        names: some of `NAMES`.
+        names: of `known` methods.
         folder: holds one folder per hasher, as `hashtrain` writes them.
         model_config: of the model to select for.
     Raises: ValueError if a name is unknown, or a hasher is missing, damaged or of another model.
     """
-    if unknown := [name for name in names if name not in NAMES]:
+    table = known(names)
+    if unknown := [name for name in names if name not in table]:
         raise ValueError(f"unknown method {did_you_mean(unknown, NAMES)}")
     if lacking := without_hasher(names, folder):
         raise ValueError(_no_hashers(lacking, folder))
-    loaded = [load_method(name, folder) for name in NAMES if name in names]
+    loaded = [load_method(name, folder) for name in table if name in names]
     for method in loaded:
         if method.selector is not None:
             method.selector.require_match(model_config)

@@ -10,7 +10,7 @@ from hashtrain.config import RECENT, SINK
 from hashtrain.demo import DEMO, model_path
 from hashtrain.usage import UsageError, did_you_mean, require_counts, require_device_name, require_seed
 
-from evals.methods import DEFAULT_NAMES, NAMES, SPARSE_NAMES
+from evals.methods import DEFAULT_NAMES, DENSE, SPARSE_NAMES, known
 from evals.results import versions
 
 Methods = Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--method",))]
@@ -82,7 +82,7 @@ class MethodsCommand:
     """Folder that `hashtrain` wrote, with one folder per hasher."""
     methods: Methods = DEFAULT_NAMES
     """Methods to measure; see `evals list`. Dense attention is always measured, rivals and ablations only if
-    named."""
+    named. `4k/transform` takes the hasher from the folder `4k` below --hashers."""
     budgets: Budgets = (0.02,)
     """Shares of the tokens that a row may select."""
     documents: int = 20
@@ -125,8 +125,8 @@ class MethodsCommand:
         for name in ("methods", "budgets"):
             each_once(self, name)
         each_a_share(self, "budgets")
-        each_among(self, "methods", NAMES)
-        if not set(self.methods) & set(SPARSE_NAMES):
+        each_among(self, "methods", known(self.methods))
+        if set(self.methods) == {DENSE}:
             raise UsageError(f"--methods needs one of {', '.join(SPARSE_NAMES)} beside dense")
         if self.prompt == "sparse" and not self.dense_prompt:
             raise UsageError("--prompt sparse needs rows before the evaluated ones; in ppl, add --phase decode")

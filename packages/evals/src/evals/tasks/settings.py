@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hashtrain.usage import UsageError, require_counts
 
-from evals.methods import DENSE, OURS, SELECTION_DEFAULTS, SELECTION_NAMES, SPARSE_NAMES
+from evals.methods import DENSE, OURS, SELECTION_DEFAULTS, SELECTION_NAMES
 from evals.settings import (
     Always,
     Budgets,
@@ -95,7 +95,7 @@ class IouCommand(TaskCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if idle := [name for name in self.methods if name in SPARSE_NAMES and name not in SELECTION_NAMES]:
+        if idle := [n for n in self.methods if n != DENSE and n.rpartition("/")[2] not in SELECTION_NAMES]:
             raise UsageError(f"--methods of iou takes {', '.join(SELECTION_NAMES)}, got {', '.join(idle)}")
         require_counts(self, rows=1)
 
