@@ -48,8 +48,8 @@ OTHERS = {
     ],
     "evals": [
         *("", "none", "ppl --methods magic", "ppl --rules none", "ppl --match quest", "ppl --device gpu"),
-        *("ppl --out {file}", "ppl --model ./none", "iou --methods lsh+remainder", "tune --bits 99", "report"),
-        *("report none", "paper --table 1 --figure 1", "ruler-synthetic --kinds none"),
+        *("ppl --out {file}", "ppl --model ./none", "iou --methods lsh+remainder", "report"),
+        *("report none", "paper --table 1 --figure 1", "needle --depths 2"),
         "fidelity --new-tokens 4096 --context 64",
     ],
 }

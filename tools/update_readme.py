@@ -1,6 +1,6 @@
-"""Fill the tables of README.md, of pages of docs and of the packages' READMEs, and draw figures, from docs/results.
+"""Fill the tables of README.md, of pages of docs and of the packages' READMEs, and draw a figure, from docs/results.
 
-    uv run tools/update_readme.py                                   # write tables and figures
+    uv run tools/update_readme.py                                   # write tables and the figure
     uv run tools/update_readme.py --from runs/ppl=demo/everywhere runs/demo=demo/training  # first store these, trimmed
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if any is stale
 
@@ -14,8 +14,7 @@ import re
 import sys
 
 from hashtrain.files.atomic import replace, write_text
-from readme_tables import TABLES, table
-from readme_tables.figures import FIGURES, is_stale, path_of, png
+from readme_tables import TABLES, figures, table
 from readme_tables.stored import RESULTS, store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -55,16 +54,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"update_readme: {error}", file=sys.stderr)
         return 2
     stale = [path for path in PAGES if texts[path] != fresh[path]]
-    drawn = [name for name in FIGURES if is_stale(name)]
+    drawn = figures.is_stale()
     if given.check:
-        for name in [*(str(path.relative_to(ROOT)) for path in stale), *(f"{name}.png" for name in drawn)]:
+        for name in [*(str(path.relative_to(ROOT)) for path in stale), *[figures.PATH.name] * drawn]:
             print(f"{name} shows other results than those that are stored; run `uv run tools/update_readme.py`")
         return int(bool(stale or drawn))
     for path in stale:
         write_text(path, fresh[path])
-    for name in drawn:
-        image = png(name)
-        replace(path_of(name), lambda temporary, image=image: temporary.write_bytes(image))
+    if drawn:
+        image = figures.png()
+        replace(figures.PATH, lambda temporary: temporary.write_bytes(image))
     return 0
 
 

@@ -1,23 +1,22 @@
-"""The generated figures of docs/figures. Each stores a digest of its data: pixels differ between versions of fonts."""
+"""The generated figure of docs/figures. It stores a digest of its data: pixels differ between versions of fonts."""
 
 import hashlib
 import io
 import pathlib
-from typing import Any
 
-from evals.figures import COLOURS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
 from readme_tables.stored import RESULTS, load, stored
-from readme_tables.values import NAMES, OURS, kl, reach, step_share, value, waits
+from readme_tables.values import NAMES, OURS, step_share, value, waits
 
+# Okabe and Ito's palette, safe for colour-blind readers.
 GREEN, PALE = "#009e73", "#8fd0b5"
 METHODS = {
-    "lsh": ("lsh", COLOURS["lsh"]),
-    "paper": ("paper", COLOURS["paper"]),
-    "oracle": ("oracle (cost of its search not counted)", COLOURS["oracle"]),
+    "lsh": ("lsh", "#56b4e9"),
+    "paper": ("paper", "#e69f00"),
+    "oracle": ("oracle (cost of its search not counted)", "#000000"),
     "transform": ("transform", PALE),
     OURS: (f"{OURS} (ours)", GREEN),
 }
@@ -30,16 +29,6 @@ WAYS = {
     "session": ("ours, asked again", GREEN, ":"),
 }
 """Ways to answer: their name, colour and style."""
-REACHES = {
-    "oracle": ("exact top-k", COLOURS["oracle"], "--"),
-    "lsh": ("LSH, untrained", COLOURS["lsh"], "-"),
-    "4096-reach/paper": ("paper, offsets", COLOURS["paper"], "-"),
-    "4096/transform-start": ("transform's start, all at 0", COLOURS["transform"], ":"),
-    "4096-reach/transform-start": ("transform's start, offsets", COLOURS["transform"], "-"),
-    "4096-reach/transform+remainder": ("transform + remainder, offsets", GREEN, "-"),
-}
-"""Methods of the figure of quality against length: their name, colour and style."""
-MODELS = "reach_smol", "reach_qwen"
 
 
 def overview(results: pathlib.Path) -> Figure:
@@ -69,31 +58,6 @@ def overview(results: pathlib.Path) -> Figure:
     return figure
 
 
-def lengths(results: pathlib.Path) -> Figure:
-    """Draw quality against the length of the context, for two models."""
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    panels = figure.subplots(1, len(MODELS), sharey=True)
-    for axes, name in zip(panels, MODELS, strict=True):
-        run = stored(results, name)
-        rows: list[dict[str, Any]] = run["rows"]
-        found = reach(rows)
-        for method, (label, colour, style) in REACHES.items():
-            places = sorted((n, kl(own)) for n, own in found.get(method, {}).items())
-            if places:
-                at = zip(*places, strict=True)
-                axes.plot(*at, label=label, color=colour, linestyle=style, marker="o", markersize=4)
-        axes.axvline(4096, color="#bbbbbb", linewidth=1, zorder=0)
-        _finish(axes, "context, tokens", "")
-        axes.set_title(NAMES[run["model"]])
-        at_lengths = {n: f"{n // 1024}K" for n in sorted({row["length"] for row in rows})}
-        _ticks(axes, at_lengths, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
-    panels[0].set_ylabel("KL from dense, nats")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.suptitle("Hashers made from contexts of 4,096 tokens (line), 2 % of the tokens read", fontsize=10)
-    return figure
-
-
 def _finish(axes: Axes, x: str, y: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     axes.minorticks_off()
@@ -105,30 +69,26 @@ def _ticks(axes: Axes, x: dict[int, str], y: tuple[float, ...]) -> None:
     axes.set_yticks(y, [f"{number:g}" for number in y])
 
 
-FIGURES = {"overview": (overview, ("qwen15", "answers")), "reach": (lengths, ("reach_smol", "reach_qwen"))}
-"""By name: what draws a figure, and the stored results that it shows."""
+PATH, SHOWN = RESULTS.parent / "figures" / "overview.png", ("qwen15", "answers")
+"""The figure, and the stored results that it shows."""
 
 
-def path_of(name: str) -> pathlib.Path:
-    return RESULTS.parent / "figures" / f"{name}.png"
-
-
-def digest(name: str, results: pathlib.Path = RESULTS) -> str:
-    """Return a digest of what a figure shows."""
-    found = b"".join((results / f"{one}.json").read_bytes() for one in FIGURES[name][1])
+def digest(results: pathlib.Path = RESULTS) -> str:
+    """Return a digest of what the figure shows."""
+    found = b"".join((results / f"{name}.json").read_bytes() for name in SHOWN)
     return hashlib.sha256(found).hexdigest()[:16]
 
 
-def is_stale(name: str) -> bool:
-    """Whether a figure is missing, or was drawn from other results."""
-    if not path_of(name).is_file():
+def is_stale() -> bool:
+    """Whether the figure is missing, or was drawn from other results."""
+    if not PATH.is_file():
         return True
-    with Image.open(path_of(name)) as image:
-        return image.info.get("Description") != digest(name)
+    with Image.open(PATH) as image:
+        return image.info.get("Description") != digest()
 
 
-def png(name: str) -> bytes:
-    """Draw a figure as PNG with its digest."""
+def png() -> bytes:
+    """Draw the figure as PNG with its digest."""
     buffer = io.BytesIO()
-    FIGURES[name][0](RESULTS).savefig(buffer, dpi=110, format="png", metadata={"Description": digest(name)})
+    overview(RESULTS).savefig(buffer, dpi=110, format="png", metadata={"Description": digest()})
     return buffer.getvalue()

@@ -3,12 +3,10 @@
 import pathlib
 import re
 import tomllib
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from evals.methods import REMAINDER
-from evals.metrics import Estimate
 from evals.results import Result, Row
 from evals.rivals.table import RIVALS
 from evals.tables import percent, protocol, signed_percent
@@ -83,7 +81,7 @@ def step_share(run: Result, method: str) -> float:
     name, width = method.removesuffix(REMAINDER), HEAD_DIMS[config["model"]]
     pair = 2 * 2 * width
     rival = RIVALS.get(name)
-    bits = (row.bits or 0) if rival is None else rival.build(rival.published[0]).kept_bits(width)
+    bits = (row.bits or 0) if rival is None else rival.build().kept_bits(width)
     selected = row.budget if rival is None else row.density
     sums = sums_bytes(width) if method != name else 0
     return (tokens * bits / 8 + (selected or 0.0) * tokens * pair + sums) / (tokens * pair)
@@ -96,31 +94,25 @@ def sums_bytes(head_dim: int) -> float:
     return vectors + rounded + (FOLD + 1) / 2 * token + folding / FOLD  # tokens that are not in the sums yet are read
 
 
-def spread(found: Row | Estimate, how: str) -> str:
-    """Format a value and its 95 % interval, if it has one, with a format such as `.3f`."""
-    number = found.value if isinstance(found, Row) else found.mean
-    interval = "" if found.low is None or found.high is None else f" [{found.low:{how}}, {found.high:{how}}]"
-    return f"{number:{how}}{interval}"
-
-
 def comparisons(differences: list[dict[str, Any]], run: Result) -> list[dict[str, str]]:
     """Return the lines of differences between ours and rivals: `label`, and the difference of each metric."""
     found: dict[str, dict[str, str]] = {}
 
-    def add(label: str, metric: str, estimate: Estimate) -> None:
-        found.setdefault(label, {"label": label})[metric] = spread(estimate, "+.3f")
+    def add(label: str, metric: str, value: float, low: float | None, high: float | None) -> None:
+        interval = "" if low is None or high is None else f" [{low:+.3f}, {high:+.3f}]"
+        found.setdefault(label, {"label": label})[metric] = f"{value:+.3f}{interval}"
 
     for entry in differences:
         (ours, own), (rival, theirs) = entry["a"], entry["b"]
         label = f"{ours} at {percent(own)}, {rival} at {percent(theirs)}"
-        add(label, entry["metric"], Estimate(entry["mean"], entry["low"], entry["high"]))
+        add(label, entry["metric"], entry["mean"], entry["low"], entry["high"])
     for row in run.rows:
         if row.method not in (OURS, "transform", "planes") or not (row.against or "").startswith("magicpig"):
             continue
         matched = row.rule == f"as {row.against}"
         if matched or (row.rule == "visible" and row.against == "magicpig-bare"):
             at = f"as many tokens as {row.against} took" if matched else f"{percent(row.budget or 0)}, {row.against}"
-            add(f"{row.method} at {at}", row.metric, Estimate(row.value, row.low, row.high))
+            add(f"{row.method} at {at}", row.metric, row.value, row.low, row.high)
     return list(found.values())
 
 
@@ -203,20 +195,3 @@ def other_families(outcomes: dict[str, list[str]]) -> list[list[str]]:
             shared = re.sub(r"\b[A-Z]\w+(ForCausalLM|LMHeadModel|WithLMHead)\b", "the model", shared)
             reasons.setdefault((verdict, shared.replace("|", "\\|")), []).append(name)
     return [[", ".join(names), verdict, remark] for (verdict, remark), names in sorted(reasons.items())]
-
-
-# Quality against length.
-
-
-def kl(rows: Iterable[dict[str, Any]]) -> float:
-    """Return the mean KL from dense over texts."""
-    found = [row["kl"] for row in rows]
-    return sum(found) / len(found)
-
-
-def reach(rows: list[dict[str, Any]]) -> dict[str, dict[int, list[dict[str, Any]]]]:
-    """Return the rows of each method by length."""
-    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for row in rows:
-        found.setdefault(row["method"], {}).setdefault(row["length"], []).append(row)
-    return found

@@ -202,6 +202,8 @@ def test_the_correction_reaches_the_model(loaded):
 PUBLISHED = {
     "quest": "quest-page16",
     "quest-heads": "quest-heads-page16",
+    "quest-page4": "quest-page4-page4",
+    "quest-heads-page4": "quest-heads-page4-page4",
     "magicpig": "magicpig-bits15-tables100-4-64-1024-0",
     "magicpig-sink": "magicpig-sink-bits15-tables100-4-0-1024-0",
     "magicpig-local": "magicpig-local-bits15-tables100-0-64-1024-0",

@@ -15,10 +15,11 @@ from evals.results import read_result
 from evals.runner import RunFolder, environment_of
 from evals.settings import Always
 from evals.synthetic import Exercise
-from evals.tasks import fidelity, iou, needle, ppl, ruler_synthetic, throughput
-from evals.tasks.answers import continue_greedily, read_answer
-from evals.tasks.exercises_settings import NeedleCommand, SyntheticRulerCommand
+from evals.tasks import fidelity, iou, needle, ppl, throughput
+from evals.tasks.answers import continue_greedily
 from evals.tasks.iou import HEADS, METRICS, Cell, measure
+from evals.tasks.needle import log_prob
+from evals.tasks.needle_settings import NeedleCommand
 from evals.tasks.settings import FidelityCommand, IouCommand, PplCommand
 from evals.tasks.throughput_settings import ThroughputCommand
 from evals.text import edit_similarity, rouge_l
@@ -39,7 +40,6 @@ TASKS = {
     "ppl": (ppl, PplCommand, {"methods": EVERY, "rules": ("visible",)}),
     "iou": (iou, IouCommand, {"rows": 4, "methods": SELECT}),
     "needle": (needle, NeedleCommand, {"methods": ("planes+remainder", "quest"), "lengths": (96,), "depths": (0.5,)}),
-    "ruler": (ruler_synthetic, SyntheticRulerCommand, {"methods": ("planes",), "lengths": (96,), "kinds": ("copy",)}),
     "fidelity": (fidelity, FidelityCommand, {"methods": ("planes", "magicpig"), "new_tokens": 4}),
 }
 
@@ -54,24 +54,21 @@ def build(command):
 
 
 def test_dense_answer_is_the_models_own(loaded):
-    question = Exercise("made", 60, 0.0, loaded.ids[:50], loaded.ids[50:60], "")
+    question = Exercise(60, 0.0, loaded.ids[:50], loaded.ids[50:60], "")
     logits = loaded.model(loaded.ids[None, :59]).logits[0, 49:].log_softmax(-1)
     picked = logits.gather(-1, question.answer[:, None])
-    right = logits.argmax(-1) == question.answer
-    found = read_answer(loaded.model, question, load_methods([DENSE], None, None)[0], None, FIRST_DENSE)
-    assert found.log_prob == pytest.approx(picked.mean().item(), rel=1e-5)
-    assert (found.tokens, found.exact) == (right.float().mean().item(), 0.0)
+    found = log_prob(loaded.model, question, load_methods([DENSE], None, None)[0], None, FIRST_DENSE)
+    assert found == pytest.approx(picked.mean().item(), rel=1e-5)
 
 
-def test_a_greedy_answer_is_exact(loaded):
+def test_a_greedy_answer_is_more_likely_than_another(loaded):
     prompt = loaded.ids[:50]
     for method, budget in ((load_methods([DENSE], None, None)[0], None), (loaded.methods["lsh"], 0.1)):
         written, density = continue_greedily(loaded.model, prompt, 6, method, budget, FIRST_DENSE)
         assert (density == 1) == (budget is None)
-        for answer in (written, written.roll(1)):
-            own = Exercise("made", 56, 0.0, prompt, answer, "")
-            found = read_answer(loaded.model, own, method, budget, FIRST_DENSE)
-            assert (found.exact == found.tokens == 1) == (answer is written)
+        answers = (Exercise(56, 0.0, prompt, answer, "") for answer in (written, written.roll(1)))
+        own, other = (log_prob(loaded.model, answer, method, budget, FIRST_DENSE) for answer in answers)
+        assert own > other
 
 
 # Runs
@@ -89,7 +86,6 @@ def test_a_run_in_bfloat16_is_whole_a_second_one_computes_nothing_and_a_sample_o
     assert {p.dtype for p in seen[0][0].parameters()} == {torch.bfloat16}
     assert found.config["dtype"] == json.loads((command.out / "config.json").read_text())["dtype"] == "bfloat16"
     assert {(row.task, row.n) for row in found.rows} == {(found.config["task"], 1)}
-    assert (command.out / "figure.png").read_bytes().startswith(b"\x89PNG")
     text = (command.out / "report.md").read_text()
     assert all(method in text for method in command.methods)
     monkeypatch.setattr(models, "_take_a_step", lambda *given: None)  # which loading does

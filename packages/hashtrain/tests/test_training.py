@@ -10,7 +10,6 @@ from hashtrain.hasher import make_layer
 from hashtrain.layers import BY_VARIANT
 from hashtrain.training import choose as module
 from hashtrain.training import trainer
-from hashtrain.training.checkpoint import Checkpoint
 from hashtrain.training.choose import choose
 from hashtrain.training.target import attention
 from hashtrain.training.trainer import Training
@@ -112,9 +111,9 @@ def test_a_diverging_loss_stops_the_layer_and_the_best_interval_is_kept():
 @pytest.mark.parametrize(("risen", "share"), [(1.3, 1.0), (1.4, 0.1)])
 def test_a_loss_that_rises_with_the_queries_slows_them_down(risen, share, tmp_path):
     """In steps 30 to 39, after the keys; the best interval is the second. A resumed training knows."""
-    layer, kept, file = layer_of("transform"), {}, Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
+    layer, kept, file = layer_of("transform"), {}, tmp_path / "layer.checkpoint"
     config = replace(SETTINGS, steps=60, keys_first=0.5, warmup=0.01)
-    training = Training(layer, 0, skewed()[0], config, file)
+    training = Training(layer, 0, skewed()[0], config, file, seconds=0)
 
     def pretend(step, loss):
         training.losses[-1] = 1.0 if step // 10 == 1 else risen if step >= 30 else 1.1
@@ -140,7 +139,7 @@ def test_a_training_cut_off_at_any_step_ends_with_the_same_bits(variant, at, tmp
     data, whole, config = skewed()[0], layer_of(variant), replace(SETTINGS, keys_first=0.5 * (variant == "transform"))
     training = Training(whole, 0, data, config)
     training.run()
-    file = Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
+    file = tmp_path / "layer.checkpoint"
     cut = layer_of(variant)
 
     def kill(step, loss):
@@ -148,7 +147,7 @@ def test_a_training_cut_off_at_any_step_ends_with_the_same_bits(variant, at, tmp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_layer(cut, 0, data, config, kill, file)
+        Training(cut, 0, data, config, file, seconds=0).run(kill)
     resumed = Training(layer_of(variant), 0, data, config, file)
     assert len(resumed.losses) == at
     resumed.run()

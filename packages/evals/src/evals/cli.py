@@ -14,8 +14,8 @@ from rich.table import Table
 
 from evals.methods import METHODS
 from evals.tasks.benchmark_settings import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
-from evals.tasks.exercises_settings import NeedleCommand, SyntheticRulerCommand
-from evals.tasks.settings import FidelityCommand, IouCommand, PplCommand, TuneCommand
+from evals.tasks.needle_settings import NeedleCommand
+from evals.tasks.settings import FidelityCommand, IouCommand, PplCommand
 from evals.tasks.throughput_settings import ThroughputCommand
 
 # Other imports are made where they are used, so that `--help` does not wait for torch and transformers.
@@ -27,11 +27,9 @@ TASKS = {  # name: settings, and module of evals.tasks whose `run` it is
     "iou": (IouCommand, "iou"),
     "fidelity": (FidelityCommand, "fidelity"),
     "needle": (NeedleCommand, "needle"),
-    "ruler-synthetic": (SyntheticRulerCommand, "ruler_synthetic"),
     "longbench": (LongbenchCommand, "benchmark"),
     "ruler": (RulerBenchmarkCommand, "benchmark"),
     "fewshot": (FewshotCommand, "benchmark"),
-    "tune": (TuneCommand, "tune"),
     "throughput": (ThroughputCommand, "throughput"),
 }
 
@@ -75,7 +73,7 @@ def _run(command: Any, console: Console) -> dict[str, Any]:
     began = time.monotonic()
     run = next(run for kind, run in TASKS.values() if type(command) is kind)
     result: Result = resolve_name(f"evals.tasks.{run}:run")(command, console)
-    files = "report.md, figure.png, rows.json and samples"
+    files = "report.md, rows.json and samples"
     console.print(f"stored in {command.out}: {files}", highlight=False)
     seconds = round(time.monotonic() - began, 1)
     return {"task": result.config["task"], "out": str(command.out), "seconds": seconds, "results": headline(result)}

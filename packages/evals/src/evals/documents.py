@@ -2,11 +2,11 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hashtrain.data.corpus import Document, held_out_sources, numbered_contexts, read_texts
+from hashtrain.data.corpus import held_out_sources, numbered_contexts, read_texts
 from hashtrain.data.texts_to_read import room_for
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -31,18 +31,17 @@ def load_documents(
     context: int,
     count: int,
     seed: int,
-    sources: Callable[[], list[Document]] = held_out_sources,
 ) -> list[TokenDocument]:
     """Cut texts into contexts, the first of every document before any second one; a larger count only adds more.
 
     Args:
-        text: files or folders; without any, the documents of `sources`: modules that nothing here is trained on.
+        text: files or folders; without any, standard-library modules that nothing here is trained on.
         context: tokens per context.
         count: largest number of contexts.
         seed: draws the order of the documents.
     Raises: ValueError if a text is missing or not UTF-8, or if all are too short.
     """
-    documents = read_texts(list(text), room=room_for(context * count)) if text else sources()
+    documents = read_texts(list(text), room=room_for(context * count)) if text else held_out_sources()
     alike = [replace(document, corpus=0) for document in documents]  # in one order, not each path in turn
     found, seen = list[TokenDocument](), Counter[int]()
     for number, ids in numbered_contexts(alike, tokenizer, context, count, seed):

@@ -1,7 +1,7 @@
 """The table of methods: every way of choosing tokens that a task can measure, and how to load it."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
@@ -11,7 +11,7 @@ import sparse_decode
 from hashtrain.run.recipes import ABLATIONS, ALL, EXACT
 from hashtrain.usage import did_you_mean
 
-from evals.rivals.table import RIVALS, rival_named
+from evals.rivals.table import RIVALS
 
 if TYPE_CHECKING:
     from sparse_decode import Selector
@@ -85,27 +85,24 @@ class LoadedMethod:
         return self.selector.after_prompt(prompt)
 
 
-def load_rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMethod:
-    """Create a rival with these parameters, under a label.
-
-    Raises: ValueError if there is no such rival, or the parameters cannot be used.
-    """
-    rival = rival_named(name)
-    selector = rival.build(parameters)
-    given = (f"{key}{value}" for key, value in sorted(parameters.items()))
+def _load_rival(name: str) -> LoadedMethod:
+    """Create a rival with the parameters of its entry."""
+    rival = RIVALS[name]
+    selector = rival.build()
+    given = (f"{key}{value}" for key, value in sorted(rival.parameters.items()))
     more = (str(value) for key in _TOLD if (value := getattr(selector, key, None)) is not None)
     both = replace(cast(Any, selector), per_query_head=True) if rival.for_both_heads else None
     variant, bits = getattr(selector, "variant", name), getattr(selector, "code_bits", None)
-    return LoadedMethod(label, variant, bits, "-".join((name, *given, *more)), selector, both)
+    return LoadedMethod(name, variant, bits, "-".join((name, *given, *more)), selector, both)
 
 
 def load_method(name: str, folder: Path) -> LoadedMethod:
-    """Load a method with its published parameters, or its hasher in a folder of them.
+    """Load a rival, a selector of ours, or a hasher in a folder of them.
 
     Raises: ValueError if the hasher is missing or damaged, or has no remainder that it needs.
     """
     if name in RIVALS:
-        return load_rival(name, RIVALS[name].published[0], name)
+        return _load_rival(name)
     if name == DENSE:
         return LoadedMethod(name, name, None, name, None, None)
     if name in ("oracle", "recent"):
@@ -144,8 +141,6 @@ NAMES = tuple(METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
 RIVAL_NAMES = tuple(RIVALS)
 """Methods reimplemented from other papers. They choose their own number of tokens: compare them by measured density."""
-TUNED = "-tuned"
-"""Suffix of a rival with the parameters that `evals tune` found for the model."""
 ABLATION_NAMES = tuple(recipe.name for recipe in (*ABLATIONS, *EXACT))
 """Hashers that `hashtrain --only all` makes in addition to the default ones."""
 _RARE = (*RIVAL_NAMES, *ABLATION_NAMES)

@@ -109,13 +109,13 @@ class MethodsCommand:
     dtype: Dtype = "float32"
     """Type of the model's weights, queries, keys and values; `auto` keeps the stored type."""
     out: Path = Path("runs/evals")
-    """Folder for samples, rows, report and figure; rerun the command to resume."""
+    """Folder for samples, rows and report; rerun the command to resume."""
 
     both_heads: ClassVar[bool] = False
     """Whether the task chooses between the two forms of a method itself."""
     always_prompted: ClassVar[bool] = False
     """Whether the task has a dense prompt whatever its settings."""
-    unstored: ClassVar[tuple[str, ...]] = ("out", "hashers", "tuned", "device")
+    unstored: ClassVar[tuple[str, ...]] = ("out", "hashers", "device")
     """Fields that are no settings of a run: local paths, and what does not change its results."""
 
     def __post_init__(self) -> None:

@@ -90,8 +90,7 @@ class LongbenchCommand(BenchmarkCommand):
 
 @dataclass(frozen=True)
 class RulerBenchmarkCommand(BenchmarkCommand):
-    """Run RULER (lm-evaluation-harness) at the given lengths; `ruler-synthetic` needs no data. Example: `evals ruler
-    --model NAME`."""
+    """Run RULER (lm-evaluation-harness) at the given lengths. Example: `evals ruler --model NAME`."""
 
     tasks: tuple[str, ...] = ("ruler",)
     lengths: tuple[int, ...] = (4096,)

@@ -7,7 +7,6 @@ a few rows at a time, in the model's own type, and float32 log-probabilities for
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from evals.row_logits import RowLogits, row_logits
 from evals.settings import Always, Phase, Prompt
 from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
 from evals.tasks.settings import PplCommand
-from evals.tuned import read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
 AS = "as "
@@ -72,9 +70,6 @@ def budget_of(rule: str, fraction: float, length: int, beside: int = 0) -> Budge
 def run(command: PplCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`."""
     ready = load_with_documents(command, "ppl", console)
-    if command.tuned is not None:
-        tuned = read_tuned(command.tuned, ready.settings["model_identity"], command.phase)
-        ready = with_choice(command, ready, tuned)
     cells = cells_of(command, [method.name for method in ready.methods if method.selector])
     methods = {method.name: method for method in ready.methods}
 
@@ -83,16 +78,6 @@ def run(command: PplCommand, console: Console) -> Result:
 
     samples = each_document(command, ready, console, 1 + len(cells), compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
-
-
-def with_choice(command: PplCommand, ready: Ready, tuned: dict[str, Any]) -> Ready:
-    """Add the tuned rivals. Raises: ValueError if they were tuned on a context of this run."""
-    if seen := [document.name for document in ready.documents if document.digest in tuned["documents"]]:
-        raise ValueError(f"{seen[0]} is a context that the rivals were tuned on; tune them on another text")
-    methods = with_tuned(ready.methods, tuned["parameters"])
-    names = [method.name for method in methods]
-    changed = {"methods": names, "method_identities": {method.name: method.identity for method in methods}}
-    return replace(ready, methods=methods, settings={**ready.settings, **changed})
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Settings of `ppl`, `iou`, `fidelity` and `tune`, the tasks on text."""
+"""Settings of `ppl`, `iou` and `fidelity`, the tasks on text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,17 +6,14 @@ from typing import ClassVar, Literal
 
 from hashtrain.usage import UsageError, require_counts
 
-from evals.methods import DENSE, OURS, RIVAL_NAMES, SELECTION_DEFAULTS, SELECTION_NAMES, TUNED
+from evals.methods import DENSE, OURS, SELECTION_DEFAULTS, SELECTION_NAMES
 from evals.settings import (
     Always,
     Budgets,
     Methods,
     Phase,
     TaskCommand,
-    each_a_share,
-    each_among,
     each_once,
-    each_positive,
 )
 
 Rule = Literal["visible", "fixed"]
@@ -47,8 +44,6 @@ class PplCommand(TaskCommand):
     match: tuple[str, ...] = ()
     """Also measure our methods at the measured density of these methods, such as magicpig, on each context: a fair
     comparison with methods that ignore the budget."""
-    tuned: Path | None = None
-    """Folder of `evals tune`: also measure the rivals of --methods with the chosen parameters, as NAME-tuned."""
     out: Path = Path("runs/ppl")
 
     def __post_init__(self) -> None:
@@ -66,8 +61,7 @@ class PplCommand(TaskCommand):
             raise UsageError(f"--scored must be below --context minus 1 = {self.context - 1}, got {self.scored}")
         if len(set(self.match)) < len(self.match):
             raise UsageError(f"--match must not repeat a method, got {' '.join(self.match)}")
-        rivals = {name + TUNED for name in self.methods if name in RIVAL_NAMES and self.tuned is not None}
-        rivals |= set(self.methods) - {DENSE, *OURS}
+        rivals = set(self.methods) - {DENSE, *OURS}
         if strange := [name for name in self.match if name not in rivals]:
             wanted = f"here {', '.join(sorted(rivals)) or 'none'}"
             raise UsageError(
@@ -125,43 +119,3 @@ class FidelityCommand(TaskCommand):
         require_counts(self, new_tokens=1)
         if self.new_tokens >= self.context:
             raise UsageError(f"--new-tokens must be below --context = {self.context}, got {self.new_tokens}")
-
-
-@dataclass(frozen=True)
-class TuneCommand(TaskCommand):
-    """Find the rivals' best parameters, by mean KL from dense, on text that is not used for evaluation: the page size
-    of Quest at a budget, the bits and tables of MagicPIG at a density. Example: `evals tune --methods quest`."""
-
-    methods: Methods = ("quest", "quest-heads", "magicpig")
-    """Rivals to tune."""
-    text: tuple[Path, ...] = ()
-    """Text not used for evaluation: UTF-8 files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME. Default: the
-    training sources of our hashers."""
-    documents: int = 4
-    pages: tuple[int, ...] = (4, 8, 16, 32)
-    """Quest: tokens per page."""
-    bits: tuple[int, ...] = (8, 10, 12, 15)
-    """MagicPIG: bits per table, K."""
-    tables: tuple[int, ...] = (50, 100, 150)
-    """MagicPIG: number of tables, L."""
-    density: float | None = None
-    """Largest density that a setting may reach. Default: that of the published setting with the largest density."""
-    phase: Phase = "everywhere"
-    """Sparse rows, as for `ppl`."""
-    out: Path = Path("runs/tune")
-    """Folder for samples, grid and tuned.json; rerun the command to resume."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("pages", "bits", "tables"):
-            each_positive(self, name)
-        if self.heads is not None:
-            raise UsageError(f"tune takes no --heads, got {self.heads}: each rival has its own heads; leave it out")
-        if max(self.bits) > 31 or min(self.tables) < 2:
-            raise UsageError(
-                f"--bits must be at most 31 and --tables at least 2, got {max(self.bits)} and {min(self.tables)}"
-            )
-        each_a_share(self, "density", "")
-        if len(self.budgets) != 1:
-            raise UsageError(f"--budgets of tune takes one, got {len(self.budgets)}")
-        each_among(self, "methods", RIVAL_NAMES, "tune")

@@ -8,27 +8,33 @@ from typing import Any, cast
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.demo import model_path
 from hashtrain.device import device_for
-from hashtrain.models import from_config
+from hashtrain.models import from_config, load_config
 from hashtrain.training.target import top_count
 from rich.console import Console
 from sparse_decode import Budget, HashSelector, RecentSelector, Selector, attach
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, Qwen2Config
 
 from evals.metrics import Estimate
 from evals.results import Result, Row, versions, write_json
 from evals.runner import RunFolder, environment_of
 from evals.setup import store
-from evals.shapes import load_config
-from evals.tasks.throughput_settings import DENSE_WAYS, ThroughputCommand
+from evals.tasks.throughput_settings import DENSE_WAYS, SMALL, ThroughputCommand
 from evals.timing import quantiles, read_bandwidth, timed
+
+# Qwen2.5-7B's groups and heads, 4 layers, little besides attention.
+_SMALL: dict[str, Any] = {
+    **{"hidden_size": 896, "intermediate_size": 896, "vocab_size": 1024, "num_hidden_layers": 4, "head_dim": 128},
+    **{"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 1 << 22},
+}
 
 
 @torch.inference_mode()
 def run(command: ThroughputCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`. A second run measures all again."""
     command = replace(command, device=str(device_for(command.device, 0)))
-    config = load_config(command.shape)
+    config = Qwen2Config(**_SMALL) if command.shape == SMALL else load_config(model_path(command.shape))
     shape = ModelShape.of(config)
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")

@@ -4,13 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
 
 from evals.settings import Methods, each_a_share, each_among, each_once, each_positive, settings_of
-from evals.shapes import PLANES, SMALL
 
 WAYS = ("sdpa", "eager", "planes", "recent")
 DENSE_WAYS = ("sdpa", "eager")
+PLANES = HasherConfig("transform", ModelShape(1, 1, 1, 128)).planes
+"""Default number of bit planes of a query: that of `transform`, the default hasher of `attach`."""
+SMALL = "small"
+"""Name of a shape for two CPU cores (`evals.tasks.throughput`)."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class ThroughputCommand:
     second, memory; first, the roofline. Example: `evals throughput --shape small`."""
 
     shape: str = SMALL
-    """small, qwen2.5-7b, llama3-8b, demo, or a folder with a config.json; weights are random."""
+    """small, demo, or a folder or hub id with a config.json; weights are random."""
     bits: int = 128
     """Bits per code."""
     planes: int = PLANES
@@ -51,7 +55,7 @@ class ThroughputCommand:
     seed: int = 0
     """Draws weights, caches and the bootstrap."""
     out: Path = Path("runs/throughput")
-    """Folder for rows, report and figure."""
+    """Folder for rows and report."""
 
     def __post_init__(self) -> None:
         require_seed(self.seed)

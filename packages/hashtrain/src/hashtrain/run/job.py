@@ -22,7 +22,7 @@ from hashtrain.layers import LayerHasher
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import held_out_rows, training_of
-from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored, steps_in
+from hashtrain.training.checkpoint import load_stored, save_stored, steps_in
 from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training
@@ -120,9 +120,8 @@ def make(job: LayerJob, report: Report) -> None:
     command, layer, device = job.command, job.layer, here(job.device)
     hasher, losses, stopped, chosen = _made(job, not job.unfinished.exists()), list[float](), "", dict[int, str]()
     if job.recipe.trained:
-        training = Training(
-            hasher, layer, job.data, job.training, Checkpoint(job.unfinished, command.checkpoint_seconds)
-        )
+        saved = job.unfinished, command.checkpoint_seconds
+        training = Training(hasher, layer, job.data, job.training, *saved)
         training.run(following(job, training, report), until=job.until)
         if training.next_step is not None:
             return training.save()

@@ -26,10 +26,7 @@ Function = Callable[..., Any]
 _MOST = 6  # a worker takes 0.6 GB for the demo model
 _POLL = 0.05  # seconds
 # What jobs and their reports need: "hashtrain" imports lazily, so every worker would import it again.
-PRELOADED = (
-    *("torch", "transformers.models.llama", "hashtrain.run.job", "hashtrain.run.waves"),
-    "hashtrain.training.pair_loss",  # numba
-)
+PRELOADED = ("torch", "transformers.models.llama", "hashtrain.run.job", "hashtrain.run.waves")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _KEEP_BYTES = 1 << 30
 _given: list[Any] = []

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,6 @@ from hashtrain.files.untrusted import open_tensors, parse_json
 
 _STATE, _DIGEST = "state", "sha256"
 _REMEDY = "delete it and rerun the command"
-
-
-class Checkpoint:
-    """A checkpoint file that is written at most once per interval.
-
-    Args:
-        path: the file; its folder is created if missing.
-        seconds: shortest time between writes, and so the most work that a kill can lose; 0 writes after every step.
-    """
-
-    def __init__(self, path: Path, seconds: float = 30.0):
-        self.path: Path = path
-        self.seconds: float = seconds
-        self._last = time.monotonic()
-
-    @property
-    def due(self) -> bool:
-        """Whether the interval since the last write, or since the start, is over."""
-        return time.monotonic() - self._last >= self.seconds
-
-    def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Replace the file. Raises: OSError if it cannot be written; the old one is kept."""
-        save_stored(self.path, tensors, state)
-        self._last = time.monotonic()
 
 
 def steps_in(path: Path) -> int:

@@ -6,7 +6,9 @@
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +18,7 @@ from hashtrain.data.captured import Capture
 from hashtrain.device import to_device
 from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
-from hashtrain.training.checkpoint import Checkpoint, load_stored
+from hashtrain.training.checkpoint import load_stored, save_stored
 from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
 from hashtrain.training.target import Pairs, attention, preferences, sample_pairs
 from hashtrain.training.train_config import TrainConfig, generator_of
@@ -38,7 +40,7 @@ def train_layer(
     data: Capture,
     config: TrainConfig,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Path | None = None,
 ) -> list[float]:
     """Train one layer's hash functions in place. See `Training`, which also records why it stopped early.
 
@@ -65,7 +67,8 @@ class Training:
     Args:
         hasher: the layer's modules, trained in place; `hasher.target_heads` selects the kind of target.
         layer: its index in the model, to read from `data`.
-        checkpoint: where the state is saved from time to time; an existing checkpoint is resumed, to the same bits.
+        checkpoint: file of the state, saved from time to time; if it exists, it is resumed, to the same bits.
+        seconds: shortest time between saves, and so the most work that a kill can lose; 0 saves after every step.
     Attributes:
         losses: the loss of every step so far.
         kept: weights by name: `best`, of the interval with the lowest mean loss, at first the initial ones; and `keys`,
@@ -80,13 +83,16 @@ class Training:
         layer: int,
         data: Capture,
         config: TrainConfig,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: Path | None = None,
+        seconds: float = 30.0,
     ):
         self.hasher: LayerHasher = hasher
         self.layer: int = layer
         self.data: Capture = data
         self.config: TrainConfig = config
-        self.checkpoint: Checkpoint | None = checkpoint
+        self.checkpoint: Path | None = checkpoint
+        self.seconds: float = seconds
+        self._saved = time.monotonic()
         self.device: torch.device = next(hasher.parameters()).device
         self.generator: torch.Generator = generator_of(config.seed, layer)
         self.parameters: list[nn.Parameter]
@@ -103,12 +109,12 @@ class Training:
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if there is one. Raises: ValueError if it is of another training."""
-        if self.checkpoint and (found := load_stored(self.checkpoint.path)):
+        if self.checkpoint and (found := load_stored(self.checkpoint)):
             try:
                 self._restore(*found)
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(
-                    f"{self.checkpoint.path} is not a checkpoint of this layer's training ({one_line(error)}); delete "
+                    f"{self.checkpoint} is not a checkpoint of this layer's training ({one_line(error)}); delete "
                     "it and rerun the command"
                 ) from error
 
@@ -138,8 +144,8 @@ class Training:
                 self.stopped = (
                     f"stopped at step {step} of {self.config.steps}: {self.stopped}; its best weights are kept"
                 )
-            if self.checkpoint and (self.checkpoint.due or self.stopped):
-                self.checkpoint.save(*self._state())
+            if self.stopped or time.monotonic() - self._saved >= self.seconds:
+                self.save()
 
     def _judge(self) -> None:
         """After an interval, keep its weights if they are the best; stop if the loss has diverged.
@@ -167,9 +173,10 @@ class Training:
         return None if self.stopped or len(self.losses) >= self.config.steps else len(self.losses)
 
     def save(self) -> None:
-        """Write the checkpoint now."""
+        """Write the checkpoint now. Raises: OSError if it cannot be written; the old one is kept."""
         if self.checkpoint:
-            self.checkpoint.save(*self._state())
+            save_stored(self.checkpoint, *self._state())
+            self._saved = time.monotonic()
 
     def _step(self, step: int) -> float:
         """Run one step and return its loss; NaN, and nothing is changed, if it or the gradient is not finite."""

@@ -1,4 +1,4 @@
-"""Settings of the synthetic exercises: `needle` and `ruler-synthetic`."""
+"""Settings of `needle`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,48 +6,17 @@ from typing import ClassVar
 
 from hashtrain.usage import UsageError
 
-from evals.settings import MethodsCommand, each_among, each_once, each_positive
-from evals.synthetic import KINDS, NEEDLE, QUESTION
+from evals.settings import MethodsCommand, each_once, each_positive
+from evals.synthetic import NEEDLE, QUESTION
 
 
 @dataclass(frozen=True)
-class SyntheticCommand(MethodsCommand):
-    """Options shared by the synthetic exercises."""
-
-    lengths: tuple[int, ...] = (512, 1024, 2048)
-    """Tokens of prompt and answer together."""
-
-    always_prompted: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        each_positive(self, "lengths")
-
-    @property
-    def longest(self) -> tuple[str, int]:
-        return "--lengths", max(self.lengths)
-
-
-@dataclass(frozen=True)
-class SyntheticRulerCommand(SyntheticCommand):
-    """Solve exercises like RULER's: one key, many keys, variables, copying, counting. Dense prefill, then every token
-    of the answer with the method. Example: `evals ruler-synthetic --documents 5`."""
-
-    kinds: tuple[str, ...] = tuple(KINDS)
-    """Kinds of exercises."""
-    out: Path = Path("runs/ruler-synthetic")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        each_once(self, "kinds")
-        each_among(self, "kinds", KINDS)
-
-
-@dataclass(frozen=True)
-class NeedleCommand(SyntheticCommand):
+class NeedleCommand(MethodsCommand):
     """Find one value in a haystack, by length and depth: the answer generated after a dense prefill, and the
     log-probability of the correct one. With --haystack, a sentence in prose. Example: `evals needle --lengths 2048`."""
 
+    lengths: tuple[int, ...] = (512, 1024, 2048)
+    """Tokens of prompt and answer together."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Positions of the value: 0 is the beginning, 1 the end."""
     documents: int = 5
@@ -60,8 +29,11 @@ class NeedleCommand(SyntheticCommand):
     """The question about it."""
     out: Path = Path("runs/needle")
 
+    always_prompted: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        each_positive(self, "lengths")
         each_once(self, "depths")
         for depth in self.depths:
             if not 0 <= depth <= 1:
@@ -69,3 +41,7 @@ class NeedleCommand(SyntheticCommand):
         for name in ("needle", "question"):
             if not getattr(self, name).strip():
                 raise UsageError(f"--{name} needs some words, got none")
+
+    @property
+    def longest(self) -> tuple[str, int]:
+        return "--lengths", max(self.lengths)
