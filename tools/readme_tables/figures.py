@@ -11,7 +11,6 @@ from PIL import Image
 from readme_tables.stored import RESULTS, load, stored
 from readme_tables.values import NAMES, OURS, step_share, value, waits
 
-# Okabe and Ito's palette, safe for colour-blind readers.
 GREEN, PALE = "#009e73", "#8fd0b5"
 METHODS = {
     "lsh": ("lsh", "#56b4e9"),

@@ -40,7 +40,7 @@ def test_a_command_ends_with_json_and_leaves_files_without_places_of_this_machin
     assert last["task"] == "ppl"
     assert [found["method"] for found in last["results"]] == ["dense", "lsh", "lsh"]
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.json", "environment.json", "samples", "rows.json", "report.md"}
+    assert names == {"config.json", "environment.json", "samples", "rows.json", "report.md", "figure.png"}
     written = "".join(p.read_text() for p in (tmp_path / "run").rglob("*") if p.suffix in (".json", ".md"))
     assert not any(str(folder) in written for folder in (tmp_path, made.root))
 

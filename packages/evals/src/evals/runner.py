@@ -3,7 +3,7 @@
 runs/NAME/config.json        the settings; a run with other settings is rejected
           environment.json   the software, which is that of all samples, and the hardware that last opened the run
           samples/0000.json  the sample of one document
-          rows.json  report.md    written when all documents are done
+          rows.json  report.md  figure.png    written when all documents are done
 """
 
 import hashlib

@@ -109,7 +109,7 @@ class MethodsCommand:
     dtype: Dtype = "float32"
     """Type of the model's weights, queries, keys and values; `auto` keeps the stored type."""
     out: Path = Path("runs/evals")
-    """Folder for samples, rows and report; rerun the command to resume."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     both_heads: ClassVar[bool] = False
     """Whether the task chooses between the two forms of a method itself."""

@@ -1,4 +1,4 @@
-"""Shared setup of the tasks: load model, methods and documents; store rows and report."""
+"""Shared setup of the tasks: load model, methods and documents; store rows, report and figure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.documents import TokenDocument, load_documents
+from evals.figures import draw
 from evals.methods import DENSE, LoadedMethod, load_methods
 from evals.metrics import Estimate
 from evals.results import Result, Row, rows_to_text, versions
@@ -166,7 +167,7 @@ def mean_density(samples: Sequence[Sample], number: int) -> float:
 
 
 def finish(command: MethodsCommand, ready: Ready, rows: list[Row], console: Console) -> Result:
-    """Store the rows and the report; show the tables."""
+    """Store the rows, the report and the figure; show the tables."""
     return store(command.out, Result(ready.settings, environment_of(command.out), rows), console)
 
 
@@ -174,6 +175,7 @@ def store(out: Path, result: Result, console: Console) -> Result:
     """Write the output of a finished run to its folder, and show the tables."""
     tables = grids(result)
     write_text(out / "report.md", "\n\n".join(map(to_markdown, tables)) + "\n")
+    draw(result, out / "figure.png")
     write_text(out / "rows.json", rows_to_text(result.rows))  # last, because it marks the run as finished
     for grid in tables:
         console.print(to_rich(grid))

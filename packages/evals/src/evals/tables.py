@@ -12,7 +12,7 @@ from evals.methods import DENSE
 from evals.results import Result, Row
 
 SHOWN = {"ppl": ("perplexity", "perplexity_ratio", "kl"), "iou": ("iou", "recall", "mass", "low", "lost")}
-"""By task, the metrics of its tables; of other tasks, all."""
+"""By task, the metrics of its tables and figure; of other tasks, all."""
 BY_LAYER = ("iou", "mass")
 """Metrics that a table shows layer by layer."""
 HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
