@@ -67,19 +67,17 @@ class Hook:
         ours: the config of the text decoder, and the attention implementation that it must name.
         coded: makes a cache carry codes in the sparse layer's place, and returns that layer.
         owned: the cache layers of the attachment.
-        may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
     def __init__(
         self, layer: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, owned: Owned,
-        may_be_short: bool,
     ):  # fmt: skip
         self.layer: SparseLayer = layer
         self._config, self._name = ours
         self._settings: dict[str, Any] = vars(self._config)
         self._arguments, self._coded, self._owned = arguments, coded, owned
         self._index, self._short = layer.layer, Call(layer, None, True, self._name == NAMES["sdpa"])
-        self._below: int = layer.budget.dense_below if may_be_short else 0
+        self._below: int = layer.budget.dense_below
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,7 +181,7 @@ def attention(
 def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a step without a mask and options needs no further look."""
     held = call.held
-    if type(held) is not GrowingLayer or held.encoder is None or held.on_host:
+    if type(held) is not GrowingLayer or held.encoder is None:
         return False
     if held.keys is not k or held.values is not v or not q.shape[0]:
         return False
@@ -235,8 +233,7 @@ class AttentionCall:
             return self._densely()
         device = self.query.device
         if autocasts(device):  # cast as torch's own attention does
-            host = getattr(held, "on_host", False)  # its keys and values keep their dtype
-            kind = self.key.dtype if host else torch.get_autocast_dtype(device.type)
+            kind = torch.get_autocast_dtype(device.type)
             self.query, self.key, self.value = (x.to(kind) for x in (self.query, self.key, self.value))
         if compiling:
             return self._compiled(), None
@@ -259,8 +256,6 @@ class AttentionCall:
     def _densely(self, rows: int | None = None) -> Output:
         """Attend as the model alone would, in the first `rows` rows; None: in all."""
         q, k, v, mask = self.query, self.key, self.value, self.mask
-        if getattr(self.held, "on_host", False):
-            k, v = k.to(q.device, non_blocking=True), v.to(q.device, non_blocking=True)
         if rows is not None:
             end = self._end() - q.shape[2] + rows
             q, k, v = q[:, :, :rows], k[:, :, :end], v[:, :, :end]
