@@ -99,14 +99,6 @@ def test_refused_when_attaching_and_the_model_is_as_it_was(words, make, given, o
     assert (model.get_decoder().config._attn_implementation, hooks(model)) == (name, before)
 
 
-def test_wrong_rows_are_named():
-    model = tiny_model()
-    for value in (-1, "prefill"):
-        with pytest.raises(ValueError, match=r"^sparse_rows must be"):
-            Attachment(model, S, sparse_rows=value)
-    assert hooks(model) == 0
-
-
 def test_heads_divided_among_processes_are_refused(monkeypatch):
     class Part(torch.nn.Parameter):
         """A tensor of which each process has a part."""

@@ -36,7 +36,7 @@ from sparse_decode.model import (
 )
 from sparse_decode.planning import plan_layers, require_arguments
 from sparse_decode.select import KeyQueryHasher, Selector
-from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.step import SparseLayer
 
 
 def attach(
@@ -100,9 +100,10 @@ class Attachment:
         One forward pass then scores a whole text as token-by-token decoding after a dense prompt of `sparse_rows`
         tokens would, however the prompt is chunked.
 
-        Args: sparse_rows: that position, 0 for all rows; None: the rows of decode steps. The others as in `attach`.
+        Args: sparse_rows: that position, padding included, 0 for all rows; None: the rows of decode steps. The others
+            as in `attach`.
         """
-        require_arguments(budget, dense_layers, sparse_rows, prompt)
+        require_arguments(budget, dense_layers, prompt)
         require_attachable(model)
         self.model: PreTrainedModel = model
         self.prompt: str = prompt
@@ -114,8 +115,7 @@ class Attachment:
             require_sparse_prompts(model)
         given = getattr(hasher, "dense_layers", ()) if dense_layers is None else dense_layers
         dense = range(given) if isinstance(given, int) else given
-        rule = RowRule(sparse_rows)
-        modules, self._layers = plan_layers(model, hasher, budget, dense, rule, remainder)
+        modules, self._layers = plan_layers(model, hasher, budget, dense, sparse_rows, remainder)
         lengths = [layer.budget.dense_below for layer in self._layers.values()] if budget is None else []
         self.break_even: int | None = next(filter(None, lengths), None)
         self.layers: tuple[int, ...] = tuple(modules)

@@ -150,7 +150,7 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
 ) -> Output:  # fmt: skip
-    """Attend, sparsely in the rows that the layer's rule makes sparse.
+    """Attend, sparsely in the rows that are sparse.
 
     Args: those of Hugging Face's attention functions, in their order, because kvpress passes dropout by position.
         Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask: see `sparse_decode.intervals`.
@@ -165,7 +165,7 @@ def attention(
     plain = not dropout and attention_mask is None and kwargs.keys() <= IGNORED_KEYWORDS
     if call.short and plain and query.shape[2] == 1:
         n = key.shape[2]
-        call.layer.count_dense(query.shape[0], query.shape[1], n)
+        call.layer.count_dense(query, None, n)
         if call.by_torch and n < OWN_FROM.get(key.dtype, 256):
             return attend_by_torch(query, key, value, 0.0, scaling), None
         return attend_densely(module, query, key, value, None, 0.0, scaling)
@@ -189,7 +189,7 @@ def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if not q.dtype == k.dtype == v.dtype or _active_collector.get() or call.layer.all_dense(k.shape[2]):
         return False
-    return k.shape[2] > max(1, call.layer.rule.all_below) and module.__dict__.get(MASKED_PER_HEAD) is None
+    return not call.layer.first_sparse(1, k.shape[2]) and module.__dict__.get(MASKED_PER_HEAD) is None
 
 
 @dataclass
@@ -219,7 +219,7 @@ class AttentionCall:
             self.length = held.cumulative_length
             self.whole = compiling or self._all_room()
         end = self._end()
-        first = layer.rule.first_sparse(rows, end)
+        first = layer.first_sparse(rows, end)
         self._refuse(first < rows)
         if not compiling and self.module.__dict__.get(MASKED_PER_HEAD) is not None:
             raise ValueError(
@@ -267,19 +267,19 @@ class AttentionCall:
         layer, q, end = self.layer, self.query, self._end()
         if not self.whole:
             self.key, self.value, self.whole = self.key[:, :, :end], self.value[:, :, :end], True
+        interval = intervals_of(self.mask, q.shape[2], end)
+        interval = interval if interval is None or not first else interval[:, first:]
         if readable(q) and layer.all_dense(end):
-            layer.count_dense_rows(q, intervals_of(self.mask, q.shape[2], end), end)
+            layer.count_dense(q[:, :, first:], interval, end)
             self._learn()
             return self._densely()
         if wants_weights(self.kwargs) and self.module.config._attn_implementation == NAMES["eager"]:
             raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
-        interval = intervals_of(self.mask, q.shape[2], end)
         view = self._view()
         if isinstance(view, CodedStaticLayer) and not readable(q) and not view.sums.ready and layer.remainder:  # pyright: ignore[reportOptionalMemberAccess]
             self._learn()
         dense = [self._densely(first)[0]] if first else []
         x = self._inputs(self.key, self.value)
-        interval = interval if interval is None or not first else interval[:, first:]
         out = layer.step(x._replace(q=q[:, :, first:]), interval, view)
         return without_backward(torch.cat([*dense, out], 1) if first else out, q), None
 

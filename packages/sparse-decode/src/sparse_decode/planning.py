@@ -20,7 +20,7 @@ from sparse_decode.budget import Budget, LayerBudget, Tally
 from sparse_decode.intervals import Memo
 from sparse_decode.model import Attention, require_kernels, require_whole, sparse_modules
 from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
-from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.step import SparseLayer
 
 Modules = Mapping[int, Attention]
 NEVER = 1 << 40
@@ -36,7 +36,7 @@ SCATTERED_READ_FACTOR = 2
 
 def plan_layers(
     model: PreTrainedModel, hasher: KeyQueryHasher | Selector | None, budget: Budget | None,
-    dense_layers: Collection[int], rule: RowRule, remainder: bool,
+    dense_layers: Collection[int], start: int | None, remainder: bool,
 ) -> tuple[Modules, dict[int, SparseLayer]]:  # fmt: skip
     """Return the attention modules to make sparse and their sparse layers, by layer; none without a selector.
 
@@ -54,13 +54,13 @@ def plan_layers(
     elif chosen.needs_codes and model.device.type == "cuda":
         require_compiler()
     # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
-    foreseen = budget is None and rule.start is None and chosen.needs_codes
+    foreseen = budget is None and start is None and chosen.needs_codes
     foreseen = foreseen and model.device.type == "cpu"
     budgets = _budgets(modules, chosen, budget or Budget(), shape, model.dtype if foreseen else None)
-    return modules, _layers(modules, budgets, chosen, rule, remainder, shape)
+    return modules, _layers(modules, budgets, chosen, start, remainder, shape)
 
 
-def require_arguments(budget: object, dense_layers: object, sparse_rows: object, prompt: object) -> None:
+def require_arguments(budget: object, dense_layers: object, prompt: object) -> None:
     """Raise ValueError if these arguments of `Attachment` are of another type or out of range."""
     if not isinstance(budget, Budget | None):
         raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
@@ -69,8 +69,6 @@ def require_arguments(budget: object, dense_layers: object, sparse_rows: object,
     given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]
     if any(not isinstance(layer, int) or layer < 0 for layer in given):
         raise ValueError(f"dense_layers must be an integer of 0 or more, or a set of them, got {dense_layers!r}")
-    if sparse_rows is not None and (not isinstance(sparse_rows, int) or sparse_rows < 0):
-        raise ValueError(f"sparse_rows must be None or an integer of 0 or more, got {sparse_rows!r}")
 
 
 def as_selector(selector: KeyQueryHasher | Selector) -> Selector:
@@ -128,7 +126,7 @@ def predicted(heads: ModelShape, budget: LayerBudget, dtype: torch.dtype) -> int
 
 
 def _layers(
-    modules: Modules, budgets: Mapping[int, LayerBudget], selector: Selector, rule: RowRule, remainder: bool,
+    modules: Modules, budgets: Mapping[int, LayerBudget], selector: Selector, start: int | None, remainder: bool,
     shape: ModelShape,
 ) -> dict[int, SparseLayer]:  # fmt: skip
     coefficients = getattr(selector, "remainder", None) if remainder else None
@@ -144,5 +142,5 @@ def _layers(
         if device is None or device.type == "meta":  # of a layer that is loaded only when called
             device = torch.device("cpu")
         counts = shared.setdefault((budget, device, shape.at(layer).num_query_heads), Tally(device))
-        found[layer] = SparseLayer(layer, selector, budget, rule, fitted, memo, counts, device)
+        found[layer] = SparseLayer(layer, selector, budget, start, fitted, memo, counts, device)
     return found
