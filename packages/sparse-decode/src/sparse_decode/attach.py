@@ -24,7 +24,6 @@ from sparse_decode.caches.growing import FROM, Owned, may_grow
 from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
-    NAMES,
     NO_COPY,
     Attention,
     AttentionName,
@@ -131,8 +130,7 @@ class Attachment:
         model = self.model
         register()
         self._config = cast(Any, text_decoder(model).config)
-        dense = dense_name(model)
-        name = AttentionName.of(NAMES[dense], dense, model)
+        name = AttentionName.in_place_of(dense_name(model))
         set_attention(model, name)
         self._name, self._undo = name, [feed_in_chunks(model)]
         if self.prompt == "sparse":
@@ -158,7 +156,7 @@ class Attachment:
             handle.remove()
         self._handles = []
         if self._name is not None:
-            self._name.end()
+            self._name.attached = False
             if self._config._attn_implementation == self._name:  # the caller may have set another one
                 set_attention(self.model, self._name.dense)
             self._name = None
