@@ -87,24 +87,21 @@ class Hook:
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
         if not _OTHERS.isdisjoint(given) and any(given.get(name) is not None for name in OTHER_STATES):
             return None  # cross-attention
-        cache, call = given.get(CACHE_NAMES[0]), None
-        if type(cache) is DynamicCache and self._index < len(cache.layers):
-            held: Any = cache.layers[self._index]
-            kind = type(held)
-            if kind is GrowingLayer and held.encoder is self.layer.encoder:
-                call = Call(self.layer, held)
-            elif self._below and (kind is DynamicLayer or (kind is GrowingLayer and held.encoder is None)):
-                call = self._if_short(cache, held, given)
-        kwargs[KEYWORD] = call or self._context(given)  # safe: torch makes a new dict for every call
+        kwargs[KEYWORD] = self._call(given)  # safe: torch makes a new dict for every call
         return None
 
-    def _context(self, given: dict[str, Any]) -> Call:
-        """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
-        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    def _call(self, given: dict[str, Any]) -> Call:
+        """Return the context of a call; the layer's cache then carries codes, unless it may stay plain."""
+        cache = given.get(CACHE_NAMES[0])
+        cache = given.get(CACHE_NAMES[1]) if cache is None else cache
         if isinstance(cache, Cache) and self._index < len(cache.layers):
             held: Any = cache.layers[self._index]
-            if getattr(held, "encoder", None) is self.layer.encoder:
+            encoder, kind = getattr(held, "encoder", None), type(held)
+            if encoder is self.layer.encoder:
                 return Call(self.layer, held)
+            plain = encoder is None and kind in (DynamicLayer, GrowingLayer) and type(cache) is DynamicCache
+            if self._below and plain and (call := self._if_short(cache, held, given)) is not None:
+                return call
         return Call(self.layer, None if cache is None else self._coded(self.layer, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
