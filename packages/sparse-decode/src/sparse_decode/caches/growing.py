@@ -26,7 +26,7 @@ from sparse_decode.sums import Sums
 FROM = 512
 """Below this many tokens, copying all of them takes less time than the Python code that avoids it."""
 FEW = 16
-"""An update of at most this many tokens is appended in few calls, and hashed only when its codes are needed."""
+"""An update of at most this many tokens is hashed only when its codes are needed."""
 
 
 class Retyped(CacheLayerMixin):
@@ -151,22 +151,6 @@ class GrowingLayer(Retyped, DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, t, D]."""
-        found = None
-        if type(key_states) is Tensor and key_states.is_cpu and not torch.compiler.is_dynamo_compiling():
-            (_, keys, at), (_, values, then) = self._marks  # a step as below, in few calls
-            same = keys is self.keys and values is self.values and at is not None and then is not None
-            same = same and keys._version == at and values._version == then
-            grad = key_states.requires_grad or value_states.requires_grad
-            if same and not grad and key_states.shape[2] <= FEW:
-                found = _append_both(self._keys, self._values, key_states, value_states)
-        if found is None:
-            return self._update(key_states, value_states)
-        self.keys, self.values = keys, values = found
-        # Views of the buffers' own tensors, whose writes torch counts.
-        self._marks = [("keys", keys, keys._version), ("values", values, values._version)]
-        return found
-
-    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if self.encoder is None and not self._is_alike(key_states, value_states):
             return DynamicLayer.update(self, key_states, value_states)  # concatenates them, or raises the error
         if not self.is_initialized:
@@ -201,10 +185,7 @@ class GrowingLayer(Retyped, DynamicLayer):
 
         If it is, the buffer has room for it: write it there and add 1 to its `length`. Not for compiled graphs.
         """
-        (_, keys, at), (_, values, then) = self._marks  # `settle`, without the call where nothing has changed
-        same = keys is self.keys and values is self.values and at is not None and then is not None
-        if not same or keys._version != at or values._version != then:
-            self.settle()
+        self.settle()
         codes = self._codes
         if self._keys.length - codes.length == 1 and (room := codes.room(1)) is not None:
             return room, codes
@@ -258,27 +239,6 @@ class GrowingLayer(Retyped, DynamicLayer):
                 held.map_batch(change)
             self.keys, self.values = self._keys.view(), self._values.view()
             self.mark()
-
-
-def _append_both(
-    first: GrowingBuffer, second: GrowingBuffer, rows: Tensor, more: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Append the rows of the same tokens to two buffers, as two calls of `append`.
-
-    Returns: their filled parts; None if there is no room for rows like these: nothing was done.
-    """
-    a, b, n, tokens = first._data, second._data, first.length, rows.shape[2]
-    if a is None or b is None or not first._own or not second._own or second.length != n or more.shape[2] != tokens:
-        return None
-    end = n + tokens
-    if end > a.shape[2] or end > b.shape[2] or rows.dtype != a.dtype or more.dtype != b.dtype:
-        return None
-    if rows.device != a.device or rows.shape[:2] != a.shape[:2] or more.shape[:2] != b.shape[:2]:
-        return None
-    a.narrow(2, n, tokens).copy_(rows)
-    b.narrow(2, n, tokens).copy_(more)
-    first.length = second.length = end
-    return a.narrow(2, 0, end), b.narrow(2, 0, end)
 
 
 def may_grow(hidden: Tensor) -> bool:
