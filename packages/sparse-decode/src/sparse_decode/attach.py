@@ -38,19 +38,11 @@ from sparse_decode.select import KeyQueryHasher, Selector
 from sparse_decode.step import SparseLayer
 
 
-def attach(
-    model: PreTrainedModel,
-    hasher: KeyQueryHasher | Selector | None = None,
-    budget: Budget | None = None,
-    *,
-    dense_layers: int | Collection[int] | None = None,
-    remainder: bool = True,
-    prompt: Literal["exact", "sparse"] = "exact",
-) -> "Attachment":
-    """Make the full-attention layers of a causal language model sparse: prompts stay dense, decode steps are sparse.
+class Attachment:
+    """Sparse attention on one model, until `detach`: prompts stay dense, decode steps of full attention are sparse.
 
     On a CPU, dense attention in bfloat16 runs by our kernels where they are faster than the model's, and `generate`
-    feeds prompts in chunks.
+    feeds prompts in chunks. `attach` is another name of this class.
 
     Args:
         model: a Hugging Face decoder with "sdpa", "eager" or "flash_attention_2" attention, which dense calls keep
@@ -70,38 +62,23 @@ def attach(
         prompt: "sparse": in the full-attention layers that `dense_layers` does not name, blocks of 32 rows of a prompt
             read the first 16 and last 256 tokens that they see, and a tenth of the others, found by exact products of
             every second row (cpu/prompt_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
-    Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
+        sparse_rows: for evaluations: in every call, rows from this position of the batch on are sparse, padding
+            included, so that one pass scores a whole text as decoding it after a dense prompt of so many tokens
+            would, however it is chunked. None: the rows of decode steps.
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
-    """
-    how: dict[str, Any] = {"dense_layers": dense_layers, "remainder": remainder, "prompt": prompt}
-    return Attachment(model, hasher, budget, **how)
-
-
-class Attachment:
-    """Sparse attention on one model, until `detach`. Created by `attach`.
-
     Attributes:
-        model: the model.
+        model: the model. prompt: as given.
         layers: indices of its sparse layers.
         remainder: whether any of them adds the remainder of its selections.
-        prompt: as in `attach`.
         break_even: the predicted context length from which a sparse step is faster than a dense one, and below which
             steps stay dense; None with a budget.
     """
 
     def __init__(
         self, model: PreTrainedModel, hasher: KeyQueryHasher | Selector | None = None, budget: Budget | None = None, *,
-        sparse_rows: int | None = None, dense_layers: int | Collection[int] | None = None, remainder: bool = True,
-        prompt: Literal["exact", "sparse"] = "exact",
+        dense_layers: int | Collection[int] | None = None, remainder: bool = True,
+        prompt: Literal["exact", "sparse"] = "exact", sparse_rows: int | None = None,
     ):  # fmt: skip
-        """Attach as `attach` does; for evaluations: in every call, rows from a position of their sequence on sparsely.
-
-        One forward pass then scores a whole text as token-by-token decoding after a dense prompt of `sparse_rows`
-        tokens would, however the prompt is chunked.
-
-        Args: sparse_rows: that position, padding included, 0 for all rows; None: the rows of decode steps. The others
-            as in `attach`.
-        """
         require_arguments(budget, dense_layers, prompt)
         require_attachable(model)
         self.model: PreTrainedModel = model
@@ -123,7 +100,7 @@ class Attachment:
         if modules and (reach := getattr(hasher, "reach", None)) is not None:
             self._layers[min(modules)].reach = reach
         if (words := other_adapter(hasher, model)) is not None:
-            warnings.warn(words, stacklevel=3)  # where `attach` is called
+            warnings.warn(words, stacklevel=2)
 
     def _switch_on(self, modules: Mapping[int, Attention], dense_layers: Collection[int]) -> None:
         """Set the model's attention, and hook its sparse layers."""
@@ -257,3 +234,7 @@ class Attachment:
             raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
         self._grow(cache)
         return retype(held, self._owned, layer.encoder)
+
+
+attach = Attachment
+"""Make a model sparse, in a `with` statement or until `detach`."""
