@@ -69,7 +69,7 @@ class Served:
 
         self.hasher: Hasher = Hasher.from_pretrained(settings.hasher)
         self.selector: HashSelector = HashSelector(self.hasher if size == 1 else shard_hasher(self.hasher, rank, size))
-        self.budget: LayerBudget = settings.budget()
+        self.budget: LayerBudget = settings.budget
         given = settings.dense_layers
         self.dense_layers: tuple[int, ...] = self.hasher.config.dense_layers if given is None else given
         self.words: int = self.hasher.config.bits // 32
