@@ -22,8 +22,6 @@ from serve_doubles import (
     impls,
 )
 from sparse_decode import HashSelector
-from sparse_decode.pages import tail_bytes
-from sparse_serve.layout import pages_of
 from sparse_serve.served import Served, shard_hasher
 from sparse_serve.settings import Settings
 
@@ -133,26 +131,6 @@ def test_two_engines_with_equal_settings_share_nothing_and_are_forgotten(stand):
 def served(tmp_path):
     Hasher(HasherConfig("lsh", ModelShape(3, 4, 2, 16), bits=64), 0).save_pretrained(tmp_path)
     return Served(Settings(str(tmp_path), dense_layers=(1,)))
-
-
-def test_pages_are_views_of_the_engines_own(served):
-    others = 4 * 2 * SIZE * 2 * 16
-    page = others + tail_bytes(SIZE, 2, served.words, others)
-    memory = torch.zeros(7, page // 4)
-    cache = memory[:, : others // 4].view(7, 2, SIZE, 32)
-    pages = pages_of(cache, served.words)
-    pages.codes.fill_(-1)
-    assert (memory[:, : others // 4] == 0).all()
-    pages.k.fill_(1)
-    pages.v.fill_(2)
-    assert (pages.codes == -1).all()
-    assert [x.shape for x in pages] == [(7, 2, SIZE, 16), (7, 2, SIZE, 16), (7, 2, SIZE, 2)]
-    assert cache.unique().tolist() == [1, 2]
-
-
-def test_a_page_without_room_for_codes_is_refused(served):
-    with pytest.raises(ValueError, match="room for codes after its keys and values"):
-        pages_of(torch.zeros(7, 2, SIZE, 32), served.words)
 
 
 def test_each_rank_hashes_its_own_heads_as_the_whole_does(served, tmp_path):
