@@ -31,7 +31,7 @@ KINDS = {
 HUGE = "9" * 29
 NUMBERS = {  # flags that take whole numbers, and those that take shares
     "hashtrain": ("contexts held-out rows steps context workers dense-layers bits seed", "fraction learning-rate"),
-    "sparse-decode": ("max-new-tokens max-prompt-tokens min-tokens sink recent dense-layers", "fraction"),
+    "sparse-decode": ("max-new-tokens", "fraction"),
     "evals ppl": ("documents dense-layers seed context", "budgets"),
     "evals throughput": ("contexts bits planes repeats steps batches seed", "budget"),
     "evals needle": ("lengths", "depths"),

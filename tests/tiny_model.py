@@ -19,11 +19,12 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embed
 
 
 def make_model(folder, **changes):
-    """Write a tiny model with a tokenizer, and a text beside it; return the model's folder."""
+    """Write a tiny model with a tokenizer, and a texts beside it; return the model's folder."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES, **{**HEADS, **changes})).save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(folder / "model")
-    (folder / "text.txt").write_text("def name(x): return x\n" * 200)
+    for name, lines in (("text.txt", 200), ("short.txt", 2)):
+        (folder / name).write_text("def name(x): return x\n" * lines)
     return folder / "model"
 
 
@@ -34,10 +35,10 @@ QUICK = ["--contexts", "64", "--repeats", "1", "--steps", "1", "--warmup", "1", 
 def commands(folder, text):
     """Every command that reads a model, on this one."""
     name, out = str(folder), str(folder.parent / "out")
-    lsh = ["--hasher", "lsh", "--max-new-tokens", "1", "--max-prompt-tokens", "9", "--dense-layers", "0"]
+    lsh = ["--prompt-file", str(text.with_name("short.txt")), "--hasher", "lsh", "--max-new-tokens", "1"]
     ours = ["--context", "512", "--out", out, "--text", str(text)]
     return {
-        "sparse-decode": (sparse_decode, ["--prompt-file", str(text), "--model", name, *lsh]),
+        "sparse-decode": (sparse_decode, ["--model", name, *lsh]),
         "hashtrain": (hashtrain, ["--model", name, *ours, "--only", "lsh"]),
         "convert": (hashtrain, ["convert", str(text), "--model", name, "--out", out]),
         "evals ppl": (

@@ -6,11 +6,11 @@
 
 Every engine runs in its own process and answers 16 ragged requests, two with a shared prefix, twice: with a cold and a
 warm prefix cache. exact: at a budget of 100 % the tokens match vLLM without the plug-in. budgets: at 25 and 2 % they
-match `attach`, except at near-ties. Both with pages of 32 and 128 tokens and chunks of 64 and 2,048. crossing: the same
-where requests reach a break-even. arrivals: where requests arrive between the engine's steps. ranks: with tensor
-parallelism of 2. others: tiny models of other families. preemption: at least 20 preemptions, and all tokens correct.
-poison: NaN and wrong codes in all unowned pages, at every step. Exit code 1, with a list, if anything is wrong. `--out`
-stores what was found, and keeps the parts that it already has.
+match `attach`, except at near-ties. Both with pages of 32 and 128 tokens and chunks of 64 and 2,048. arrivals: the same
+where requests arrive between the engine's steps. ranks: with tensor parallelism of 2. others: tiny models of other
+families. preemption: at least 20 preemptions, and all tokens correct. poison: NaN and wrong codes in all unowned pages,
+at every step. Exit code 1, with a list, if anything is wrong. `--out` stores what was found, and keeps the parts that
+it already has.
 """
 
 import argparse
@@ -31,7 +31,6 @@ from serving_checks.models import hash_of, tiny
 
 NEW = 24
 PREEMPTED = 20
-BELOW = 210  # a break-even that some requests reach while they are answered
 PAGES = ((32, 64), (128, 2048), (32, 2048), (128, 64))  # tokens per page, tokens per step
 
 
@@ -49,28 +48,26 @@ class Case:
         print(row, flush=True)
         self.rows.append(row)
 
-    def engine(self, fraction: float | None, page: int = 32, chunk: int = 64, below: int = 0, **job: Any) -> Any:
+    def engine(self, fraction: float | None, page: int = 32, chunk: int = 64, **job: Any) -> Any:
         """Run all prompts twice in one engine, at a budget, or without the plug-in."""
-        asked = None if fraction is None else self.asked(fraction, below)
+        asked = None if fraction is None else self.asked(fraction)
         job = {"prompts": self.prompts, "new": NEW} | job
         return ask("engine", model=self.model, page=page, chunk=chunk, spotlight=asked, **job)
 
-    def attached(self, fraction: float, below: int = 0) -> Any:
-        return ask("attached", model=self.model, prompts=self.prompts, new=NEW, spotlight=self.asked(fraction, below))
+    def attached(self, fraction: float) -> Any:
+        return ask("attached", model=self.model, prompts=self.prompts, new=NEW, spotlight=self.asked(fraction))
 
-    def asked(self, fraction: float, below: int = 0) -> dict[str, Any]:
-        return {"hasher": self.hasher, "fraction": fraction, "dense_below": below}
+    def asked(self, fraction: float) -> dict[str, Any]:
+        return {"hasher": self.hasher, "fraction": fraction}
 
 
-def compare(
-    case: Case, fractions: tuple[float, ...], pages: tuple[Any, ...] = PAGES[:1], below: int = 0, **job: Any
-) -> list[str]:
+def compare(case: Case, fractions: tuple[float, ...], pages: tuple[Any, ...] = PAGES[:1], **job: Any) -> list[str]:
     """Compare both passes with vLLM's own engine at 100 %, with `attach` below, and the counts with those expected."""
     wrong = []
     for fraction in fractions:
-        attached = case.attached(fraction, below) if fraction < 1 else None
+        attached = case.attached(fraction) if fraction < 1 else None
         for page, chunk in pages:
-            ours = case.engine(fraction, page, chunk, below, **job)
+            ours = case.engine(fraction, page, chunk, **job)
             stock: Any = case.engine(None, page, chunk, **job) if attached is None else None
             for number, name in enumerate(("cold", "warm")):
                 what = f"{fraction:.0%}, pages of {page}, chunks of {chunk}, {name}"
@@ -81,7 +78,7 @@ def compare(
                 wrong += [f"{what}: {line}" for line in others]
             if stock and (ours["cached"] != stock["cached"] or not ours["cached"][1]):
                 wrong.append(f"pages of {page}: expected as many tokens from prefixes as vLLM takes, {stock['cached']}")
-            counts = [2 * case.heads * x for x in expected_counts(case.prompts, NEW, fraction, below)]
+            counts = [2 * case.heads * x for x in expected_counts(case.prompts, NEW, fraction)]
             if ours.get("counts", counts) != counts:
                 wrong.append(f"{fraction:.0%}, pages of {page}: expected {counts} tokens, got {ours['counts']}")
     return wrong
@@ -132,7 +129,6 @@ TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 PARTS: dict[str, Callable[[Case], list[str]]] = {
     "exact": lambda case: compare(case, (1.0,), PAGES),
     "budgets": lambda case: compare(case, FRACTIONS, PAGES),
-    "crossing": lambda case: compare(case, (1.0, 0.25), PAGES[:2], BELOW),
     "arrivals": lambda case: compare(case, (1.0, *FRACTIONS), arrivals=True),
     "ranks": lambda case: compare(case, (1.0, *FRACTIONS), more=TWO_RANKS),
     **{part.__name__: part for part in (others, preemption, poison)},

@@ -49,7 +49,7 @@ def differences(found: list[list[int]], expected: dict[str, Any]) -> tuple[int, 
     return ties, wrong
 
 
-def expected_counts(prompts: list[list[int]], new: int, fraction: float, below: int = 0) -> tuple[int, int]:
+def expected_counts(prompts: list[list[int]], new: int, fraction: float) -> tuple[int, int]:
     """Return how many tokens decode rows read and see, for one query head of one layer, from lengths alone.
 
     The first new token comes from the prompt's last row, every other from its own decode row.
@@ -58,7 +58,7 @@ def expected_counts(prompts: list[list[int]], new: int, fraction: float, below: 
     from sparse_decode.budget import LayerBudget
 
     seen = torch.cat([torch.arange(len(p) + 1, len(p) + new) for p in prompts])
-    return int(LayerBudget(fraction, dense_below=below).count(seen).sum()), int(seen.sum())
+    return int(LayerBudget(fraction).count(seen).sum()), int(seen.sum())
 
 
 def engine(job: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def attached(job: dict[str, Any]) -> dict[str, Any]:
     model: Any = pretrained(AutoModelForCausalLM, job["model"], dtype=torch.float32).eval()
     asked = job["spotlight"]
     hasher = Hasher.from_pretrained(asked["hasher"])
-    budget = LayerBudget(asked["fraction"], dense_below=asked["dense_below"])
+    budget = LayerBudget(asked["fraction"])
     how: dict[str, Any] = dict(max_new_tokens=job["new"], do_sample=False, pad_token_id=0, eos_token_id=None)
     how |= dict(return_dict_in_generate=True, output_logits=True)
     tokens, logits = [], []

@@ -26,7 +26,7 @@ from sparse_decode.caches.cache import retype
 from sparse_decode.caches.growing import GrowingLayer, Owned
 from sparse_decode.inputs import Inputs
 from sparse_decode.planning import CODE_BYTES
-from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.step import SparseLayer
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -71,7 +71,7 @@ def make_layer(budget: LayerBudget) -> SparseLayer:
     """Return a sparse layer with an untrained hasher of the default variant and arbitrary coefficients."""
     hasher = Hasher(HasherConfig("transform", ModelShape(1, HQ, HKV, D)))
     hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.1, 0.6]))
-    return SparseLayer(0, HashSelector(hasher), budget, RowRule(None), hasher.remainder(0))
+    return SparseLayer(0, HashSelector(hasher), budget, None, hasher.remainder(0))
 
 
 def make_cache(sparse: SparseLayer, n: int, dtype: torch.dtype) -> GrowingLayer:

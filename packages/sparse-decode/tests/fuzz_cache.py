@@ -33,7 +33,6 @@ ROOM = 64
 WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
 KINDS = {
     "dynamic": DynamicLayer,
-    "host": DynamicLayer,
     "static": lambda: StaticLayer(ROOM),
 }
 ALL_KINDS = {**KINDS, "hybrid": LinearAttentionAndFullAttentionLayer, "growing": DynamicLayer}
@@ -74,7 +73,7 @@ class Pair:
 
     def attach(self) -> None:
         encoder = None if self.kind == "growing" else encoder_by(lambda k: encode(k.float()))
-        retype(self.layers[0], self.owned, encoder, self.kind == "host")
+        retype(self.layers[0], self.owned, encoder)
 
     @property
     def length(self) -> int:

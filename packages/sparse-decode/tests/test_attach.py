@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, RecentSelector, attach
+from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, attach
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -87,8 +87,6 @@ REFUSED = [  # words, model, what attach is given, options
     ("names layer 4, expected layers of the model, 0 to 3", tiny_model, (S,), {"dense_layers": {1, 4}}),
     ("^dense_layers must be", tiny_model, (S,), {"dense_layers": -1}),
     ("^dense_layers must be", tiny_model, (S,), {"dense_layers": 1.5}),
-    ('got OracleSelector; use kv="device"', tiny_model, (OracleSelector(),), {"kv": "host"}),
-    ('kv must be "device" or "host"', tiny_model, (S,), {"kv": "disk"}),
 ]
 
 
@@ -99,14 +97,6 @@ def test_refused_when_attaching_and_the_model_is_as_it_was(words, make, given, o
     with pytest.raises(ValueError, match=words):
         attach(model, *given, **options)
     assert (model.get_decoder().config._attn_implementation, hooks(model)) == (name, before)
-
-
-def test_wrong_rows_are_named():
-    model = tiny_model()
-    for value in (-1, "prefill"):
-        with pytest.raises(ValueError, match=r"^sparse_rows must be"):
-            Attachment(model, S, sparse_rows=value)
-    assert hooks(model) == 0
 
 
 def test_heads_divided_among_processes_are_refused(monkeypatch):

@@ -21,7 +21,7 @@ from sparse_decode.cuda import pages as cuda_pages
 from sparse_decode.inputs import Inputs
 from sparse_decode.intervals import causal
 from sparse_decode.reference import step_reference
-from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.step import SparseLayer
 from sparse_decode.sums import FOLD
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
@@ -113,7 +113,7 @@ def test_steps_are_those_of_the_reference(static, padded, dtype):
     hasher = Hasher(HasherConfig("planes", ModelShape(1, 4, 2, 64), bits=128), 0).eval().requires_grad_(False)
     fitted = torch.tensor([[-1.0, 0.4, 0.5, 0.1, 0.6]]).repeat(4, 1)
     selector, budget, cuda = HashSelector(hasher), LayerBudget(0.1, sink=1, recent=2), torch.device("cuda")
-    layer = SparseLayer(0, selector, budget, RowRule(None), fitted, device=cuda)
+    layer = SparseLayer(0, selector, budget, None, fitted, device=cuda)
     draw, room = torch.Generator().manual_seed(0), 60 + FOLD + 4
     k, v = (torch.randn(3, 2, room, 64, generator=draw).to(dtype) for _ in range(2))
     held = retype(StaticLayer(100) if static else DynamicLayer(), Owned(), layer.encoder)
@@ -138,7 +138,7 @@ def test_steps_are_those_of_the_reference(static, padded, dtype):
             return planes.cpu()[of_row["b"] : of_row["b"] + 1], weights
 
         own = SimpleNamespace(encode_keys=keys_of, encode_queries=queries_of)
-        alike = SimpleNamespace(layer=0, selector=own, budget=budget, rule=layer.rule, remainder=layer.remainder)
+        alike = SimpleNamespace(layer=0, selector=own, budget=budget, remainder=layer.remainder)
         theirs = step_reference(alike, Inputs(q, k[:, :, :n], v[:, :, :n], 0.125), interval)
         torch.testing.assert_close(out.cpu(), theirs, rtol=2e-2, atol=2e-2)
 

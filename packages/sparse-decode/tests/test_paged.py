@@ -20,7 +20,7 @@ from sparse_decode.intervals import causal
 from sparse_decode.pages import PagedLayer, Step
 from sparse_decode.reference import step_reference, tokens_read
 from sparse_decode.select import HashSelector
-from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.step import SparseLayer
 from sparse_decode_simulated import inside, steps
 
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -66,7 +66,7 @@ def guarded(lengths, size, dtype, layer, **how):
 
 def of_row(layer, budget):
     """What attends in a row alone."""
-    return SparseLayer(1, layer.selector, budget, RowRule(None))
+    return SparseLayer(1, layer.selector, budget)
 
 
 ALL = BUDGETS | {"by head": LayerBudget(0.2, sink=2, recent=1, by_head=(0.5, 1.5))}

@@ -19,7 +19,7 @@ from sparse_decode.cuda import sums as cuda_sums
 from sparse_decode.inputs import Inputs
 from sparse_decode.intervals import causal
 from sparse_decode.reference import step_reference
-from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.step import SparseLayer
 from sparse_decode.sums import FOLD
 from sparse_decode_doubles import PaperLikeHasher, SignHasher
 from sparse_decode_simulated import device as simulated
@@ -70,8 +70,8 @@ def drawn(batch, rows, n, dtype, seed=0):
     return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
 
 
-def layer_of(selector, budget, remainder=False, start=None):
-    return SparseLayer(0, selector, budget, RowRule(start), FITTED if remainder else None)
+def layer_of(selector, budget, remainder=False):
+    return SparseLayer(0, selector, budget, None, FITTED if remainder else None)
 
 
 def check(layer, x, interval, out):
@@ -138,14 +138,13 @@ def test_every_budget(backend, budget, padded, options):
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("remainder", [False, True])
-@pytest.mark.parametrize("start", [0, 50])
 @pytest.mark.parametrize("hasher", ["planes", "paper"])
-def test_rows_of_a_chunk(backend, remainder, start, hasher, monkeypatch):
-    """Several rows a sequence, in blocks: rows up to `start` read all they see."""
+def test_rows_of_a_chunk(backend, remainder, hasher, monkeypatch):
+    """Several rows a sequence, in blocks."""
     monkeypatch.setattr(step, "ROWS_AT_ONCE", 7)
     for dtype in kinds(backend):
         for padded in (False, True):
-            layer = layer_of(HASHERS[hasher](), BUDGETS["tenth"], remainder, start)
+            layer = layer_of(HASHERS[hasher](), BUDGETS["tenth"], remainder)
             q, k, v = drawn(2, 20, 70, dtype)
             interval, x = padding(2, 20, 70) if padded else None, Inputs(q, k, v, 0.25)
             check(layer, x, interval, layer.step(x, interval, Uncached(layer.encoder(k))))

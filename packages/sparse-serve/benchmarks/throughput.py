@@ -1,6 +1,6 @@
 """Time decode steps of vLLM on the CPU with and without sparse attention, in an environment with vLLM and sparse-serve.
 
-    PYTHON packages/sparse-serve/benchmarks/throughput.py --contexts 512 16384 32768 --out docs/results/serving.json
+    PYTHON packages/sparse-serve/benchmarks/throughput.py --contexts 16384 32768 --out docs/results/serving.json
 
 4 requests, 4 layers of 16 query and 4 KV heads of 128 in bfloat16, random weights, an untrained `transform` hash, 2 %.
 Prompts are skipped: caches are filled with random numbers, which does not affect the time of a step. Each engine runs
@@ -100,11 +100,11 @@ def steps(folder: str, context: int, spotlight: dict[str, Any] | None, processor
     return taken[10:]
 
 
-def measure(folder: str, context: int, dense_below: int, ours: bool, processor: bool) -> float:
+def measure(folder: str, context: int, ours: bool, processor: bool) -> float:
     """Return the median of an engine's steps, in ms."""
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    asked = {"hasher": f"{folder}/hasher", "fraction": FRACTION, "dense_below": dense_below} if ours else None
+    asked = {"hasher": f"{folder}/hasher", "fraction": FRACTION} if ours else None
     command = [sys.executable, __file__, "--work", json.dumps([folder, context, asked, processor])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     return 1e3 * statistics.median(json.loads(done.stdout.splitlines()[-1]))
@@ -112,9 +112,8 @@ def measure(folder: str, context: int, dense_below: int, ours: bool, processor: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time decode steps of vLLM with and without sparse attention.")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[512, 16384, 32768])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[16384, 32768])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--dense-below", type=int, default=2048)
     parser.add_argument("--out", type=pathlib.Path, help="file for the result")
     parser.add_argument("--busy", action="store_true", help="record that the machine has other load")
     parser.add_argument("--processor-time", action="store_true", help="measure processor time; use with one thread")
@@ -127,7 +126,7 @@ def main() -> None:
         make(folder)
         for context in given.contexts:
             pairs = [
-                [measure(folder, context, given.dense_below, ours, given.processor_time) for ours in (False, True)]
+                [measure(folder, context, ours, given.processor_time) for ours in (False, True)]
                 for _ in range(given.rounds)
             ]
             stock, ours = (min(column) for column in zip(*pairs, strict=True))
@@ -135,7 +134,7 @@ def main() -> None:
                 {"context": context, "rounds": given.rounds, "stock": stock, "ours": ours, "ratio": stock / ours}
             )
             print(f"{context} tokens: {stock:.1f} ms, ours {ours:.1f} ms, {stock / ours:.2f} times", flush=True)
-    found = facts(given.busy, given.dense_below) | {"processor_time": given.processor_time}
+    found = facts(given.busy) | {"processor_time": given.processor_time}
     found["rows"] = sorted(kept(given.out, found, given.contexts) + rows, key=lambda row: row["context"])
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -150,7 +149,7 @@ def kept(path: pathlib.Path | None, settings: dict[str, Any], again: list[int]) 
     return [row for row in rows if row["context"] not in again] if before == settings else []
 
 
-def facts(busy: bool, dense_below: int) -> dict[str, Any]:
+def facts(busy: bool) -> dict[str, Any]:
     """Return the settings and the machine of the benchmark."""
     from importlib.metadata import version
 
@@ -164,7 +163,6 @@ def facts(busy: bool, dense_below: int) -> dict[str, Any]:
         "hasher": "transform",
         "bits": BITS,
         "fraction": FRACTION,
-        "dense_below": dense_below,
     }
 
 

@@ -21,11 +21,6 @@ def vllm(monkeypatch):
     for name in serve_doubles.MODULES:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     of = sys.modules
-    ops = of["vllm"]._custom_ops = of["vllm._custom_ops"]
-    ops.cpu_attn_reshape_and_cache = serve_doubles.reshape_and_cache
-    ops.cpu_attention_with_kv_cache = serve_doubles.attention_with_kv_cache
-    ops.cpu_attn_get_scheduler_metadata = lambda **given: None
-    of["vllm"].envs = SimpleNamespace(VLLM_CPU_ATTN_SPLIT_KV=True)
     of["vllm.config"].get_current_vllm_config = lambda: of["vllm.config"].current
     of["vllm.model_executor.models.utils"].extract_layer_index = int
     stock = of["vllm.v1.attention.backends.cpu_attn"]
@@ -36,11 +31,11 @@ def vllm(monkeypatch):
     of["vllm.v1.attention.backend"].AttentionCGSupport = SimpleNamespace(UNIFORM_SINGLE_TOKEN_DECODE="uniform")
     of["vllm.v1.attention.backends.utils"].split_decodes_and_prefills = serve_doubles.split
     of["vllm.v1.kv_cache_interface"].FullAttentionSpec = serve_doubles.FullAttentionSpec
-    for name in ("_backend", "_gpu_backend"):
+    for name in ("_shared", "_backend", "_gpu_backend"):
         monkeypatch.delitem(sys.modules, f"sparse_serve.{name}", raising=False)
     monkeypatch.setattr(Served, "latest", None)
     yield of
-    for name in ("_backend", "_gpu_backend"):
+    for name in ("_shared", "_backend", "_gpu_backend"):
         sys.modules.pop(f"sparse_serve.{name}", None)
 
 

@@ -11,7 +11,7 @@ import torch
 SIZE, HEADS, QUERIES, DIM, LONGEST = 32, 2, 4, 32, 256
 WORDS = 4  # of a code
 FLASH = "vllm.v1.attention.backends.flash_attn"
-MODULES = ["vllm", "vllm._custom_ops", "vllm.config", "vllm.model_executor", "vllm.model_executor.models"]
+MODULES = ["vllm", "vllm.config", "vllm.model_executor", "vllm.model_executor.models"]
 MODULES += ["vllm.model_executor.models.utils", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend", FLASH]
 MODULES += ["vllm.v1.attention.backends", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.attention.backends.utils"]
 MODULES += ["vllm.v1.kv_cache_interface"]
@@ -58,7 +58,7 @@ def halves(cache):
     return cache.view(pages, heads, 2 * size, -1).chunk(2, dim=2)
 
 
-def reshape_and_cache(k, v, keys, values, slots, isa, **how):
+def reshape_and_cache(k, v, keys, values, slots):
     """Write tokens as vLLM's kernels do: keys by columns, values by pairs of tokens."""
     size, dim = keys.shape[2:]
     for token, slot in enumerate(slots.tolist()):
@@ -83,12 +83,6 @@ def attention(query, keys, values, output, starts, lengths, blocks, scale):
         output[starts[row] : starts[row + 1]] = found.transpose(0, 1)
 
 
-def attention_with_kv_cache(
-    query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, block_table, **how
-):
-    attention(query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table, scale)
-
-
 class Impl:
     """vLLM's attention: records what it is called for."""
 
@@ -100,7 +94,7 @@ class Impl:
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         self.calls.append("update")
-        reshape_and_cache(key, value, *halves(kv_cache), slot_mapping, "vec")
+        reshape_and_cache(key, value, *halves(kv_cache), slot_mapping)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **more):
         self.calls.append("forward")
@@ -114,8 +108,7 @@ class Builder:
     """vLLM's builder of metadata."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-        self.block_size, self.num_heads, self.kv_cache_dtype = kv_cache_spec.block_size, QUERIES, "auto"
-        self.num_kv_heads = self.head_dim = self.dtype = self.isa = None  # which only the kernel's schedule reads
+        self.block_size = kv_cache_spec.block_size
 
     def build(self, common_prefix_len, common, fast_build=False):
         return common

@@ -28,7 +28,7 @@ from sparse_decode.cuda import gather
 from sparse_decode.cuda import pages as paged_cuda
 from sparse_decode.pages import Step
 from sparse_decode_simulated import steps
-from sparse_serve.device_batch import device_pages
+from sparse_serve.layout import pages_of
 from sparse_serve.served import Served
 
 CLOSE = {"rtol": 1e-2, "atol": 2e-2}  # bfloat16
@@ -79,9 +79,9 @@ def test_steps_are_those_of_vllm_and_of_the_cpu(gpu_backend, asked, simulated, f
         torch.testing.assert_close(out[rows:], dense[rows:], rtol=0, atol=0)
         expected = dense[:rows]
         if fraction < 1 and rows:
-            pages, budget = device_pages(cache, WORDS), Served.of(config).budget
+            pages, budget = pages_of(cache, WORDS), Served.of(config).budget
             step = Step.of(common.block_table_tensor[:rows], common.seq_lens[:rows], budget, len(cache), SIZE)
-            expected = impl._paged.decode(inputs[0][:rows], pages, step)
+            expected = impl.paged.decode(inputs[0][:rows], pages, step)
         torch.testing.assert_close(out[:rows], expected, **CLOSE)
         assert out.isfinite().all()
     assert impl.forwarded == [95, 40]
@@ -114,7 +114,7 @@ def test_a_capture_makes_its_own_step(gpu_backend, asked, monkeypatch):
 def test_pages_hold_codes_behind_keys_and_values(tokens_first):
     others, codes = SPEC.unpadded_page_size_bytes, 4 * WORDS * SIZE * HEADS
     cache = pool(replace(SPEC, page_size_padded=others + codes + 64), tokens_first=tokens_first)
-    pages = device_pages(cache, WORDS)
+    pages = pages_of(cache, WORDS)
     cache[3, 1, 5] = torch.arange(2 * DIM)
     pages.codes[:] = -1
     assert pages.k[3, 1, 5].tolist() == list(range(DIM))
@@ -122,7 +122,7 @@ def test_pages_hold_codes_behind_keys_and_values(tokens_first):
     assert cache[3, 0].isnan().all()
     assert (pages.codes == -1).all()
     with pytest.raises(ValueError, match="must have room for codes after its keys and values"):
-        device_pages(pool(replace(SPEC, page_size_padded=others + codes - 16)), WORDS)
+        pages_of(pool(replace(SPEC, page_size_padded=others + codes - 16)), WORDS)
 
 
 def test_a_step_on_a_gpu_waits_for_nothing_and_its_launches_are_counted(gpu_backend, asked, monkeypatch):

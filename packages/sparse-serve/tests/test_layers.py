@@ -22,7 +22,6 @@ from serve_doubles import (
     impls,
 )
 from sparse_decode import HashSelector
-from sparse_decode.pages import tail_bytes
 from sparse_serve.served import Served, shard_hasher
 from sparse_serve.settings import Settings
 
@@ -63,17 +62,17 @@ def test_only_ordinary_full_attention_is_sparse(kind, stand):
     config, specs, (builder,) = stand.made([(spec, WINDOW[stand.name] if "window" in kind else {})])
     if kind != "a window":  # which only its impl tells
         assert (specs[0].page_size_bytes > spec.page_size_bytes) == sparse
-    assert (impls(config)[0]._paged is not None) == sparse
+    assert (impls(config)[0].paged is not None) == sparse
     assert hasattr(builder.build(0, Requests().step({"a": 1})[0]), "spotlight") == sparse
 
 
 def test_dense_layers_and_engines_that_are_asked_for_nothing_are_vllms(stand):
     config, _, _ = stand.made([(stand.full, {})] * 4)
-    assert [impl._paged is not None for impl in impls(config)] == [True, True, True, False]
-    assert [impl._paged.layer for impl in impls(config)[:3]] == [0, 1, 2]
+    assert [impl.paged is not None for impl in impls(config)] == [True, True, True, False]
+    assert [impl.paged.layer for impl in impls(config)[:3]] == [0, 1, 2]
     config, specs, _ = stand.made([(stand.full, {})], {})  # beside another
     assert specs == [stand.full]
-    assert impls(config)[0]._paged is None
+    assert impls(config)[0].paged is None
 
 
 @pytest.mark.parametrize(
@@ -114,10 +113,10 @@ def test_pages_resized_afterwards_are_refused_before_the_first_request(backend, 
 
 def test_two_engines_with_equal_settings_share_nothing_and_are_forgotten(stand):
     first, _, _ = stand.made([(stand.full, {})])
-    impls(first)[0]._paged.selected = 7
+    impls(first)[0].paged.selected = 7
     second, specs, _ = stand.made([(stand.full, {})])
     built(stand.backend, second, specs)  # builders are made again when vLLM profiles
-    impls(second)[0]._paged.selected = 5
+    impls(second)[0].paged.selected = 5
     assert [Served.of(x).counts()[0] for x in (first, second)] == [7, 5]
     assert Served.of(first).selector is not Served.of(second).selector
     assert Served.of(second) is Served.latest
@@ -132,26 +131,6 @@ def test_two_engines_with_equal_settings_share_nothing_and_are_forgotten(stand):
 def served(tmp_path):
     Hasher(HasherConfig("lsh", ModelShape(3, 4, 2, 16), bits=64), 0).save_pretrained(tmp_path)
     return Served(Settings(str(tmp_path), dense_layers=(1,)))
-
-
-def test_pages_are_views_of_the_engines_own(served):
-    others = 4 * 2 * SIZE * 2 * 16
-    page = others + tail_bytes(SIZE, 2, served._words, others)
-    memory = torch.zeros(7, page // 4)
-    cache = memory[:, : others // 4].view(7, 2, SIZE, 32)
-    pages = served.pages(cache)
-    pages.codes.fill_(-1)
-    assert (memory[:, : others // 4] == 0).all()
-    pages.k.fill_(1)
-    pages.v.fill_(2)
-    assert (pages.codes == -1).all()
-    assert [x.shape for x in pages] == [(7, 2, SIZE, 16), (7, 2, SIZE, 16), (7, 2, SIZE, 2)]
-    assert cache.unique().tolist() == [1, 2]
-
-
-def test_a_page_without_room_for_codes_is_refused(served):
-    with pytest.raises(ValueError, match="room for codes after its keys and values"):
-        served.pages(torch.zeros(7, 2, SIZE, 32))
 
 
 def test_each_rank_hashes_its_own_heads_as_the_whole_does(served, tmp_path):

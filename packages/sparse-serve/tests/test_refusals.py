@@ -190,12 +190,10 @@ def test_without_settings_there_is_nothing_to_do(additional):
 
 
 def test_defaults_are_those_of_the_budget():
-    assert Settings("x").budget() == LayerBudget()
+    assert Settings("x").budget == LayerBudget()
 
 
 def test_every_setting_arrives():
     given = dict(fraction=0.1, min_tokens=3, max_tokens=50, sink=2, recent=5, dense_below=100)
     settings = Settings.of({"spotlight": {"hasher": "x", "dense_layers": [0, 2], **given}})
-    assert settings == Settings("x", **given, dense_layers=(0, 2))
-    assert settings is not None
-    assert settings.budget() == LayerBudget(**given)
+    assert settings == Settings("x", LayerBudget(**given), (0, 2))

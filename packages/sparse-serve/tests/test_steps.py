@@ -1,11 +1,10 @@
-"""Whole steps of a layer on stand-ins for vLLM: each row attends to its own tokens, in either page layout."""
+"""Whole steps of a layer on stand-ins for vLLM: each row attends to its own tokens."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
-from serve_doubles import DIM, HEADS, QUERIES, SIZE, FullAttentionSpec, Requests, built, engine, impls
+from serve_doubles import DIM, HEADS, SIZE, FullAttentionSpec, Requests, built, engine, impls
 from sparse_decode.caches import buffer
 
 PAGES = 24
@@ -17,10 +16,8 @@ class Layer:
     def __init__(self, backend, asked, seed):
         config, specs = engine(backend, asked, [(FullAttentionSpec(), {})])
         (self.builder,), (self.impl,) = built(backend, config, specs), impls(config)
-        self.impl.kv_cache_dtype = "auto"
         self.memory = torch.full((PAGES, specs[0].page_size_bytes // 4), torch.nan)
         self.cache = self.memory[:, : 2 * HEADS * SIZE * DIM].view(PAGES, HEADS, SIZE, 2 * DIM)
-        self.layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, isa="vec")
         self.requests, self.draw = Requests(seed, PAGES, torch.float32), random.Random(seed)
         self.kept = torch.empty(2, PAGES * SIZE, HEADS, DIM)  # keys and values, by slot
 
@@ -37,8 +34,9 @@ class Layer:
             for end in range(len(slots) - count + 1, len(slots) + 1):
                 expected.append(plain(q[len(expected)], *self.kept[:, slots[:end]], self.impl.scale))
         made, out = self.builder.build(0, common), torch.zeros_like(q)
-        self.impl.forward(self.layer, q, k, v, self.cache, made, output=out)
-        return out, torch.stack(expected), made.spotlight
+        self.impl.do_kv_cache_update(None, k, v, self.cache, common.slot_mapping)
+        self.impl.forward(None, q, k, v, self.cache, made, output=out)
+        return out, torch.stack(expected), getattr(made, "spotlight", None)
 
 
 def plain(q, k, v, scale):
@@ -52,7 +50,7 @@ def asking(asked, **more):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("below", [0, 1, 40, 70])
+@pytest.mark.parametrize("below", [0, 40])
 def test_rows_of_any_kind_attend_to_their_own_tokens(below, seed, backend, asked):
     layer, names, kinds = Layer(backend, asking(asked, fraction=1.0, dense_below=below), seed), iter(range(99)), set()
     for _ in range(40):
@@ -64,46 +62,32 @@ def test_rows_of_any_kind_attend_to_their_own_tokens(below, seed, backend, asked
         counts = {name: draw.randint(1, count) if count > 0 else 1 for name, count in left.items()}
         out, expected, batch = layer.step(dict(draw.sample(sorted(counts.items()), len(counts))))
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-        kinds |= {"plain" if batch.plain else "mixed" if batch.stock else "by rows"}
-        kinds |= {"prompts by rows"} if batch.prompts else set()
+        kinds.add((batch.prompts is not None, len(batch.rows) > 0))
         for name in [name for name, prompt in requests.prompts.items() if requests.lengths[name] > prompt + 25]:
             layer.end(name)
-    assert len(kinds) > 1 or below == 70
+    assert len(kinds) == 3
 
 
-def test_steps_below_the_break_even_are_vllms_bit_for_bit(backend, asked):
-    layer = Layer(backend, asking(asked, fraction=0.1, dense_below=1000), 0)
-    stock = Layer(backend, {}, 0)
+def test_prompts_are_vllms_bit_for_bit(backend, asked):
+    layer, stock = Layer(backend, asking(asked, fraction=0.1), 0), Layer(backend, {}, 0)
+    stock.memory[:] = 0  # vLLM's kernel multiplies what a page held before by 0, which NaN survives
     for name in ("a", "b"):
         for each in (layer, stock):
-            each.requests.begin(name, 30)
-    stock.memory[:] = 0  # vLLM's own has no such protection
-    for counts in ({"a": 30}, {"b": 20, "a": 1}, {"b": 10, "a": 1}, *[{"a": 1, "b": 1}] * 40):
-        common = layer.step(counts)
-        assert torch.equal(common[0], plainly(stock, counts))
-    assert torch.equal(*(x.cache[x.requests.tables["a"]] for x in (layer, stock)))
-    assert layer.impl.calls == stock.impl.calls
-    tokens = sum(30 + i for i in range(1, 43)) + sum(30 + i for i in range(1, 41))
-    assert layer.impl._paged.selected == layer.impl._paged.visible == QUERIES * tokens
+            each.requests.begin(name, 40)
+    for counts in ({"a": 30}, {"b": 20, "a": 10}, {"b": 20}):
+        assert torch.equal(layer.step(counts)[0], stock.step(counts)[0])
+    assert layer.impl.paged.visible == 0
 
 
-def plainly(stock, counts):
-    """A step of an engine without the plug-in."""
-    stock.builder.build = lambda first, common: SimpleNamespace(
-        **vars(common), block_table=common.block_table, spotlight=None
-    )
-    return stock.step(counts)[0]
-
-
-def test_codes_are_those_of_the_keys_whenever_they_are_hashed(backend, asked):
-    layer = Layer(backend, asking(asked, dense_below=40), 0)
+def test_codes_are_those_of_the_keys(backend, asked):
+    layer = Layer(backend, asked, 0)
     layer.requests.begin("a", 38)
     for counts in (38, 1, 1, 1, 1):
         layer.step({"a": counts})
     keys, table = layer.kept[0, layer.requests.slots("a")], layer.requests.tables["a"]
-    pages = layer.impl._served.pages(layer.cache)
+    pages = layer.impl.pages(layer.cache)
     codes, rows = (x[table].transpose(1, 2).flatten(0, 1)[: len(keys)] for x in (pages.codes, pages.k))
-    assert torch.equal(codes, layer.impl._paged.encode(keys))
+    assert torch.equal(codes, layer.impl.paged.encode(keys))
     assert torch.equal(rows, keys)
 
 
@@ -111,7 +95,7 @@ def test_a_cache_is_put_in_huge_pages_before_its_first_step_and_not_again(backen
     advised = []
     monkeypatch.setattr(buffer, "_SIZE", 4096)
     monkeypatch.setattr(buffer, "_advise", lambda: lambda *given: advised.append(given))
-    layer = Layer(backend, asking(asked, dense_below=1), 0)
+    layer = Layer(backend, asked, 0)
     layer.requests.begin("a", 3)
     for counts in (3, 1, 1):
         layer.step({"a": counts})

@@ -20,11 +20,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from sparse_decode import session
 from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import cache_layer, retype
-from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
+from sparse_decode.caches.growing import FROM, Owned, may_grow
 from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
-    NAMES,
     NO_COPY,
     Attention,
     AttentionName,
@@ -36,23 +35,14 @@ from sparse_decode.model import (
 )
 from sparse_decode.planning import plan_layers, require_arguments
 from sparse_decode.select import KeyQueryHasher, Selector
-from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.step import SparseLayer
 
 
-def attach(
-    model: PreTrainedModel,
-    hasher: KeyQueryHasher | Selector | None = None,
-    budget: Budget | None = None,
-    *,
-    dense_layers: int | Collection[int] | None = None,
-    remainder: bool = True,
-    kv: Literal["device", "host"] = "device",
-    prompt: Literal["exact", "sparse"] = "exact",
-) -> "Attachment":
-    """Make the full-attention layers of a causal language model sparse: prompts stay dense, decode steps are sparse.
+class Attachment:
+    """Sparse attention on one model, until `detach`: prompts stay dense, decode steps of full attention are sparse.
 
     On a CPU, dense attention in bfloat16 runs by our kernels where they are faster than the model's, and `generate`
-    feeds prompts in chunks.
+    feeds prompts in chunks. `attach` is another name of this class.
 
     Args:
         model: a Hugging Face decoder with "sdpa", "eager" or "flash_attention_2" attention, which dense calls keep
@@ -69,46 +59,29 @@ def attach(
             if the hasher is calibrated for it, as those of `hashtrain` are; see `Attachment.remainder`. The mask may
             then not change for earlier tokens: a decode step on CUDA does not check this, and outputs NaN in such a
             row until the cache is discarded. On the CPU the sums are recomputed; a compiled step raises an error.
-        kv: where the sparse layers of dynamic caches store keys and values. "host": in host memory, pinned if there is
-            a GPU; codes stay on the device, and a sparse step copies only the selected rows to it.
         prompt: "sparse": in the full-attention layers that `dense_layers` does not name, blocks of 32 rows of a prompt
             read the first 16 and last 256 tokens that they see, and a tenth of the others, found by exact products of
             every second row (cpu/prompt_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
-    Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
+        sparse_rows: for evaluations: in every call, rows from this position of the batch on are sparse, padding
+            included, so that one pass scores a whole text as decoding it after a dense prompt of so many tokens
+            would, however it is chunked. None: the rows of decode steps.
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
-    """
-    how: dict[str, Any] = {"dense_layers": dense_layers, "remainder": remainder, "kv": kv, "prompt": prompt}
-    return Attachment(model, hasher, budget, **how)
-
-
-class Attachment:
-    """Sparse attention on one model, until `detach`. Created by `attach`.
-
     Attributes:
-        model: the model.
+        model: the model. prompt: as given.
         layers: indices of its sparse layers.
         remainder: whether any of them adds the remainder of its selections.
-        prompt: as in `attach`.
         break_even: the predicted context length from which a sparse step is faster than a dense one, and below which
             steps stay dense; None with a budget.
     """
 
     def __init__(
         self, model: PreTrainedModel, hasher: KeyQueryHasher | Selector | None = None, budget: Budget | None = None, *,
-        sparse_rows: int | None = None, dense_layers: int | Collection[int] | None = None, remainder: bool = True,
-        kv: Literal["device", "host"] = "device", prompt: Literal["exact", "sparse"] = "exact",
+        dense_layers: int | Collection[int] | None = None, remainder: bool = True,
+        prompt: Literal["exact", "sparse"] = "exact", sparse_rows: int | None = None,
     ):  # fmt: skip
-        """Attach as `attach` does; for evaluations: in every call, rows from a position of their sequence on sparsely.
-
-        One forward pass then scores a whole text as token-by-token decoding after a dense prompt of `sparse_rows`
-        tokens would, however the prompt is chunked.
-
-        Args: sparse_rows: that position, 0 for all rows; None: the rows of decode steps. The others as in `attach`.
-        """
-        require_arguments(budget, dense_layers, sparse_rows, kv, prompt)
+        require_arguments(budget, dense_layers, prompt)
         require_attachable(model)
         self.model: PreTrainedModel = model
-        self._on_host = kv == "host"
         self.prompt: str = prompt
         self._handles: list[RemovableHandle] = []
         self._name: AttentionName | None = None
@@ -118,8 +91,7 @@ class Attachment:
             require_sparse_prompts(model)
         given = getattr(hasher, "dense_layers", ()) if dense_layers is None else dense_layers
         dense = range(given) if isinstance(given, int) else given
-        rule = RowRule(sparse_rows)
-        modules, self._layers = plan_layers(model, hasher, budget, dense, rule, self._on_host, remainder)
+        modules, self._layers = plan_layers(model, hasher, budget, dense, sparse_rows, remainder)
         lengths = [layer.budget.dense_below for layer in self._layers.values()] if budget is None else []
         self.break_even: int | None = next(filter(None, lengths), None)
         self.layers: tuple[int, ...] = tuple(modules)
@@ -128,15 +100,14 @@ class Attachment:
         if modules and (reach := getattr(hasher, "reach", None)) is not None:
             self._layers[min(modules)].reach = reach
         if (words := other_adapter(hasher, model)) is not None:
-            warnings.warn(words, stacklevel=3)  # where `attach` is called
+            warnings.warn(words, stacklevel=2)
 
     def _switch_on(self, modules: Mapping[int, Attention], dense_layers: Collection[int]) -> None:
         """Set the model's attention, and hook its sparse layers."""
         model = self.model
         register()
         self._config = cast(Any, text_decoder(model).config)
-        dense = dense_name(model)
-        name = AttentionName.of(NAMES[dense], dense, model)
+        name = AttentionName.in_place_of(dense_name(model))
         set_attention(model, name)
         self._name, self._undo = name, [feed_in_chunks(model)]
         if self.prompt == "sparse":
@@ -145,7 +116,7 @@ class Attachment:
         self._dense = tuple(found.layer for found in dense_ones)
         if not modules and dense_ones:
             self._handles.append(dense_ones[0].watch(partial(self._grow_long, dense_ones[0].layer)))
-        ways = (self._config, name), self._held, self._owned, not self._on_host
+        ways = (self._config, name), self._held, self._owned
         for layer, found in modules.items():
             hook = Hook(self._layers[layer], found.arguments, *ways)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -162,7 +133,7 @@ class Attachment:
             handle.remove()
         self._handles = []
         if self._name is not None:
-            self._name.end()
+            self._name.attached = False
             if self._config._attn_implementation == self._name:  # the caller may have set another one
                 set_attention(self.model, self._name.dense)
             self._name = None
@@ -261,8 +232,9 @@ class Attachment:
             return held
         if torch.compiler.is_compiling():
             raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
-        if not self._on_host:
-            self._grow(cache)
-        elif type(held) not in (DynamicLayer, GrowingLayer):
-            raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
-        return retype(held, self._owned, layer.encoder, self._on_host)
+        self._grow(cache)
+        return retype(held, self._owned, layer.encoder)
+
+
+attach = Attachment
+"""Make a model sparse, in a `with` statement or until `detach`."""

@@ -89,7 +89,7 @@ class LayerBudget(Budget):
             visible = visible[..., None, :]
         else:
             counts = top_count(visible, self.fraction, *limits)
-        counts = counts.maximum(self.ends(visible))
+        counts = counts.maximum(visible.long().clamp(max=self.sink + self.recent))
         return torch.where(visible < self.dense_below, visible.long(), counts) if self.dense_below else counts
 
     def count_heads(self, visible: int) -> list[int]:
@@ -114,10 +114,6 @@ class LayerBudget(Budget):
         """Return the maximal number of tokens that a row with at most `n` visible tokens reads."""
         below = min(n, self.dense_below - 1) if self.dense_below else 0
         return max(below, *self.count_heads(n))
-
-    def ends(self, visible: Tensor) -> Tensor:
-        """Return the number of sink and recent tokens of each row: int64, the shape of `visible`."""
-        return visible.long().clamp(max=self.sink + self.recent)
 
 
 class Tally:

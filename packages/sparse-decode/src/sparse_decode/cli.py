@@ -11,8 +11,6 @@ from rich.table import Table
 
 from sparse_decode.settings import GenerateCommand
 
-_REMEDY = "Use a prompt that stops in the middle of a text."
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns 0; 2 with one sentence on stderr if the input is invalid; 130 if interrupted."""
@@ -24,10 +22,7 @@ def _main(arguments: list[str] | None) -> int:
     from sparse_decode.streaming import generate  # torch and transformers load here, not for --help
 
     found = generate(command, sys.stdout)
-    console = Console(stderr=not sys.stdout.isatty())
-    console.print(_table(found))
-    for sentence in _early_ends(found, command.max_new_tokens):
-        console.print(sentence, highlight=False, soft_wrap=True)
+    Console(stderr=not sys.stdout.isatty()).print(_table(found))
     print(json.dumps(found), flush=True)
     return 0
 
@@ -50,14 +45,3 @@ def _table(found: dict[str, Any]) -> Table:
     if "same_tokens" in found:
         table.add_row("tokens alike from the start", str(found["same_tokens"]), "")
     return table
-
-
-def _early_ends(found: dict[str, Any], most: int) -> list[str]:
-    """Return a sentence for each run that generated fewer tokens than `most`."""
-    said: list[str] = []
-    for name in ("sparse", "dense"):
-        if name in found and (made := found[name]["new_tokens"]) < most:
-            none = "; speed and density are of the tokens after the first" if made == 1 else ""
-            tokens = f"{made} token{'s' * (made != 1)} of at most {most}"
-            said.append(f"{name}: the model ended its text after {tokens}{none}. {_REMEDY}")
-    return said

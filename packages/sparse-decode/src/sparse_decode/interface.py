@@ -67,19 +67,17 @@ class Hook:
         ours: the config of the text decoder, and the attention implementation that it must name.
         coded: makes a cache carry codes in the sparse layer's place, and returns that layer.
         owned: the cache layers of the attachment.
-        may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
     def __init__(
         self, layer: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, owned: Owned,
-        may_be_short: bool,
     ):  # fmt: skip
         self.layer: SparseLayer = layer
         self._config, self._name = ours
         self._settings: dict[str, Any] = vars(self._config)
         self._arguments, self._coded, self._owned = arguments, coded, owned
         self._index, self._short = layer.layer, Call(layer, None, True, self._name == NAMES["sdpa"])
-        self._below: int = layer.budget.dense_below if may_be_short else 0
+        self._below: int = layer.budget.dense_below
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -89,24 +87,21 @@ class Hook:
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
         if not _OTHERS.isdisjoint(given) and any(given.get(name) is not None for name in OTHER_STATES):
             return None  # cross-attention
-        cache, call = given.get(CACHE_NAMES[0]), None
-        if type(cache) is DynamicCache and self._index < len(cache.layers):
-            held: Any = cache.layers[self._index]
-            kind = type(held)
-            if kind is GrowingLayer and held.encoder is self.layer.encoder:
-                call = Call(self.layer, held)
-            elif self._below and (kind is DynamicLayer or (kind is GrowingLayer and held.encoder is None)):
-                call = self._if_short(cache, held, given)
-        kwargs[KEYWORD] = call or self._context(given)  # safe: torch makes a new dict for every call
+        kwargs[KEYWORD] = self._call(given)  # safe: torch makes a new dict for every call
         return None
 
-    def _context(self, given: dict[str, Any]) -> Call:
-        """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
-        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    def _call(self, given: dict[str, Any]) -> Call:
+        """Return the context of a call; the layer's cache then carries codes, unless it may stay plain."""
+        cache = given.get(CACHE_NAMES[0])
+        cache = given.get(CACHE_NAMES[1]) if cache is None else cache
         if isinstance(cache, Cache) and self._index < len(cache.layers):
             held: Any = cache.layers[self._index]
-            if getattr(held, "encoder", None) is self.layer.encoder:
+            encoder, kind = getattr(held, "encoder", None), type(held)
+            if encoder is self.layer.encoder:
                 return Call(self.layer, held)
+            plain = encoder is None and kind in (DynamicLayer, GrowingLayer) and type(cache) is DynamicCache
+            if self._below and plain and (call := self._if_short(cache, held, given)) is not None:
+                return call
         return Call(self.layer, None if cache is None else self._coded(self.layer, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
@@ -152,7 +147,7 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
 ) -> Output:  # fmt: skip
-    """Attend, sparsely in the rows that the layer's rule makes sparse.
+    """Attend, sparsely in the rows that are sparse.
 
     Args: those of Hugging Face's attention functions, in their order, because kvpress passes dropout by position.
         Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask: see `sparse_decode.intervals`.
@@ -167,7 +162,8 @@ def attention(
     plain = not dropout and attention_mask is None and kwargs.keys() <= IGNORED_KEYWORDS
     if call.short and plain and query.shape[2] == 1:
         n = key.shape[2]
-        call.layer.count_dense(query.shape[0], query.shape[1], n)
+        seen = query.shape[0] * query.shape[1] * n
+        call.layer.tally.add(seen, seen)
         if call.by_torch and n < OWN_FROM.get(key.dtype, 256):
             return attend_by_torch(query, key, value, 0.0, scaling), None
         return attend_densely(module, query, key, value, None, 0.0, scaling)
@@ -183,7 +179,7 @@ def attention(
 def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a step without a mask and options needs no further look."""
     held = call.held
-    if type(held) is not GrowingLayer or held.encoder is None or held.on_host:
+    if type(held) is not GrowingLayer or held.encoder is None:
         return False
     if held.keys is not k or held.values is not v or not q.shape[0]:
         return False
@@ -191,7 +187,7 @@ def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if not q.dtype == k.dtype == v.dtype or _active_collector.get() or call.layer.all_dense(k.shape[2]):
         return False
-    return k.shape[2] > max(1, call.layer.rule.all_below) and module.__dict__.get(MASKED_PER_HEAD) is None
+    return not call.layer.first_sparse(1, k.shape[2]) and module.__dict__.get(MASKED_PER_HEAD) is None
 
 
 @dataclass
@@ -221,7 +217,7 @@ class AttentionCall:
             self.length = held.cumulative_length
             self.whole = compiling or self._all_room()
         end = self._end()
-        first = layer.rule.first_sparse(rows, end)
+        first = layer.first_sparse(rows, end)
         self._refuse(first < rows)
         if not compiling and self.module.__dict__.get(MASKED_PER_HEAD) is not None:
             raise ValueError(
@@ -235,8 +231,7 @@ class AttentionCall:
             return self._densely()
         device = self.query.device
         if autocasts(device):  # cast as torch's own attention does
-            host = getattr(held, "on_host", False)  # its keys and values keep their dtype
-            kind = self.key.dtype if host else torch.get_autocast_dtype(device.type)
+            kind = torch.get_autocast_dtype(device.type)
             self.query, self.key, self.value = (x.to(kind) for x in (self.query, self.key, self.value))
         if compiling:
             return self._compiled(), None
@@ -259,8 +254,6 @@ class AttentionCall:
     def _densely(self, rows: int | None = None) -> Output:
         """Attend as the model alone would, in the first `rows` rows; None: in all."""
         q, k, v, mask = self.query, self.key, self.value, self.mask
-        if getattr(self.held, "on_host", False):
-            k, v = k.to(q.device, non_blocking=True), v.to(q.device, non_blocking=True)
         if rows is not None:
             end = self._end() - q.shape[2] + rows
             q, k, v = q[:, :, :rows], k[:, :, :end], v[:, :, :end]
@@ -272,19 +265,19 @@ class AttentionCall:
         layer, q, end = self.layer, self.query, self._end()
         if not self.whole:
             self.key, self.value, self.whole = self.key[:, :, :end], self.value[:, :, :end], True
+        interval = intervals_of(self.mask, q.shape[2], end)
+        interval = interval if interval is None or not first else interval[:, first:]
         if readable(q) and layer.all_dense(end):
-            layer.count_dense_rows(q, intervals_of(self.mask, q.shape[2], end), end)
+            layer.count_dense(q[:, :, first:], interval, end)
             self._learn()
             return self._densely()
         if wants_weights(self.kwargs) and self.module.config._attn_implementation == NAMES["eager"]:
             raise ValueError("sparse rows have no attention weights; do not set output_attentions, or call detach()")
-        interval = intervals_of(self.mask, q.shape[2], end)
         view = self._view()
         if isinstance(view, CodedStaticLayer) and not readable(q) and not view.sums.ready and layer.remainder:  # pyright: ignore[reportOptionalMemberAccess]
             self._learn()
         dense = [self._densely(first)[0]] if first else []
         x = self._inputs(self.key, self.value)
-        interval = interval if interval is None or not first else interval[:, first:]
         out = layer.step(x._replace(q=q[:, :, first:]), interval, view)
         return without_backward(torch.cat([*dense, out], 1) if first else out, q), None
 

@@ -165,23 +165,18 @@ class Seen(NamedTuple):
     """Number of visible tokens, int64 [B, Q]."""
 
 
-def seen_on_device(interval: Tensor, budget: LayerBudget, all_below: int) -> tuple[Seen, Tensor]:
-    """Return what rows with intervals [B, Q, 2] see and read; and tokens read and seen, summed over rows, int64 [2].
-
-    Args: all_below: rows with this many visible tokens or fewer are not sparse: they read all of them.
-    """
+def seen_on_device(interval: Tensor, budget: LayerBudget) -> tuple[Seen, Tensor]:
+    """Return what rows with intervals [B, Q, 2] see and read; and tokens read and seen, summed over rows, int64 [2]."""
     start, end = interval.unbind(-1)
     n = end - start
     reads = budget.count(n)
     reads = reads if reads.ndim == 3 else reads[:, None]  # [B, H or 1, Q]
-    sparse = (n > all_below)[:, None]
-    reads = torch.where(sparse, reads, n[:, None])
     sink, recent = budget.sink, budget.recent
     slots, first, last = torch.arange(sink + recent, device=n.device), start[..., None], end[..., None]
     tokens = torch.where(slots < sink, first + slots, last + (slots - (sink + recent)))
     least = torch.where(slots < sink, first, first + sink)  # recent tokens are no sink tokens
     always = tokens.masked_fill((tokens < least) | (tokens >= last), -1)
-    totals = torch.stack([(reads * sparse).sum(), (n[:, None] * sparse).sum() * reads.shape[1]])
+    totals = torch.stack([reads.sum(), n.sum() * reads.shape[1]])
     counts = (reads - sink - recent).clamp(min=0)
     return Seen(interval, start[:, None], end[:, None], counts, always, n), totals
 

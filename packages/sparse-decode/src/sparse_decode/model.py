@@ -5,10 +5,8 @@ attention over its own keys, sees the whole context, and calls attention through
 keyword arguments that it was given.
 """
 
-import gc
 import inspect
 import itertools
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -48,23 +46,18 @@ _PASSES_KEYWORDS = 8
 class AttentionName(str):
     """The name of our attention in an attached model's config; copies and files of the config get the dense name.
 
-    Attributes: dense: the attention that it replaces; model: returns the attached model; None once it is detached or
-        dropped.
+    Attributes: dense: the attention that it replaces; attached: whether the model still is.
     """
 
     dense: str
-    model: Callable[[], PreTrainedModel | None]
+    attached = True
 
     @classmethod
-    def of(cls, name: str, dense: str, model: PreTrainedModel) -> "AttentionName":
-        """Create the name of an attached model."""
-        made = cls(name)
-        made.dense, made.model = dense, weakref.ref(model)
+    def in_place_of(cls, dense: str) -> "AttentionName":
+        """Create the name of our attention in place of another."""
+        made = cls(NAMES[dense])
+        made.dense = dense
         return made
-
-    def end(self) -> None:
-        """Say that the model is detached."""
-        self.model = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
         return self.dense
@@ -85,8 +78,6 @@ def require_attachable(model: PreTrainedModel) -> None:
             f"expected a model with one key per KV head, got {config.model_type}, which stores compressed keys "
             "(multi-head latent attention)"
         )
-    if dense_name(model) in NAMES.values():
-        gc.collect()  # a model that was dropped while attached refers to itself
     name = dense_name(model)
     if name in NAMES.values():
         raise ValueError(
@@ -103,7 +94,7 @@ def require_attachable(model: PreTrainedModel) -> None:
 def dense_name(model: PreTrainedModel) -> str:
     """Return the text decoder's attention; if the config still has a name of ours, the attention that it replaced."""
     name = cast(str, text_decoder(model).config._attn_implementation)
-    return name.dense if isinstance(name, AttentionName) and name.model() is None else name
+    return name.dense if isinstance(name, AttentionName) and not name.attached else name
 
 
 @dataclass(frozen=True)
@@ -238,16 +229,6 @@ def require_kernels(
         if device.type == "cuda":
             require_compiler()
         require(device, dtype, (heads.head_dim,), 1 if per_query_head else heads.group)
-
-
-def require_own_keys(model: PreTrainedModel) -> None:
-    """Raise ValueError if layers share the keys of other layers, which would then be in host memory."""
-    config = text_decoder(model).config
-    if shared := [m.layer for m in attention_modules(model) if _reuses(config, m.layer)]:
-        raise ValueError(
-            f'kv="host" needs a model whose layers have their own keys, got layer {shared[0]}, which shares those of '
-            'another layer; use kv="device"'
-        )
 
 
 def require_whole(modules: Mapping[int, Attention]) -> None:

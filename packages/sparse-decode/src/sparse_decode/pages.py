@@ -21,7 +21,6 @@ from sparse_decode.cpu.step import Block, CpuStep, Precomputed
 from sparse_decode.inputs import Inputs, require
 from sparse_decode.select import HashSelector
 
-_AT_ONCE = 256  # pages that are hashed together, which bounds the memory for copies
 _LINE = 64  # bytes of a cache line
 
 
@@ -126,13 +125,6 @@ class PagedLayer:
     def encode(self, k: Tensor) -> Tensor:
         """Hash keys [T, Hkv, D] to codes int32 [T, Hkv, W]."""
         return self.selector.encode_keys(self.layer, k.transpose(0, 1)[None])[0].transpose(0, 1)
-
-    def encode_pages(self, pages: Pages, which: Tensor) -> None:
-        """Hash all keys of pages, int64 [P], and store their codes there."""
-        for part in which.split(_AT_ONCE):
-            k = pages.k[part]
-            codes = self.encode(k.transpose(1, 2).flatten(0, 1))  # [P S, Hkv, W]
-            pages.codes[part] = codes.view(len(part), k.shape[2], *codes.shape[1:]).transpose(1, 2)
 
     def decode(self, q: Tensor, pages: Pages, step: Step) -> Tensor:
         """Select tokens for each row and attend to them, in CPU memory. On CUDA: `cuda.pages.decode`.

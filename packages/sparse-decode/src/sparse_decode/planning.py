@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from sparse_decode.budget import Budget, LayerBudget, Tally
 from sparse_decode.intervals import Memo
-from sparse_decode.model import Attention, require_kernels, require_own_keys, require_whole, sparse_modules
+from sparse_decode.model import Attention, require_kernels, require_whole, sparse_modules
 from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
-from sparse_decode.step import RowRule, SparseLayer
+from sparse_decode.step import SparseLayer
 
 Modules = Mapping[int, Attention]
 NEVER = 1 << 40
@@ -36,7 +36,7 @@ SCATTERED_READ_FACTOR = 2
 
 def plan_layers(
     model: PreTrainedModel, hasher: KeyQueryHasher | Selector | None, budget: Budget | None,
-    dense_layers: Collection[int], rule: RowRule, on_host: bool, remainder: bool,
+    dense_layers: Collection[int], start: int | None, remainder: bool,
 ) -> tuple[Modules, dict[int, SparseLayer]]:  # fmt: skip
     """Return the attention modules to make sparse and their sparse layers, by layer; none without a selector.
 
@@ -46,9 +46,6 @@ def plan_layers(
         return {}, {}
     chosen = as_selector(hasher)
     chosen.require_match(text_decoder(model).config)
-    if on_host and not chosen.needs_codes:
-        kind = type(chosen).__name__
-        raise ValueError(f'kv="host" needs a selector that works on codes, got {kind}; use kv="device"')
     modules = sparse_modules(model, dense_layers)
     require_whole(modules)
     shape = ModelShape.of(text_decoder(model).config)
@@ -56,28 +53,22 @@ def plan_layers(
         require_kernels(model, modules, shape, getattr(chosen, "per_query_head", False))
     elif chosen.needs_codes and model.device.type == "cuda":
         require_compiler()
-    if on_host:
-        require_own_keys(model)
     # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
-    foreseen = budget is None and rule.start is None and chosen.needs_codes and not on_host
+    foreseen = budget is None and start is None and chosen.needs_codes
     foreseen = foreseen and model.device.type == "cpu"
     budgets = _budgets(modules, chosen, budget or Budget(), shape, model.dtype if foreseen else None)
-    return modules, _layers(modules, budgets, chosen, rule, remainder, shape)
+    return modules, _layers(modules, budgets, chosen, start, remainder, shape)
 
 
-def require_arguments(budget: object, dense_layers: object, sparse_rows: object, kv: object, prompt: object) -> None:
+def require_arguments(budget: object, dense_layers: object, prompt: object) -> None:
     """Raise ValueError if these arguments of `Attachment` are of another type or out of range."""
     if not isinstance(budget, Budget | None):
         raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
-    if kv not in ("device", "host"):
-        raise ValueError(f'kv must be "device" or "host", got {kv!r}')
     if prompt not in ("exact", "sparse"):
         raise ValueError(f'prompt must be "exact" or "sparse", got {prompt!r}')
     given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]
     if any(not isinstance(layer, int) or layer < 0 for layer in given):
         raise ValueError(f"dense_layers must be an integer of 0 or more, or a set of them, got {dense_layers!r}")
-    if sparse_rows is not None and (not isinstance(sparse_rows, int) or sparse_rows < 0):
-        raise ValueError(f"sparse_rows must be None or an integer of 0 or more, got {sparse_rows!r}")
 
 
 def as_selector(selector: KeyQueryHasher | Selector) -> Selector:
@@ -135,7 +126,7 @@ def predicted(heads: ModelShape, budget: LayerBudget, dtype: torch.dtype) -> int
 
 
 def _layers(
-    modules: Modules, budgets: Mapping[int, LayerBudget], selector: Selector, rule: RowRule, remainder: bool,
+    modules: Modules, budgets: Mapping[int, LayerBudget], selector: Selector, start: int | None, remainder: bool,
     shape: ModelShape,
 ) -> dict[int, SparseLayer]:  # fmt: skip
     coefficients = getattr(selector, "remainder", None) if remainder else None
@@ -151,5 +142,5 @@ def _layers(
         if device is None or device.type == "meta":  # of a layer that is loaded only when called
             device = torch.device("cpu")
         counts = shared.setdefault((budget, device, shape.at(layer).num_query_heads), Tally(device))
-        found[layer] = SparseLayer(layer, selector, budget, rule, fitted, memo, counts, device)
+        found[layer] = SparseLayer(layer, selector, budget, start, fitted, memo, counts, device)
     return found

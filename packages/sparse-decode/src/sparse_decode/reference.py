@@ -87,10 +87,7 @@ def tokens_read(layer: "SparseLayer", x: Inputs, b: int, r: int, interval: tuple
     """Return the tokens that each query head of a row reads, ascending (eq. 4, 6 and 7), of a hash selector."""
     (start, end), heads = interval, x.q.shape[1]
     selector = cast("HashSelector", layer.selector)
-    everything = torch.arange(start, end)
     reads = layer.budget.count_heads(end - start)
-    if end - start <= layer.rule.all_below:
-        return [everything] * heads
     codes = selector.encode_keys(layer.layer, x.k[b : b + 1])  # [1, H, N, W]
     planes, weights = selector.encode_queries(layer.layer, x.q[b : b + 1, :, r : r + 1])  # [1, H, 1, P, W]
     sets, found = codes.shape[1], list[Tensor]()

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hashtrain.config import RECENT, SINK
 from hashtrain.demo import DEMO, model_path
 from hashtrain.usage import UsageError, require_counts, require_device_name
 
@@ -30,18 +29,8 @@ class GenerateCommand:
     """A hasher's folder, created by `uv run hashtrain`; `lsh`: untrained codes."""
     prompt: Literal["exact", "sparse"] = "exact"
     """How the prompt attends: `sparse` is faster, loses a little, and needs bfloat16 on a CPU with AVX512_BF16."""
-    max_prompt_tokens: int | None = None
-    """Use only this many tokens of the prompt, the last ones."""
     fraction: float = 0.02
-    """Share of the visible tokens that a step reads, above 0 and at most 1."""
-    min_tokens: int = 16
-    """Minimal number of tokens that a step reads."""
-    sink: int = SINK
-    """Number of first tokens that are always read."""
-    recent: int = RECENT
-    """Number of last tokens that are always read."""
-    dense_layers: int | None = None
-    """Number of first layers that stay dense. Default: those that the hasher lists."""
+    """Share of the visible tokens that a step reads, above 0 and at most 1; 16 tokens at least."""
     compare: bool = False
     """Also generate with dense attention, for comparison."""
     device: str = "auto"
@@ -51,18 +40,8 @@ class GenerateCommand:
     the stored type on the CPU."""
 
     def __post_init__(self) -> None:
-        require_counts(
-            self,
-            max_new_tokens=1,
-            max_prompt_tokens=1,
-            min_tokens=1,
-            sink=0,
-            recent=0,
-            dense_layers=0,
-        )
+        require_counts(self, max_new_tokens=1)
         require_device_name(self.device)
-        if self.session is not None and self.max_prompt_tokens is not None:
-            raise UsageError("--session stores the whole prompt, got --max-prompt-tokens too; leave one of them out")
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}; 0.02 selects 2 %")
 

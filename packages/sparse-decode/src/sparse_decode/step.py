@@ -13,7 +13,6 @@ is an operator, which a graph can contain, and nothing waits: counts, intervals 
 
 import sys
 import warnings
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -41,33 +40,12 @@ ROWS_AT_ONCE = 64
 """Rows of a sequence that are processed together; each block's remainder starts from sums over all tokens before it."""
 
 
-@dataclass(frozen=True)
-class RowRule:
-    """Which query rows may be sparse."""
-
-    start: int | None
-    """Rows from this position of their sequence on are sparse; None: the rows of decode steps are, calls of one row
-    with a non-empty cache."""
-
-    def first_sparse(self, rows: int, n: int) -> int:
-        """Return the first of `rows` rows that can be sparse in a call that ends at token `n`; `rows` for none."""
-        if self.start is not None:
-            return max(0, min(rows, self.start + rows - n))
-        return 0 if rows == 1 < n else rows
-
-    @property
-    def all_below(self) -> int:
-        """A row with this many visible tokens or fewer is not sparse.
-
-        Only visible ones count, so that a padded sequence turns sparse at the same position as without padding.
-        """
-        return self.start or 0
-
-
 class SparseLayer:
     """One sparse layer of one attachment.
 
     Attributes:
+        start: rows from this position of the batch on are sparse, its padding included; None: the rows of decode steps
+            are, calls of one row with a non-empty cache.
         own: the selector, if it computes attention itself.
         tally: numbers of tokens selected and visible. shared: those that all layers of this budget have in common.
         hashes: the selector, if it only applies a `hashtrain.Hasher`. encoder: hashes the layer's keys.
@@ -77,13 +55,14 @@ class SparseLayer:
     """
 
     def __init__(
-        self, layer: int, selector: Selector, budget: LayerBudget, rule: RowRule, remainder: Tensor | None = None,
-        memo: Memo | None = None, shared: Tally | None = None, device: torch.device | None = None,
+        self, layer: int, selector: Selector, budget: LayerBudget, start: int | None = None,
+        remainder: Tensor | None = None, memo: Memo | None = None, shared: Tally | None = None,
+        device: torch.device | None = None,
     ):  # fmt: skip
         self.layer: int = layer
         self.selector: Selector = selector
         self.budget: LayerBudget = budget
-        self.rule: RowRule = rule
+        self.start: int | None = start
         self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
         self._sink, self._recent = (0, 0) if self.own else (budget.sink, budget.recent)
         self._memo, self._numbers = memo or Memo(), Numbers()
@@ -108,20 +87,20 @@ class SparseLayer:
             reach, self.reach = self.reach, sys.maxsize
             warnings.warn(beyond(n, reach), stacklevel=3)
 
+    def first_sparse(self, rows: int, n: int) -> int:
+        """Return the first of `rows` rows that are sparse in a call that ends at token `n`; `rows` for none."""
+        if self.start is not None:
+            return max(0, min(rows, self.start + rows - n))
+        return 0 if rows == 1 < n else rows
+
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
         return n < self.budget.dense_below
 
-    def count_dense(self, batch: int, heads: int, n: int) -> None:
-        """Count a step over `n` tokens that was dense because of `dense_below`."""
-        if n > self.rule.all_below:
-            self.tally.add(batch * heads * n, batch * heads * n)
-
-    def count_dense_rows(self, q: Tensor, interval: Tensor | None, n: int) -> None:
-        """The same for rows of q [B, Hq, Q, D] with these intervals; None: the last rows of n tokens."""
+    def count_dense(self, q: Tensor, interval: Tensor | None, n: int) -> None:
+        """Count rows of q [B, Hq, Q, D] that were dense because of `dense_below`, as `step` has their intervals."""
         interval = causal(len(q), q.shape[2], n, q.device) if interval is None else interval.expand(len(q), -1, -1)
-        visible = interval[..., 1] - interval[..., 0]
-        seen = int((visible * (visible > self.rule.all_below)).sum()) * q.shape[1]
+        seen = int((interval[..., 1] - interval[..., 0]).sum()) * q.shape[1]
         self.tally.add(seen, seen)
 
     def run(
@@ -137,7 +116,7 @@ class SparseLayer:
         return self.step(x, intervals_of(mask, q.shape[2], n), held)
 
     def step(self, x: Inputs, interval: Tensor | None, held: Any) -> Tensor:
-        """Attend in all rows of a call; rows that the rule does not make sparse read all visible tokens.
+        """Attend in all rows of a call.
 
         Args: interval: int64 [B, Q, 2] as `intervals_of` returns it; held: the cache layer of k, v, or an `Uncached`.
         """
@@ -166,7 +145,7 @@ class SparseLayer:
         Each takes microseconds once the other layers of the model have evicted the CPU's caches.
         """
         batch, heads, _, _ = x.q.shape
-        reads = self.budget.count_heads(n) if n > (self.rule.start or 0) else [n]
+        reads = self.budget.count_heads(n)
         mean, tail = sum(reads) // len(reads), 0 if min(reads) >= n else max(0, n - self._recent)
         spans = np.array(((0, tail, n),) * batch, np.int64)
         remainder, place = None, (x.q.device, x.scaling)
@@ -178,8 +157,7 @@ class SparseLayer:
         found = self._cpu.run(x, Block(spans, np.array((reads,), np.int64), n, max(reads), mean), held, remainder)
         if found is None:
             return self._on_cpu(x, causal(batch, 1, n, x.q.device), held)
-        if self.rule.start is None or n > self.rule.start:
-            self.tally.add(batch * heads * sum(reads) // len(reads), batch * heads * n)
+        self.tally.add(batch * heads * sum(reads) // len(reads), batch * heads * n)
         return found[0]
 
     def _on_cpu(self, x: Inputs, interval: Tensor, held: Any) -> Tensor:
@@ -213,11 +191,10 @@ class SparseLayer:
         spans, counts = [], []
         for start, end in seen:
             size = end - start
-            reads = self.budget.count_heads(size) if size > self.rule.all_below else [size]
+            reads = self.budget.count_heads(size)
             spans.append((start, start if min(reads) >= size else max(start, end - self._recent), end))
             counts.append(reads)
-        sets = max(map(len, counts), default=1)
-        made = np.array([reads if len(reads) == sets else reads * sets for reads in counts], np.int64).reshape(-1, sets)
+        made = np.array(counts, np.int64).reshape(-1, len(self.budget.by_head or (1.0,)))
         end = max((end for _, end in seen), default=0)
         return Block(np.array(spans, np.int64).reshape(-1, 3), made, end, int(made.max(initial=0)), int(made.mean()))
 
@@ -276,10 +253,8 @@ class SparseLayer:
 
     def _count(self, block: Block, used: NDArray[np.int64], heads: int, sets: int | None = None) -> None:
         """Add to the tally: used: tokens that each row and set has read, [R, sets], or their sum over `sets`."""
-        visible = block.spans[:, 2] - block.spans[:, 0]
-        sparse = visible > self.rule.all_below
-        read = int(used[sparse].sum()) * (heads // (sets or max(1, used.shape[1])))
-        self.tally.add(read, int(visible[sparse].sum()) * heads)
+        visible = int((block.spans[:, 2] - block.spans[:, 0]).sum())
+        self.tally.add(int(used.sum()) * (heads // (sets or max(1, used.shape[1]))), visible * heads)
 
     # ---- On a device -------------------------------------------------------------------------------------------------
 
@@ -309,7 +284,7 @@ class SparseLayer:
     def _select(self, x: Inputs, seen: Seen | None, held: Any) -> Tensor:
         """Select tokens besides those that are always read: int64 [B, H, Q, K], -1 in unused slots."""
         q, n, always = x.q, x.k.shape[2], self._sink + self._recent
-        width = max(0, max(self.budget.most(n), min(n, self.rule.all_below)) - always)
+        width = max(0, self.budget.most(n) - always)
         known = [max(0, each - always) for each in self.budget.count_heads(n)]
         counts = seen.counts if seen is not None else self._numbers.of(known, q) if len(known) > 1 else None
         if not isinstance(self.selector, HashSelector):
@@ -355,7 +330,7 @@ class SparseLayer:
         own = causal(batch, rows, n, device) if interval is None else interval
 
         def find() -> tuple[Seen, Tensor]:
-            return seen_on_device(own.expand(batch, -1, -1).contiguous(), self.budget, self.rule.all_below)
+            return seen_on_device(own.expand(batch, -1, -1).contiguous(), self.budget)
 
         if interval is None or torch.compiler.is_compiling():
             seen, totals = find()
@@ -369,4 +344,4 @@ class SparseLayer:
 
         # What was computed outside of a capture, or in another one, is not computed again when this one is replayed.
         capture = lane(device) if in_graph(device) else ()
-        return self._memo.of(interval, self.layer, (self.budget, self.rule, batch, hq, n, device, capture), once)
+        return self._memo.of(interval, self.layer, (self.budget, batch, hq, n, device, capture), once)

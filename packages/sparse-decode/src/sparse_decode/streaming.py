@@ -24,6 +24,7 @@ from sparse_decode.settings import GenerateCommand
 
 UNTRAINED = "lsh"
 _MOST_BYTES = 1 << 28  # of a prompt: longer than any model's context
+_LEAST = 16  # tokens that a step reads
 _WARM_UP = 32  # prompt tokens of the warm-up, which compiles or loads the kernels
 
 
@@ -77,8 +78,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     text = read_text(command.prompt_file)
     model, tokenizer = _loaded(command)
     ids, document = _tokens(command, text, model, tokenizer)
-    selector = load_selector(command.hasher, model)
-    budget = Budget(command.fraction, command.min_tokens, sink=command.sink, recent=command.recent)
+    selector, budget = load_selector(command.hasher, model), Budget(command.fraction, _LEAST)
 
     def write(text: str) -> None:
         out.write(text)
@@ -90,8 +90,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     for name, chosen in (("sparse", selector), ("dense", None))[: 1 + command.compare]:
         if command.compare:
             write(f"--- {name}\n")
-        how: dict[str, Any] = {"dense_layers": command.dense_layers, "prompt": command.prompt if chosen else "exact"}
-        with attach(model, chosen, budget, **how) as attachment:
+        with attach(model, chosen, budget, prompt=command.prompt if chosen else "exact") as attachment:
             warm_up(model, ids)
             attachment.reset_density()
             streamers[name] = TimedStreamer(tokenizer, write)
@@ -192,30 +191,14 @@ def _tokens(
     room = getattr(cast(Any, text_decoder(model).config), "max_position_embeddings", None)
     asked = "" if command.question is None else command.question
     text += "\n\n" if asked else ""
-    if command.max_prompt_tokens is None:
-        # Each by itself, so that the text has the same tokens before every question.
-        parts = token_ids(text, tokenizer, room, special=True), token_ids(asked, tokenizer)
-        ids, document = torch.cat(parts)[None], min(len(parts[0]), len(parts[0]) + len(parts[1]) - 1)
-    else:
-        ids, document = _last_tokens(text + asked, tokenizer, command.max_prompt_tokens)[None], 0
+    # Each by itself, so that the text has the same tokens before every question.
+    parts = token_ids(text, tokenizer, room, special=True), token_ids(asked, tokenizer)
+    ids, document = torch.cat(parts)[None], min(len(parts[0]), len(parts[0]) + len(parts[1]) - 1)
     require_vocabulary(model, ids)
     if room is not None and ids.shape[1] + command.max_new_tokens > room:
-        fitting = room - command.max_new_tokens
-        remedy = f"use --max-prompt-tokens {fitting}" if fitting > 0 else "use fewer --max-new-tokens"
         least = "at least " if ids.shape[1] > room else ""  # tokenising stops there
         raise UsageError(
             f"prompt and new tokens must fit the model's context of {room}, got {least}{ids.shape[1]} and "
-            f"{command.max_new_tokens}; {remedy}"
+            f"{command.max_new_tokens}; shorten the prompt, or use fewer --max-new-tokens"
         )
     return ids.to(model.device), document
-
-
-def _last_tokens(text: str, tokenizer: PreTrainedTokenizerBase, most: int) -> Tensor:
-    """Return the last tokens of a text, tokenising only its end if it is long."""
-    size = max(1 << 20, 32 * most)
-    while size < len(text):
-        ids = token_ids(text[-size:], tokenizer)
-        if len(ids) > most:  # the first token may be a fragment
-            return ids[-most:]
-        size *= 4
-    return token_ids(text, tokenizer, special=True)[-most:]

@@ -1,11 +1,9 @@
-"""The decode rows of an engine step on a GPU, and the layout of its pages. No engine is imported."""
+"""The decode rows of an engine step on a GPU. No engine is imported."""
 
 from typing import Any
 
 from sparse_decode.budget import LayerBudget
 from torch import Tensor
-
-from sparse_serve.layout import codes_behind
 
 
 class DeviceBatch:
@@ -53,14 +51,3 @@ def rounded(longest: int, size: int, most: int) -> int:
     """
     unit = max(size, 1 << max(0, longest.bit_length() - 4))
     return min(-(-longest // unit) * unit, most)
-
-
-def device_pages(cache: Tensor, words: int) -> Any:
-    """View a layer's cache [M, Hkv, S, 2 D] as `sparse_decode.pages.Pages`.
-
-    A token's key is followed by its value; heads and tokens may be in either order.
-    """
-    from sparse_decode.pages import Pages
-
-    dim = cache.shape[3] // 2
-    return Pages(cache[..., :dim], cache[..., dim:], codes_behind(cache, words))

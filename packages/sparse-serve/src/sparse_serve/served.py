@@ -1,4 +1,4 @@
-"""State shared by the sparse layers of an engine: hasher, budget, and the page layout of vLLM's CPU cache."""
+"""State shared by the sparse layers of an engine: hasher, budget, and the room for codes in pages."""
 
 # vLLM is no dependency of this package.
 # pyright: reportMissingImports=false
@@ -7,12 +7,9 @@ import weakref
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from hashtrain import Hasher
 from sparse_decode.budget import LayerBudget
-from torch import Tensor
 
-from sparse_serve.layout import codes_behind
 from sparse_serve.settings import Settings
 
 
@@ -72,10 +69,10 @@ class Served:
 
         self.hasher: Hasher = Hasher.from_pretrained(settings.hasher)
         self.selector: HashSelector = HashSelector(self.hasher if size == 1 else shard_hasher(self.hasher, rank, size))
-        self.budget: LayerBudget = settings.budget()
+        self.budget: LayerBudget = settings.budget
         given = settings.dense_layers
         self.dense_layers: tuple[int, ...] = self.hasher.config.dense_layers if given is None else given
-        self._words = self.hasher.config.bits // 32
+        self.words: int = self.hasher.config.bits // 32
         self._layers: list[Any] = []
 
     @classmethod
@@ -87,7 +84,7 @@ class Served:
         from sparse_decode.pages import tail_bytes
 
         others = spec.unpadded_page_size_bytes
-        tail = tail_bytes(spec.block_size, spec.num_kv_heads, served._words, others)
+        tail = tail_bytes(spec.block_size, spec.num_kv_heads, served.words, others)
         return replace(spec, page_size_padded=others + tail)
 
     @classmethod
@@ -133,25 +130,9 @@ class Served:
     def require_room(self, spec: Any) -> None:
         """Raise ValueError if pages of a cache spec have no room for codes after keys and values."""
         others = spec.unpadded_page_size_bytes
-        needed = others + 4 * spec.block_size * spec.num_kv_heads * self._words
+        needed = others + 4 * spec.block_size * spec.num_kv_heads * self.words
         if spec.page_size_bytes < needed:
             raise ValueError(
                 f"spotlight needs pages of at least {needed} bytes, {others} of them for keys and values, got "
                 f"{spec.page_size_bytes}, because vLLM resized them for other layers; serve without it"
             )
-
-    @staticmethod
-    def move_to_huge_pages(cache: Tensor) -> int:
-        """Put the memory of a layer's cache in huge pages, because tokens are read far apart; return its address."""
-        from sparse_decode.caches.buffer import in_huge_pages
-
-        in_huge_pages(torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()), written=True)
-        return cache.data_ptr()
-
-    def pages(self, cache: Tensor) -> Any:
-        """View a layer's cache [M, Hkv, S, 2 D] as `sparse_decode.pages.Pages`: a head's keys, then its values."""
-        from sparse_decode.pages import Pages
-
-        pages, heads, size, width = cache.shape
-        both = cache.view(pages, heads, 2 * size, width // 2)
-        return Pages(both[:, :, :size], both[:, :, size:], codes_behind(cache, self._words))

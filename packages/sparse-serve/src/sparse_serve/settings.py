@@ -4,12 +4,13 @@ This module must not import numba, which may only be imported after vLLM has det
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from sparse_decode.budget import LayerBudget
 
 KEY = "spotlight"
+NAMES = ("hasher", "fraction", "min_tokens", "max_tokens", "sink", "recent", "dense_below", "dense_layers")
 
 
 @dataclass(frozen=True)
@@ -18,17 +19,12 @@ class Settings:
 
     Attributes:
         hasher: folder of a stored `hashtrain.Hasher`.
-        fraction, min_tokens, max_tokens, sink, recent, dense_below: as in `LayerBudget`, with its defaults.
+        budget: how many tokens each row reads; its fields but `by_head` are settings.
         dense_layers: indices of layers that stay dense; None: those that the hasher lists.
     """
 
     hasher: str
-    fraction: float = LayerBudget.fraction
-    min_tokens: int = LayerBudget.min_tokens
-    max_tokens: int | None = None
-    sink: int = LayerBudget.sink
-    recent: int = LayerBudget.recent
-    dense_below: int = 0
+    budget: LayerBudget = field(default_factory=LayerBudget)
     dense_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -37,7 +33,6 @@ class Settings:
             raise ValueError(f"{KEY}.hasher must be the folder of a stored hasher, got {hasher!r}")
         if layers is not None and (type(layers) is not tuple or any(type(x) is not int or x < 0 for x in layers)):
             raise ValueError(f"{KEY}.dense_layers must be a list of indices of layers, got {layers!r}")
-        self.budget()
 
     @classmethod
     def of(cls, additional: Any) -> "Settings | None":
@@ -50,16 +45,11 @@ class Settings:
             return None
         if not isinstance(asked, Mapping):
             raise ValueError(f"{KEY} must be a mapping with a hasher, got {type(asked).__name__}")
-        given, known = dict(cast("Mapping[str, Any]", asked)), [field.name for field in fields(cls)]
-        if strangers := sorted(str(name) for name in given if name not in known):
-            raise ValueError(f"{KEY} takes {', '.join(known)}, got {', '.join(strangers)}; remove these")
+        given = dict(cast("Mapping[str, Any]", asked))
+        if strangers := sorted(str(name) for name in given if name not in NAMES):
+            raise ValueError(f"{KEY} takes {', '.join(NAMES)}, got {', '.join(strangers)}; remove these")
         if "hasher" not in given:
             raise ValueError(f"{KEY} needs a hasher, the folder of a stored hasher, got none")
-        if isinstance(layers := given.get("dense_layers"), list):
-            given["dense_layers"] = tuple(cast("list[Any]", layers))
-        return cls(**given)
-
-    def budget(self) -> LayerBudget:
-        """Return the budget: how many tokens each row reads."""
-        limits = self.fraction, self.min_tokens, self.max_tokens, self.sink, self.recent
-        return LayerBudget(*limits, dense_below=self.dense_below)
+        hasher, layers = given.pop("hasher"), given.pop("dense_layers", None)
+        layers = tuple(cast("list[Any]", layers)) if isinstance(layers, list) else layers
+        return cls(hasher, LayerBudget(**given), layers)

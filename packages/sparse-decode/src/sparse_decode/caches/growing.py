@@ -26,7 +26,7 @@ from sparse_decode.sums import Sums
 FROM = 512
 """Below this many tokens, copying all of them takes less time than the Python code that avoids it."""
 FEW = 16
-"""An update of at most this many tokens is appended in few calls, and hashed only when its codes are needed."""
+"""An update of at most this many tokens is hashed only when its codes are needed."""
 
 
 class Retyped(CacheLayerMixin):
@@ -37,8 +37,6 @@ class Retyped(CacheLayerMixin):
     """The original class of the layer."""
     encoder: Encoder | None = None
     """Hashes its keys; None if it carries no codes."""
-    on_host = False
-    """Whether keys and values are in host memory, even if the model is on a GPU."""
     owner: "Owned"
     _watched = ("keys", "values")
     """Attributes that others may change."""
@@ -68,11 +66,7 @@ class Retyped(CacheLayerMixin):
                 self.begin()
                 return self.mark()
 
-    def wait(self) -> None:
-        """Wait until a GPU has written all keys and values, before they are read on the CPU."""
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Retyped":
-        self.wait()
         self.settle()
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -84,7 +78,6 @@ class Retyped(CacheLayerMixin):
 
     def plainly(self) -> CacheLayerMixin:
         """Return a plain layer with the same keys and values, without spare room and codes."""
-        self.wait()
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         revert(twin)
@@ -101,7 +94,7 @@ class Retyped(CacheLayerMixin):
 def revert(layer: Any) -> None:
     """Restore a layer's class and attributes from before it was re-typed, without copying keys and values."""
     layer.end()
-    for name in ("encoder", "on_host", "owner", "_marks"):
+    for name in ("encoder", "owner", "_marks"):
         vars(layer).pop(name, None)
     layer.__class__ = layer.plain
 
@@ -123,9 +116,7 @@ class Owned(WeakSet[CacheLayerMixin]):
 class GrowingLayer(Retyped, DynamicLayer):
     """A `DynamicLayer` whose keys and values have spare room for later tokens, and that carries codes with an encoder.
 
-    Keys of decode steps are hashed when their codes are first needed, so that dense steps do not hash. With `on_host`,
-    keys and values are in host memory, pinned if the model is on a GPU, and `update` returns them there: the GPU's
-    attention kernel reads selected rows from host memory, without a copy and without making the host wait.
+    Keys of decode steps are hashed when their codes are first needed, so that dense steps do not hash.
     """
 
     plain: type[CacheLayerMixin] = DynamicLayer
@@ -134,8 +125,7 @@ class GrowingLayer(Retyped, DynamicLayer):
     sums: Sums
 
     def begin(self) -> None:
-        self.sums, self._codes = Sums(), GrowingBuffer()
-        self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
+        self.sums, self._codes, self._keys, self._values = Sums(), GrowingBuffer(), GrowingBuffer(), GrowingBuffer()
         if not self.get_seq_length():
             return
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
@@ -145,53 +135,28 @@ class GrowingLayer(Retyped, DynamicLayer):
                     f"a cache layer needs as many keys as values, got {tuple(keys.shape)} and {tuple(values.shape)}; "
                     "change both together"
                 )
-            self._codes.append(self.encoder(keys, self.device))
-        if self.on_host and self.device.type == "cuda" and keys.device.type == "cpu" and not keys.is_pinned():
-            keys, values = keys.pin_memory(), values.pin_memory()
+            self._codes.append(self.encoder(keys))
         self._keys.adopt(keys)
         self._values.adopt(values)
         self.keys, self.values = self._keys.view(), self._values.view()
 
     def end(self) -> None:
-        if self.get_seq_length():
-            self.keys, self.values = (cast(Tensor, x).to(self.device) for x in (self.keys, self.values))
         del self._keys, self._values, self._codes, self.sums
 
-    def wait(self) -> None:
-        self._keys.wait()
-        self._values.wait()
-
-    def hold(self, keys: Tensor, values: Tensor, length: int, device: torch.device) -> None:
-        """Fill an empty layer of a model on `device` with the first tokens of buffers, whose others are room."""
-        like = keys.new_empty(0, device=device)
-        self.lazy_initialization(like, like)
+    def hold(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Fill an empty layer with the first tokens of buffers, whose others are room."""
+        self.lazy_initialization(keys, values)
         self.keys, self.values = self._keys.hold(keys, length), self._values.hold(values, length)
         self.mark()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, t, D]."""
-        found = None
-        if type(key_states) is Tensor and key_states.is_cpu and not torch.compiler.is_dynamo_compiling():
-            (_, keys, at), (_, values, then) = self._marks  # a step as below, in few calls
-            same = keys is self.keys and values is self.values and at is not None and then is not None
-            same = same and keys._version == at and values._version == then
-            grad = key_states.requires_grad or value_states.requires_grad
-            if same and not grad and not self.on_host and key_states.shape[2] <= FEW:
-                found = _append_both(self._keys, self._values, key_states, value_states)
-        if found is None:
-            return self._update(key_states, value_states)
-        self.keys, self.values = keys, values = found
-        # Views of the buffers' own tensors, whose writes torch counts.
-        self._marks = [("keys", keys, keys._version), ("values", values, values._version)]
-        return found
-
-    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if self.encoder is None and not self._is_alike(key_states, value_states):
             return DynamicLayer.update(self, key_states, value_states)  # concatenates them, or raises the error
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.settle()
-        if self.encoder is not None and (self.on_host or key_states.shape[2] > FEW):  # few are hashed later
+        if self.encoder is not None and key_states.shape[2] > FEW:  # few are hashed later
             if self._codes.length < self._keys.length:
                 _ = self.codes  # hash earlier keys first
             self._hash(key_states)
@@ -220,10 +185,7 @@ class GrowingLayer(Retyped, DynamicLayer):
 
         If it is, the buffer has room for it: write it there and add 1 to its `length`. Not for compiled graphs.
         """
-        (_, keys, at), (_, values, then) = self._marks  # `settle`, without the call where nothing has changed
-        same = keys is self.keys and values is self.values and at is not None and then is not None
-        if not same or keys._version != at or values._version != then:
-            self.settle()
+        self.settle()
         codes = self._codes
         if self._keys.length - codes.length == 1 and (room := codes.room(1)) is not None:
             return room, codes
@@ -277,27 +239,6 @@ class GrowingLayer(Retyped, DynamicLayer):
                 held.map_batch(change)
             self.keys, self.values = self._keys.view(), self._values.view()
             self.mark()
-
-
-def _append_both(
-    first: GrowingBuffer, second: GrowingBuffer, rows: Tensor, more: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Append the rows of the same tokens to two buffers that are not on the host, as two calls of `append`.
-
-    Returns: their filled parts; None if there is no room for rows like these: nothing was done.
-    """
-    a, b, n, tokens = first._data, second._data, first.length, rows.shape[2]
-    if a is None or b is None or not first._own or not second._own or second.length != n or more.shape[2] != tokens:
-        return None
-    end = n + tokens
-    if end > a.shape[2] or end > b.shape[2] or rows.dtype != a.dtype or more.dtype != b.dtype:
-        return None
-    if rows.device != a.device or rows.shape[:2] != a.shape[:2] or more.shape[:2] != b.shape[:2]:
-        return None
-    a.narrow(2, n, tokens).copy_(rows)
-    b.narrow(2, n, tokens).copy_(more)
-    first.length = second.length = end
-    return a.narrow(2, 0, end), b.narrow(2, 0, end)
 
 
 def may_grow(hidden: Tensor) -> bool:

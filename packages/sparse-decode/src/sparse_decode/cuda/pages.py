@@ -66,7 +66,7 @@ class DeviceStep(NamedTuple):
         if budget.by_head:
             raise ValueError("pages on CUDA read as many tokens in each head, got a budget by head; leave by_head out")
         own = torch.stack([torch.zeros_like(lengths), lengths], -1).long()[:, None]
-        seen, counts = seen_on_device(own, budget, 0)
+        seen, counts = seen_on_device(own, budget)
         most = max(0, budget.most(longest) - budget.sink - budget.recent)
         rows = lengths[:, None, None]
         return cls(blocks, rows, seen.counts, seen.always[:, 0], counts, most, budget)
