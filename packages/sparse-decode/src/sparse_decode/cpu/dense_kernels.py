@@ -28,7 +28,7 @@ from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.attend_kernels import _fetch, _widen
-from sparse_decode.cpu.lanes import TOKENS, WIDTH, cap, dot, exponentials, extent, greatest, hide, place, weigh
+from sparse_decode.cpu.lanes import TOKENS, WIDTH, cap, dot, exponentials, extent, greatest, hide, weigh
 
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
@@ -45,11 +45,7 @@ def _read(x, base, stride, low, high, j, width, wide, kind, tile):  # pragma: no
     for t in range(WIDTH):
         at, to = base + (j + t) * stride, t * wide
         if low <= j + t < high:
-            if kind == 1:
-                for i in range(width):
-                    bits[to + place(i)] = np.uint32(x[at + i]) << np.uint32(16)
-            else:
-                _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
+            _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
 
 
 @numba.njit(inline="always")
@@ -161,9 +157,8 @@ def tasks(
 
     Keys and values are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and v_at are
     (strides of batch row, head and token, numbers of heads, tokens and components). q [B, Hkv, X, D] and sums are
-    zero-padded to a multiple of WIDTH, and for bfloat16 in the order of `lanes.place`. bounds [B, R, 2]: first and last
-    (exclusive) of the tokens that a row sees. Outputs for each chunk: o in sums [B, Hkv, C, X, Dv], m and s in stats
-    [B, Hkv, C, X, 2].
+    zero-padded to a multiple of WIDTH. bounds [B, R, 2]: first and last (exclusive) of the tokens that a row sees.
+    Outputs for each chunk: o in sums [B, Hkv, C, X, Dv], m and s in stats [B, Hkv, C, X, 2].
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
@@ -178,7 +173,7 @@ def tasks(
 
 def combine(
     first: int, last: int, sums: NDArray[np.float32], stats: NDArray[np.float32], sinks: NDArray[np.float32],
-    out: NDArray[np.float32], kind: int,
+    out: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Combine the chunks of batch rows [first, last) into out [B, R, Hkv, G, Dv], zeros for rows without a token.
 
@@ -202,11 +197,7 @@ def combine(
                     share = np.float32(math.exp(parts[c, 0] - top))
                     total += share * parts[c, 1]
                     values = sums[b, h, c, x]
-                    if kind == 1:
-                        for i in range(width):
-                            line[i] += share * values[place(i)]
-                    else:
-                        for i in range(width):
-                            line[i] += share * values[i]
+                    for i in range(width):
+                        line[i] += share * values[i]
             for i in range(width):
                 line[i] /= total

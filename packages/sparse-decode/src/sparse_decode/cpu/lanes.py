@@ -4,10 +4,6 @@ For such loops LLVM's auto-vectoriser would sum within vectors, which takes long
 registers; a maximum that keeps NaN it does not vectorise at all. LLVM splits vectors of LANES numbers into the
 registers of the CPU. Arrays are contiguous and one-dimensional; offsets and steps count elements and are not checked.
 Sums have one order, whatever calls them.
-
-16-bit rows are bfloat16, the upper half of a float32. A vector of LANES 32-bit words holds 2 LANES of them. A shift and
-a mask extract those at even and at odd places without moving data between lanes. Hence everything that is combined with
-bfloat16 rows is stored in that order: of each 2 LANES numbers first the even ones, then the odd ones (`place`).
 """
 
 # llvmlite and numba are untyped.
@@ -189,20 +185,13 @@ def prefetch(code: Code, x: Any, at: Any) -> None:
 # ---- Products --------------------------------------------------------------------------------------------------------
 
 
-@numba.njit(inline="always")
-def place(i: Any) -> Any:  # pragma: no cover - compiled
-    """Return the position of component i in rows that are combined with bfloat16 rows."""
-    return (i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1)
-
-
 def _wide(code: Code, x: Any, at: Any) -> list[Any]:
-    """Load WIDTH numbers of a row, float32 or bfloat16, as two vectors of float32."""
+    """Load WIDTH numbers of a row as two vectors of float32; words of 16 bits are bfloat16, its upper half."""
+    places = [code.sum(at, half) for half in (0, LANES)]
     if x.type.pointee != ir.IntType(16):
-        return [code.read(x, code.sum(at, half)) for half in (0, LANES)]
-    words = code.read(x, at, WORDS)
-    even = code.shl(words, ir.Constant(WORDS, [16] * LANES))
-    odd = code.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES))
-    return [code.bitcast(half, FLOATS) for half in (even, odd)]
+        return [code.read(x, place) for place in places]
+    words = [code.zext(code.read(x, place, ir.VectorType(ir.IntType(16), LANES)), WORDS) for place in places]
+    return [code.bitcast(code.shl(word, ir.Constant(WORDS, [16] * LANES)), FLOATS) for word in words]
 
 
 @emitted()
