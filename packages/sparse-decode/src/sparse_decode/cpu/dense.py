@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.cpu import bfloat_kernels, dense_kernels, prompt_kernels
-from sparse_decode.cpu.bfloat_lanes import BLOCK, CONFIGURATION, granted, supported
+from sparse_decode.cpu.bfloat_lanes import CONFIGURATION, granted, supported
 from sparse_decode.cpu.kernel_threads import run
-from sparse_decode.cpu.lanes import WIDTH
+from sparse_decode.cpu.lanes import BLOCK, WIDTH
 from sparse_decode.inputs import KINDS, LIKE, reach
 from sparse_decode.intervals import causal
 

@@ -28,7 +28,7 @@ from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.attend_kernels import _fetch, _widen
-from sparse_decode.cpu.lanes import TOKENS, WIDTH, cap, dot, exponentials, extent, greatest, hide, weigh
+from sparse_decode.cpu.lanes import LOWEST, TOKENS, WIDTH, cap, dot, exponentials, extent, hide, largest, weigh
 
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
@@ -73,11 +73,8 @@ def _ask(x, at, step, rows, width):  # pragma: no cover - compiled
 @numba.njit(inline="always")
 def _soften(logits, at):  # pragma: no cover - compiled
     """Replace CHUNK logits by weights exp(logit - top); return the largest logit, top, and the sum of the weights."""
-    top = greatest(logits, at, CHUNK)
-    if top == np.float32(-np.inf):
-        logits[at : at + CHUNK] = np.float32(0)
-        return top, np.float32(0)
-    return top, exponentials(logits, at, CHUNK, top)
+    top = largest(logits, at, CHUNK)
+    return top, exponentials(logits, at, CHUNK, max(top, LOWEST))
 
 
 # The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
@@ -183,17 +180,15 @@ def combine(
     for b in range(first, last):
         for r, h, g in np.ndindex((n_rows, heads, group)):
             x = r * group + g
-            parts, line, seen = stats[b, h, :, x], out[b, r, h, g], np.float32(-np.inf)
+            parts, line, top, seen = stats[b, h, :, x], out[b, r, h, g], sinks[h, g], False
             for c in range(len(parts)):
-                if seen == seen and not parts[c, 0] <= seen:  # NaN stays; max() would drop it
-                    seen = parts[c, 0]
-            top = max(seen, sinks[h, g])
+                top, seen = max(top, parts[c, 0]), seen or parts[c, 1] != 0  # NaN, too
             line[:] = np.float32(0)
-            if seen == np.float32(-np.inf):
+            if not seen:
                 continue
             total = np.float32(math.exp(sinks[h, g] - top))
             for c in range(len(parts)):
-                if parts[c, 0] != np.float32(-np.inf):
+                if parts[c, 1] != 0:
                     share = np.float32(math.exp(parts[c, 0] - top))
                     total += share * parts[c, 1]
                     values = sums[b, h, c, x]

@@ -32,6 +32,12 @@ TOKENS = 4
 """Dot products of a row per call."""
 LEAST, MOST = -127 * math.log(2), 128 * math.log(2)
 """Smallest and largest argument of an exponential: exponent bits 0, which is 0, and 255, infinity."""
+BLOCK = 64
+"""Numbers of a line to compare at once, and tokens of a tile of bfloat16."""
+VECTORS = BLOCK // LANES
+"""Vectors of a tile's row: with MOST_ROWS lines, half of the registers hold sums."""
+LOWEST = np.float32(-2e38)
+"""Below any logit: what to subtract from -inf and NaN, so that these stay."""
 WORD = ir.IntType(32)
 _INDEX = ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(WORD, LANES)
@@ -331,16 +337,20 @@ def _exponentials(code: Code, x: Any, at: Any, count: Any, top: Any) -> Any:
     return code.joined(total.get(), code.fadd)
 
 
-@emitted(types.float32)
-def _greatest(code: Code, x: Any, at: Any, count: Any) -> Any:
-    def join(first: Any, second: Any) -> Any:
-        not_less = code.or_(code.fcmp_ordered(">", second, first), code.fcmp_unordered("uno", second, second))
-        return code.select(not_less, second, first)
+def larger(code: Code, a: Any, b: Any) -> Any:
+    """Return the larger numbers of two vectors; those of `a` where b is NaN."""
+    return code.select(code.fcmp_ordered(">", b, a), b, a)
 
-    most = code.held(all_lanes(-math.inf))
-    with code.loop(count, LANES) as loop:
-        most.set(join(most.get(), code.read(x, code.sum(at, code.times(loop.index, LANES)))))
-    return code.joined(most.get(), join)
+
+@emitted(types.float32)
+def _largest(code: Code, x: Any, at: Any, count: Any) -> Any:
+    most = [code.held(all_lanes(-math.inf)) for _ in range(VECTORS)]
+    with code.loop(count, BLOCK) as loop:
+        for i, held in enumerate(most):
+            line = code.read(x, code.sum(at, code.times(loop.index, BLOCK), LANES * i))
+            held.set(larger(code, held.get(), line))
+    join = functools.partial(larger, code)
+    return code.joined(functools.reduce(join, [held.get() for held in most]), join)
 
 
 # Functions of their own, not inlined by numba: fastmath of a caller would change the order of sums.
@@ -351,9 +361,9 @@ def exponentials(x: Any, at: Any, count: Any, top: Any) -> Any:  # pragma: no co
 
 
 @inner
-def greatest(x: Any, at: Any, count: Any) -> Any:  # pragma: no cover - compiled
-    """Return the largest number, or NaN if there is one; -inf without numbers."""
-    return _greatest(x, at, count)
+def largest(x: Any, at: Any, count: Any) -> Any:  # pragma: no cover - compiled
+    """Return the largest number that is not NaN; -inf without numbers. BLOCK divides count."""
+    return _largest(x, at, count)
 
 
 @inner(fastmath={"reassoc", "contract", "nsz"})

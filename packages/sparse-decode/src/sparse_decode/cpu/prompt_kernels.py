@@ -40,12 +40,10 @@ from hashcore.cpu.parts import copy, hot
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.bfloat_lanes import (
-    BLOCK,
     SIDE,
     configure,
     flat_products,
     flat_sums,
-    largest,
     narrow,
     pair,
     products,
@@ -57,7 +55,7 @@ from sparse_decode.cpu.bfloat_lanes import (
     turn,
     weighed,
 )
-from sparse_decode.cpu.lanes import LANES, MOST_ROWS, WIDTH, cap, extent, greatest, hide
+from sparse_decode.cpu.lanes import BLOCK, LANES, LOWEST, MOST_ROWS, WIDTH, cap, extent, hide, largest
 
 CHUNK = 512
 """Tokens whose logits are in the cache at a time."""
@@ -124,21 +122,14 @@ def lay_out(
 @numba.njit(inline="always")
 def soften_line(logits, at, size, scaling, stats, x, out, wide):  # pragma: no cover - compiled
     """Replace `size` products of line x by weights, and bring its stats [m, s] and out [Dv] to the new m."""
-    top = largest(logits, at, size)
-    if top == np.float32(-np.inf):  # or all are NaN
-        top = greatest(logits, at, size)
-    if top == np.float32(-np.inf):
-        for j in range(size):
-            logits[at + j] = np.float32(0)
-        return
-    top *= scaling
-    if not top <= stats[x, 0]:
+    top = largest(logits, at, size) * scaling
+    if top > stats[x, 0]:
         share = np.float32(math.exp(stats[x, 0] - top))
         for i in range(x * wide, (x + 1) * wide):
             out[i] *= share
         stats[x, 0] = top
         stats[x, 1] *= share
-    stats[x, 1] += soften(logits, at, size, stats[x, 0], scaling)
+    stats[x, 1] += soften(logits, at, size, max(stats[x, 0], LOWEST), scaling)
 
 
 @numba.njit(inline="always")
@@ -299,7 +290,7 @@ def _write(out, stats, sinks, wide, words, target, at, steps, rows, group, width
         for g in range(group):
             x = r * group + g
             top, total, to = stats[x, 0], stats[x, 1], at + r * steps[0] + g * steps[1]
-            if top == np.float32(-np.inf):
+            if total == 0:
                 target[to : to + width] = 0
                 continue
             more = max(top, sinks[g])
