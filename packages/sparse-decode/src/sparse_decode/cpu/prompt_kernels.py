@@ -37,6 +37,7 @@ import numba
 import numpy as np
 from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import copy, hot
+from hashcore.cpu.select_kernels import LEVEL, choose
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.bfloat_lanes import (
@@ -69,7 +70,7 @@ SINK = 16
 RECENT = 256
 GRANULE = 16
 LEAST = 16
-_BINS = 4096
+_BINS = LEVEL
 """Scores are told apart by 1/32, from -96 to 32."""
 
 
@@ -223,26 +224,6 @@ def _score(how, room, k, k_at, first, last, probes, lines, least, best, keys):  
 
 
 @hot
-def _choose(keys, count, wanted, histogram, chosen):  # pragma: no cover - compiled
-    """Write the `wanted` granules with the largest keys to chosen, the first ones of equals; return their number."""
-    histogram[:] = 0
-    for i in range(count):
-        histogram[keys[i]] += 1
-    floor, above = _BINS - 1, 0
-    while above + histogram[floor] < wanted:
-        above += histogram[floor]
-        floor -= 1
-    ties, found = wanted - above, 0
-    for i in range(count):
-        key = keys[i]
-        if key > floor or (key == floor and ties > 0):
-            ties -= key == floor
-            chosen[found] = i
-            found += 1
-    return found
-
-
-@hot
 def _gather(k, k_at, v, v_at, first, words, wide, granules, keys, values):  # pragma: no cover - compiled
     """Copy granules to blocks of their own; the last block is filled up with zeros."""
     blocks = (len(granules) * GRANULE + BLOCK - 1) // BLOCK
@@ -332,7 +313,7 @@ def attend(
     (hq, rows, _), width, words, wide = q_at[3:], out.shape[3], key_words // BLOCK, value_words * 2 // BLOCK
     group, pieces, target = hq // heads, (rows + each - 1) // each, out.reshape(-1)
     room, granules = (each * group + SIDE - 1) // SIDE * SIDE, blocks * BLOCK // GRANULE
-    size = room * (2 * words + wide + 3) + (SIDE + 3) * LINE + CHUNK * (words + wide // 2) + 2 * granules + _BINS
+    size = room * (2 * words + wide + 3) + (SIDE + 3) * LINE + CHUNK * (words + wide // 2) + 2 * granules + 4 * _BINS
     space = np.empty(size + 16 * LANES, np.float32)
     queries, at = _part(_aligned(space), room * words, np.uint32)
     probes, at = _part(at, room * words, np.uint32)
@@ -344,7 +325,7 @@ def attend(
     best, at = _part(at, LINE, np.float32)
     stats, at = _part(at, (room, 2), np.float32)
     least, at = _part(at, room, np.float32)
-    histogram, at = _part(at, _BINS, np.int32)
+    histogram, at = _part(at, 4 * _BINS, np.int32)
     bins, at = _part(at, granules, np.int32)
     chosen, at = _part(at, granules, np.int32)
     queries[:], probes[:] = 0, 0
@@ -373,7 +354,7 @@ def attend(
             if wanted:
                 probed = _probe(queries, end - start, group, words, stats, probes, least)
                 _score(how, lines, k_line, k_at, between, recent, probes, probed, least, best, bins)
-                _choose(bins, count, wanted, histogram, chosen)
+                choose(bins[:count], 0, np.uint64(_BINS - 1), wanted, histogram, chosen, 0)
             for i in range(0, wanted, CHUNK // GRANULE):
                 some = chosen[i : min(wanted, i + CHUNK // GRANULE)]
                 _gather(k_line, k_at, v_line, v_at, between, words, wide, some, some_keys, some_values)
