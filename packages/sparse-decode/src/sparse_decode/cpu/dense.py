@@ -83,16 +83,9 @@ def attend_rows(
     each = max(1, prompt_kernels.LINES // group) if fraction is None else prompt_kernels.ROWS
     how = () if fraction is None else (np.float32(fraction),), np.float32(scaling), np.float32(softcap or 0)
     tasks, work = batch * hkv * -(-rows // each), batch * hq * rows * n * (dim + dim_v)
-    given = *_place(q), LIKE[2], *laid_out, bounds.contiguous().numpy(), each, *how, _of_heads(sinks, hkv, group)
-    run(
-        prompt_kernels.attend,
-        tasks,
-        work,
-        granted(),
-        CONFIGURATION,
-        *given,
-        out.view(torch.int16).numpy().view(np.uint16),
-    )
+    bits = out.view(torch.int16).numpy().view(np.uint16)
+    given = *_place(q), LIKE[2], *laid_out, bounds.contiguous().numpy(), each, *how, _of_heads(sinks, hkv, group), bits
+    run(prompt_kernels.attend, tasks, work, granted(), CONFIGURATION, *given)
     return out
 
 
