@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
-from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode.attend import without_backward
 from sparse_decode.caches.cache import CodedStaticLayer, Uncached, retype
@@ -168,26 +167,9 @@ def attention(
             return attend_by_torch(query, key, value, 0.0, scaling), None
         return attend_densely(module, query, key, value, None, 0.0, scaling)
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-    compiling = torch.compiler.is_compiling()
-    if plain and query.shape[2] == 1 and not compiling and _is_plain(module, call, query, key, value):
-        return call.layer.step(Inputs(query, key, value, factor), None, call.held), None
     return AttentionCall(
         module, call.layer, call.held, query, key, value, attention_mask, dropout, factor, kwargs
     ).attend()
-
-
-def _is_plain(module: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a step without a mask and options needs no further look."""
-    held = call.held
-    if type(held) is not GrowingLayer or held.encoder is None:
-        return False
-    if held.keys is not k or held.values is not v or not q.shape[0]:
-        return False
-    if q.requires_grad or k.requires_grad or v.requires_grad or torch.is_autocast_enabled(q.device.type):
-        return False
-    if not q.dtype == k.dtype == v.dtype or _active_collector.get() or call.layer.all_dense(k.shape[2]):
-        return False
-    return not call.layer.first_sparse(1, k.shape[2]) and module.__dict__.get(MASKED_PER_HEAD) is None
 
 
 @dataclass

@@ -158,6 +158,14 @@ def _walk(histogram, step, quota):
 
 
 @inner
+def choose(s, smallest, span, wanted, histogram, indices, base):
+    """Write in order the indices, counted from base, of the `wanted` best of scores smallest + [0, span]; of equals the
+    first. histogram: space for 4 LEVEL counts."""
+    step, quota = _threshold(s, np.uint64(0), np.uint64(smallest), span, wanted, histogram)
+    _compact(s, s.dtype.type(np.uint64(smallest) + step), quota, indices, base)
+
+
+@inner
 def _compact(s, threshold, quota, indices, base):
     """Write in order the indices, counted from base, of scores above the threshold and of the first `quota` ties."""
     stay_a_function()
@@ -246,8 +254,7 @@ def topk_tasks(
         wanted = min(k[row], len(s))
         if wanted == 0:
             continue
-        step, quota = _threshold(s, np.uint64(0), np.uint64(smallest), span, wanted, histogram)  # (2), (3)
-        _compact(s, s.dtype.type(np.uint64(smallest) + step), quota, indices[row], low[row])
+        choose(s, smallest, span, wanted, histogram, indices[row], low[row])  # (2), (3)
         for i in range(wanted):
             values[row, i] = s[indices[row, i] - low[row]]
     return 0

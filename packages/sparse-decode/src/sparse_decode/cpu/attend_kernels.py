@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from hashcore.cpu.parts import copy, hot, inner
 
-from sparse_decode.cpu.lanes import TOKENS, WIDTH, cap, dot, exponentials, greatest, prefetch, weigh
+from sparse_decode.cpu.lanes import BLOCK, TOKENS, WIDTH, cap, dot, exponentials, largest, prefetch, weigh
 
 TILE = 16
 """Rows of keys or values that are copied together as float32, a multiple of TOKENS: 8 KiB at 128 components. The rows
@@ -107,7 +107,7 @@ def _soften(logits, used, scaling, softcap, sinks, stats):  # pragma: no cover -
             total += line[j]
         stats[0, g] = total / np.float32(used)
         logits[g, used:] = np.float32(-np.inf)
-        top = max(sinks[g], greatest(flat, start, padded))  # -inf without a learned sink
+        top = max(sinks[g], largest(flat, start, padded))  # -inf without a learned sink
         total = exponentials(flat, start, padded, top) + np.float32(math.exp(sinks[g] - top))
         stats[1, g] = top + np.float32(math.log(total))
         for j in range(used):
@@ -153,7 +153,7 @@ def attend(
     """
     heads, used = len(q), len(indices)
     wide, wide_v = (q.shape[1] + WIDTH - 1) // WIDTH * WIDTH, (out.shape[1] + WIDTH - 1) // WIDTH * WIDTH
-    logits, stats = np.empty((heads, (used + TILE - 1) // TILE * TILE), np.float32), np.empty((2, heads), np.float32)
+    logits, stats = np.empty((heads, (used + BLOCK - 1) // BLOCK * BLOCK), np.float32), np.empty((2, heads), np.float32)
 
     # 1. logits and 2. softmax
     _multiply(q, k, _places(indices, table, k_at), kind, wide, logits)

@@ -24,8 +24,8 @@ from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
-from sparse_decode.cpu.bfloat_lanes import BLOCK, VECTORS, products, weigh
-from sparse_decode.cpu.lanes import LANES, MOST_ROWS, cap, extent, hide
+from sparse_decode.cpu.bfloat_lanes import products, weigh
+from sparse_decode.cpu.lanes import BLOCK, LANES, MOST_ROWS, VECTORS, cap, extent, hide
 from sparse_decode.cpu.prompt_kernels import lay_out_block, soften_line
 
 CHUNK = 256

@@ -31,12 +31,21 @@ from hashcore.cpu.parts import inner
 from llvmlite import ir
 from numba import types
 
-from sparse_decode.cpu.lanes import FLOATS, LANES, WIDTH, WORD, WORDS, Code, all_lanes, emitted, offset
+from sparse_decode.cpu.lanes import (
+    BLOCK,
+    FLOATS,
+    LANES,
+    VECTORS,
+    WIDTH,
+    WORD,
+    WORDS,
+    Code,
+    all_lanes,
+    emitted,
+    larger,
+    offset,
+)
 
-BLOCK = 64
-"""Tokens of a tile."""
-VECTORS = BLOCK // LANES
-"""Vectors of a tile's row: with MOST_ROWS lines, half of the registers hold sums."""
 SIDE = 2 * LANES
 """Most rows of a product of AMX per call: two registers of A."""
 POWERS = [0.009582853, 0.055906425, 0.240240986, 0.693124193, 1.0]
@@ -279,22 +288,6 @@ def narrow(code: Code, x: Any, at: Any, count: Any, factor: Any, words: Any) -> 
         code.write(_rounded(code, *found), words, code.times(loop.index, LANES))
 
 
-def _larger(code: Code, a: Any, b: Any) -> Any:
-    """Return the larger numbers of two vectors; those of `a` where b is NaN."""
-    return code.select(code.fcmp_ordered(">", b, a), b, a)
-
-
-@emitted(types.float32)
-def _largest(code: Code, x: Any, at: Any, count: Any) -> Any:
-    most = [code.held(all_lanes(-math.inf)) for _ in range(VECTORS)]
-    with code.loop(count, BLOCK) as loop:
-        for i, held in enumerate(most):
-            line = code.read(x, code.sum(at, code.times(loop.index, BLOCK), LANES * i))
-            held.set(_larger(code, held.get(), line))
-    join = functools.partial(_larger, code)
-    return code.joined(functools.reduce(join, [held.get() for held in most]), join)
-
-
 @emitted()
 def raised(
     code: Code, x: Any, step: Any, lines: Any, count: Any, factor: Any, less: Any, first: Any, best: Any
@@ -303,7 +296,7 @@ def raised(
 
     less [first + lines] has a number for each line. NaN does not count.
     """
-    scale, join = code.spread(factor), functools.partial(_larger, code)
+    scale, join = code.spread(factor), functools.partial(larger, code)
     with code.loop(count) as loop:
         most = code.held(all_lanes(-math.inf))
         with code.loop(lines) as line:
@@ -314,7 +307,7 @@ def raised(
         code.store(join(code.load(place), found), place)
 
 
-# Functions of their own, not inlined by numba: fastmath of a caller would change the order of sums.
+# A function of its own, not inlined by numba: fastmath of a caller would change the order of sums.
 @inner
 def soften(x: Any, at: Any, count: Any, top: Any, factor: Any) -> Any:  # pragma: no cover - compiled
     """Replace numbers by the weights exp(factor x - top), rounded to bfloat16, and return their sum.
@@ -322,9 +315,3 @@ def soften(x: Any, at: Any, count: Any, top: Any, factor: Any) -> Any:  # pragma
     The words of a line's weights begin where the line does.
     """
     return _soften(x, at, count, top, factor)
-
-
-@inner
-def largest(x: Any, at: Any, count: Any) -> Any:  # pragma: no cover - compiled
-    """Return the largest number that is not NaN; -inf without numbers. BLOCK divides count."""
-    return _largest(x, at, count)

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.cpu import bfloat_kernels, dense_kernels, prompt_kernels
-from sparse_decode.cpu.bfloat_lanes import BLOCK, CONFIGURATION, granted, supported
+from sparse_decode.cpu.bfloat_lanes import CONFIGURATION, granted, supported
 from sparse_decode.cpu.kernel_threads import run
-from sparse_decode.cpu.lanes import LANES, WIDTH
+from sparse_decode.cpu.lanes import BLOCK, WIDTH
 from sparse_decode.inputs import KINDS, LIKE, reach
 from sparse_decode.intervals import causal
 
@@ -56,11 +56,10 @@ def attend_all(
     sums, stats = np.empty((*lines, -(-dim_v // step) * step), np.float32), np.empty((*lines, 2), np.float32)
     out = np.empty((batch, n_rows, hkv, group, dim_v), np.float32)
     where = *_place(k), *_place(v), LIKE[k.element_size()]
-    kind = 0 if paired else KINDS[k.dtype]  # of the order of components in sums
-    factors = np.float32(scaling), np.float32(softcap or 0), *(() if paired else (kind,))
+    factors = np.float32(scaling), np.float32(softcap or 0), *(() if paired else (KINDS[k.dtype],))
     work = batch * hq * n_rows * n * (dim + dim_v)
     run(kernels.tasks, math.prod(lines[:3]), work, queries, *where, bounds.numpy(), *factors, sums, stats)
-    compiled(dense_kernels.combine)(0, batch, sums, stats, _of_heads(sinks, hkv, group), out, kind)
+    compiled(dense_kernels.combine)(0, batch, sums, stats, _of_heads(sinks, hkv, group), out)
     return torch.from_numpy(out.reshape(batch, n_rows, hq, dim_v)).to(q.dtype)
 
 
@@ -84,16 +83,9 @@ def attend_rows(
     each = max(1, prompt_kernels.LINES // group) if fraction is None else prompt_kernels.ROWS
     how = () if fraction is None else (np.float32(fraction),), np.float32(scaling), np.float32(softcap or 0)
     tasks, work = batch * hkv * -(-rows // each), batch * hq * rows * n * (dim + dim_v)
-    given = *_place(q), LIKE[2], *laid_out, bounds.contiguous().numpy(), each, *how, _of_heads(sinks, hkv, group)
-    run(
-        prompt_kernels.attend,
-        tasks,
-        work,
-        granted(),
-        CONFIGURATION,
-        *given,
-        out.view(torch.int16).numpy().view(np.uint16),
-    )
+    bits = out.view(torch.int16).numpy().view(np.uint16)
+    given = *_place(q), LIKE[2], *laid_out, bounds.contiguous().numpy(), each, *how, _of_heads(sinks, hkv, group), bits
+    run(prompt_kernels.attend, tasks, work, granted(), CONFIGURATION, *given)
     return out
 
 
@@ -116,11 +108,7 @@ def _queries(q: Tensor, hkv: int, paired: bool) -> NDArray[Any]:
     rows = (plain.view(torch.int16) if paired else plain.float()).numpy()
     queries = np.zeros((batch, hkv, n_rows, group, wide), rows.dtype)
     queries[..., :dim] = rows.reshape(batch, hkv, group, n_rows, dim).swapaxes(2, 3)
-    if paired:
-        queries = queries.view(np.uint32)
-    elif q.dtype == torch.bfloat16:  # the order of `lanes.place`
-        queries = np.ascontiguousarray(queries.reshape(*queries.shape[:4], -1, LANES, 2).swapaxes(-1, -2))
-    return queries.reshape(batch, hkv, n_rows * group, -1)
+    return queries.view(np.uint32 if paired else np.float32).reshape(batch, hkv, n_rows * group, -1)
 
 
 def _laid_out(x: Tensor, seen: NDArray[np.int64], turned: bool) -> NDArray[np.uint32]:

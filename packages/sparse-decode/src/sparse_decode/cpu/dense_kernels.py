@@ -28,7 +28,7 @@ from hashcore.cpu.parts import hot
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.attend_kernels import _fetch, _widen
-from sparse_decode.cpu.lanes import TOKENS, WIDTH, cap, dot, exponentials, extent, greatest, hide, place, weigh
+from sparse_decode.cpu.lanes import LOWEST, TOKENS, WIDTH, cap, dot, exponentials, extent, hide, largest, weigh
 
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
@@ -45,11 +45,7 @@ def _read(x, base, stride, low, high, j, width, wide, kind, tile):  # pragma: no
     for t in range(WIDTH):
         at, to = base + (j + t) * stride, t * wide
         if low <= j + t < high:
-            if kind == 1:
-                for i in range(width):
-                    bits[to + place(i)] = np.uint32(x[at + i]) << np.uint32(16)
-            else:
-                _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
+            _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
 
 
 @numba.njit(inline="always")
@@ -77,11 +73,8 @@ def _ask(x, at, step, rows, width):  # pragma: no cover - compiled
 @numba.njit(inline="always")
 def _soften(logits, at):  # pragma: no cover - compiled
     """Replace CHUNK logits by weights exp(logit - top); return the largest logit, top, and the sum of the weights."""
-    top = greatest(logits, at, CHUNK)
-    if top == np.float32(-np.inf):
-        logits[at : at + CHUNK] = np.float32(0)
-        return top, np.float32(0)
-    return top, exponentials(logits, at, CHUNK, top)
+    top = largest(logits, at, CHUNK)
+    return top, exponentials(logits, at, CHUNK, max(top, LOWEST))
 
 
 # The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
@@ -161,9 +154,8 @@ def tasks(
 
     Keys and values are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and v_at are
     (strides of batch row, head and token, numbers of heads, tokens and components). q [B, Hkv, X, D] and sums are
-    zero-padded to a multiple of WIDTH, and for bfloat16 in the order of `lanes.place`. bounds [B, R, 2]: first and last
-    (exclusive) of the tokens that a row sees. Outputs for each chunk: o in sums [B, Hkv, C, X, Dv], m and s in stats
-    [B, Hkv, C, X, 2].
+    zero-padded to a multiple of WIDTH. bounds [B, R, 2]: first and last (exclusive) of the tokens that a row sees.
+    Outputs for each chunk: o in sums [B, Hkv, C, X, Dv], m and s in stats [B, Hkv, C, X, 2].
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
@@ -178,7 +170,7 @@ def tasks(
 
 def combine(
     first: int, last: int, sums: NDArray[np.float32], stats: NDArray[np.float32], sinks: NDArray[np.float32],
-    out: NDArray[np.float32], kind: int,
+    out: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Combine the chunks of batch rows [first, last) into out [B, R, Hkv, G, Dv], zeros for rows without a token.
 
@@ -188,25 +180,19 @@ def combine(
     for b in range(first, last):
         for r, h, g in np.ndindex((n_rows, heads, group)):
             x = r * group + g
-            parts, line, seen = stats[b, h, :, x], out[b, r, h, g], np.float32(-np.inf)
+            parts, line, top, seen = stats[b, h, :, x], out[b, r, h, g], sinks[h, g], False
             for c in range(len(parts)):
-                if seen == seen and not parts[c, 0] <= seen:  # NaN stays; max() would drop it
-                    seen = parts[c, 0]
-            top = max(seen, sinks[h, g])
+                top, seen = max(top, parts[c, 0]), seen or parts[c, 1] != 0  # NaN, too
             line[:] = np.float32(0)
-            if seen == np.float32(-np.inf):
+            if not seen:
                 continue
             total = np.float32(math.exp(sinks[h, g] - top))
             for c in range(len(parts)):
-                if parts[c, 0] != np.float32(-np.inf):
+                if parts[c, 1] != 0:
                     share = np.float32(math.exp(parts[c, 0] - top))
                     total += share * parts[c, 1]
                     values = sums[b, h, c, x]
-                    if kind == 1:
-                        for i in range(width):
-                            line[i] += share * values[place(i)]
-                    else:
-                        for i in range(width):
-                            line[i] += share * values[i]
+                    for i in range(width):
+                        line[i] += share * values[i]
             for i in range(width):
                 line[i] /= total

@@ -4,10 +4,6 @@ For such loops LLVM's auto-vectoriser would sum within vectors, which takes long
 registers; a maximum that keeps NaN it does not vectorise at all. LLVM splits vectors of LANES numbers into the
 registers of the CPU. Arrays are contiguous and one-dimensional; offsets and steps count elements and are not checked.
 Sums have one order, whatever calls them.
-
-16-bit rows are bfloat16, the upper half of a float32. A vector of LANES 32-bit words holds 2 LANES of them. A shift and
-a mask extract those at even and at odd places without moving data between lanes. Hence everything that is combined with
-bfloat16 rows is stored in that order: of each 2 LANES numbers first the even ones, then the odd ones (`place`).
 """
 
 # llvmlite and numba are untyped.
@@ -36,6 +32,12 @@ TOKENS = 4
 """Dot products of a row per call."""
 LEAST, MOST = -127 * math.log(2), 128 * math.log(2)
 """Smallest and largest argument of an exponential: exponent bits 0, which is 0, and 255, infinity."""
+BLOCK = 64
+"""Numbers of a line to compare at once, and tokens of a tile of bfloat16."""
+VECTORS = BLOCK // LANES
+"""Vectors of a tile's row: with MOST_ROWS lines, half of the registers hold sums."""
+LOWEST = np.float32(-2e38)
+"""Below any logit: what to subtract from -inf and NaN, so that these stay."""
 WORD = ir.IntType(32)
 _INDEX = ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(WORD, LANES)
@@ -189,20 +191,13 @@ def prefetch(code: Code, x: Any, at: Any) -> None:
 # ---- Products --------------------------------------------------------------------------------------------------------
 
 
-@numba.njit(inline="always")
-def place(i: Any) -> Any:  # pragma: no cover - compiled
-    """Return the position of component i in rows that are combined with bfloat16 rows."""
-    return (i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1)
-
-
 def _wide(code: Code, x: Any, at: Any) -> list[Any]:
-    """Load WIDTH numbers of a row, float32 or bfloat16, as two vectors of float32."""
+    """Load WIDTH numbers of a row as two vectors of float32; words of 16 bits are bfloat16, its upper half."""
+    places = [code.sum(at, half) for half in (0, LANES)]
     if x.type.pointee != ir.IntType(16):
-        return [code.read(x, code.sum(at, half)) for half in (0, LANES)]
-    words = code.read(x, at, WORDS)
-    even = code.shl(words, ir.Constant(WORDS, [16] * LANES))
-    odd = code.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES))
-    return [code.bitcast(half, FLOATS) for half in (even, odd)]
+        return [code.read(x, place) for place in places]
+    words = [code.zext(code.read(x, place, ir.VectorType(ir.IntType(16), LANES)), WORDS) for place in places]
+    return [code.bitcast(code.shl(word, ir.Constant(WORDS, [16] * LANES)), FLOATS) for word in words]
 
 
 @emitted()
@@ -342,16 +337,20 @@ def _exponentials(code: Code, x: Any, at: Any, count: Any, top: Any) -> Any:
     return code.joined(total.get(), code.fadd)
 
 
-@emitted(types.float32)
-def _greatest(code: Code, x: Any, at: Any, count: Any) -> Any:
-    def join(first: Any, second: Any) -> Any:
-        not_less = code.or_(code.fcmp_ordered(">", second, first), code.fcmp_unordered("uno", second, second))
-        return code.select(not_less, second, first)
+def larger(code: Code, a: Any, b: Any) -> Any:
+    """Return the larger numbers of two vectors; those of `a` where b is NaN."""
+    return code.select(code.fcmp_ordered(">", b, a), b, a)
 
-    most = code.held(all_lanes(-math.inf))
-    with code.loop(count, LANES) as loop:
-        most.set(join(most.get(), code.read(x, code.sum(at, code.times(loop.index, LANES)))))
-    return code.joined(most.get(), join)
+
+@emitted(types.float32)
+def _largest(code: Code, x: Any, at: Any, count: Any) -> Any:
+    most = [code.held(all_lanes(-math.inf)) for _ in range(VECTORS)]
+    with code.loop(count, BLOCK) as loop:
+        for i, held in enumerate(most):
+            line = code.read(x, code.sum(at, code.times(loop.index, BLOCK), LANES * i))
+            held.set(larger(code, held.get(), line))
+    join = functools.partial(larger, code)
+    return code.joined(functools.reduce(join, [held.get() for held in most]), join)
 
 
 # Functions of their own, not inlined by numba: fastmath of a caller would change the order of sums.
@@ -362,9 +361,9 @@ def exponentials(x: Any, at: Any, count: Any, top: Any) -> Any:  # pragma: no co
 
 
 @inner
-def greatest(x: Any, at: Any, count: Any) -> Any:  # pragma: no cover - compiled
-    """Return the largest number, or NaN if there is one; -inf without numbers."""
-    return _greatest(x, at, count)
+def largest(x: Any, at: Any, count: Any) -> Any:  # pragma: no cover - compiled
+    """Return the largest number that is not NaN; -inf without numbers. BLOCK divides count."""
+    return _largest(x, at, count)
 
 
 @inner(fastmath={"reassoc", "contract", "nsz"})

@@ -37,15 +37,14 @@ import numba
 import numpy as np
 from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import copy, hot
+from hashcore.cpu.select_kernels import LEVEL, choose
 from numpy.typing import NDArray
 
 from sparse_decode.cpu.bfloat_lanes import (
-    BLOCK,
     SIDE,
     configure,
     flat_products,
     flat_sums,
-    largest,
     narrow,
     pair,
     products,
@@ -57,7 +56,7 @@ from sparse_decode.cpu.bfloat_lanes import (
     turn,
     weighed,
 )
-from sparse_decode.cpu.lanes import LANES, MOST_ROWS, WIDTH, cap, extent, greatest, hide
+from sparse_decode.cpu.lanes import BLOCK, LANES, LOWEST, MOST_ROWS, WIDTH, cap, extent, hide, largest
 
 CHUNK = 512
 """Tokens whose logits are in the cache at a time."""
@@ -71,7 +70,7 @@ SINK = 16
 RECENT = 256
 GRANULE = 16
 LEAST = 16
-_BINS = 4096
+_BINS = LEVEL
 """Scores are told apart by 1/32, from -96 to 32."""
 
 
@@ -124,21 +123,14 @@ def lay_out(
 @numba.njit(inline="always")
 def soften_line(logits, at, size, scaling, stats, x, out, wide):  # pragma: no cover - compiled
     """Replace `size` products of line x by weights, and bring its stats [m, s] and out [Dv] to the new m."""
-    top = largest(logits, at, size)
-    if top == np.float32(-np.inf):  # or all are NaN
-        top = greatest(logits, at, size)
-    if top == np.float32(-np.inf):
-        for j in range(size):
-            logits[at + j] = np.float32(0)
-        return
-    top *= scaling
-    if not top <= stats[x, 0]:
+    top = largest(logits, at, size) * scaling
+    if top > stats[x, 0]:
         share = np.float32(math.exp(stats[x, 0] - top))
         for i in range(x * wide, (x + 1) * wide):
             out[i] *= share
         stats[x, 0] = top
         stats[x, 1] *= share
-    stats[x, 1] += soften(logits, at, size, stats[x, 0], scaling)
+    stats[x, 1] += soften(logits, at, size, max(stats[x, 0], LOWEST), scaling)
 
 
 @numba.njit(inline="always")
@@ -232,26 +224,6 @@ def _score(how, room, k, k_at, first, last, probes, lines, least, best, keys):  
 
 
 @hot
-def _choose(keys, count, wanted, histogram, chosen):  # pragma: no cover - compiled
-    """Write the `wanted` granules with the largest keys to chosen, the first ones of equals; return their number."""
-    histogram[:] = 0
-    for i in range(count):
-        histogram[keys[i]] += 1
-    floor, above = _BINS - 1, 0
-    while above + histogram[floor] < wanted:
-        above += histogram[floor]
-        floor -= 1
-    ties, found = wanted - above, 0
-    for i in range(count):
-        key = keys[i]
-        if key > floor or (key == floor and ties > 0):
-            ties -= key == floor
-            chosen[found] = i
-            found += 1
-    return found
-
-
-@hot
 def _gather(k, k_at, v, v_at, first, words, wide, granules, keys, values):  # pragma: no cover - compiled
     """Copy granules to blocks of their own; the last block is filled up with zeros."""
     blocks = (len(granules) * GRANULE + BLOCK - 1) // BLOCK
@@ -299,7 +271,7 @@ def _write(out, stats, sinks, wide, words, target, at, steps, rows, group, width
         for g in range(group):
             x = r * group + g
             top, total, to = stats[x, 0], stats[x, 1], at + r * steps[0] + g * steps[1]
-            if top == np.float32(-np.inf):
+            if total == 0:
                 target[to : to + width] = 0
                 continue
             more = max(top, sinks[g])
@@ -341,7 +313,7 @@ def attend(
     (hq, rows, _), width, words, wide = q_at[3:], out.shape[3], key_words // BLOCK, value_words * 2 // BLOCK
     group, pieces, target = hq // heads, (rows + each - 1) // each, out.reshape(-1)
     room, granules = (each * group + SIDE - 1) // SIDE * SIDE, blocks * BLOCK // GRANULE
-    size = room * (2 * words + wide + 3) + (SIDE + 3) * LINE + CHUNK * (words + wide // 2) + 2 * granules + _BINS
+    size = room * (2 * words + wide + 3) + (SIDE + 3) * LINE + CHUNK * (words + wide // 2) + 2 * granules + 4 * _BINS
     space = np.empty(size + 16 * LANES, np.float32)
     queries, at = _part(_aligned(space), room * words, np.uint32)
     probes, at = _part(at, room * words, np.uint32)
@@ -353,7 +325,7 @@ def attend(
     best, at = _part(at, LINE, np.float32)
     stats, at = _part(at, (room, 2), np.float32)
     least, at = _part(at, room, np.float32)
-    histogram, at = _part(at, _BINS, np.int32)
+    histogram, at = _part(at, 4 * _BINS, np.int32)
     bins, at = _part(at, granules, np.int32)
     chosen, at = _part(at, granules, np.int32)
     queries[:], probes[:] = 0, 0
@@ -382,7 +354,7 @@ def attend(
             if wanted:
                 probed = _probe(queries, end - start, group, words, stats, probes, least)
                 _score(how, lines, k_line, k_at, between, recent, probes, probed, least, best, bins)
-                _choose(bins, count, wanted, histogram, chosen)
+                choose(bins[:count], 0, np.uint64(_BINS - 1), wanted, histogram, chosen, 0)
             for i in range(0, wanted, CHUNK // GRANULE):
                 some = chosen[i : min(wanted, i + CHUNK // GRANULE)]
                 _gather(k_line, k_at, v_line, v_at, between, words, wide, some, some_keys, some_values)
