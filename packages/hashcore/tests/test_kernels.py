@@ -45,23 +45,6 @@ def test_pack_equals_the_reference(rows, words, dtype, device, seed):
     assert_same(out, reference.pack((typed > 0).numpy()))
 
 
-@few
-@given(
-    *(st.integers(1, 9), st.integers(1, 9), st.integers(1, 8)),
-    *(st.sampled_from(DTYPES[:4]), orders(), st.integers(0, 99)),
-)
-def test_planes_equal_the_reference(rows, words, planes, dtype, device, seed):
-    rng = np.random.default_rng(seed)
-    w = rng.normal(0, 1, (rows, 32 * words)).astype(np.float32) * np.float32(10.0) ** rng.integers(-6, 5, (rows, 1))
-    w[0, ::3] = 0.0
-    w[rows // 2] *= rng.choice([0.0, 1.0])
-    typed = torch.from_numpy(w.astype(np.float32)).to(getattr(torch, dtype))
-    out = empty(rows, planes, words)
-    with running(device):
-        tensors.planes(typed, out)
-    assert_same(out, reference.planes(typed.float().numpy(), planes)[0])
-
-
 # Words and weights: 1 to 6 planes of 128 bits; six planes of 32 to 512 bits, with two and four lanes a key from 256 on;
 # an odd number of words with weights of no pattern; codes longer than a thread holds at once. The bits of 128-bit codes
 # are counted by tensor cores for 3 to 7 planes.
@@ -187,8 +170,7 @@ def test_more_than_the_kernels_can_count_is_refused():
     keys, scores = one.expand(1, far, 4), torch.zeros(1, 1, dtype=torch.int32).expand(1, far)
     out = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     many = [x.expand(2**31, *x.shape[1:]) for x in (one, one, *out)]
-    wide, levels = torch.zeros(1, 32).expand(2**31, 32), torch.zeros(1, 1, dtype=torch.int16).expand(2**31, 32)
-    scales, planes = one[:, :1, 0].float().expand(2**31, 1), many[2][:, :, None]
+    wide, planes = torch.zeros(1, 32).expand(2**31, 32), many[2][:, :, None]
     long = f"on CUDA a row may have at most {layout.MAX_POSITIONS} positions, got 536870913; split the keys"
     rows = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
     for words, call in (
@@ -196,9 +178,7 @@ def test_more_than_the_kernels_can_count_is_refused():
         (long, lambda: tensors.score(one, keys, (1,), scores)),
         (long, lambda: tensors.score(one, keys, None, scores[:, None])),
         (rows, lambda: tensor_search.search(many[0], one, 1, (1,), bounds, *many[2:])),
-        (rows, lambda: tensors.group_planes(many[0][:, None, 0, :1], planes)),
-        (rows, lambda: tensors.planes(wide, planes)),
-        (rows, lambda: tensors.quantise(wide, levels, scales, 3)),
+        (rows, lambda: tensors.planes(wide, 3, False, planes)),
     ):
         with running(launched), pytest.raises(ValueError, match=words):
             call()

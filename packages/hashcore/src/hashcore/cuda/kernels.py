@@ -66,9 +66,11 @@ def pack(kind: str, x: int, codes: int, words: int) -> Launch:
     return make_launch("pack.cu", f"pack_{kind}", (grid, 1), PACK_THREADS, arguments)
 
 
-def by_row(kernel: str, rows: int, arguments: Sequence[Any]) -> Launch:
-    """Return the launch of a kernel of planes.cu, which gives a warp to a row."""
-    return make_launch("planes.cu", kernel, (-(-rows // (PLANES_THREADS // 32)), 1), PLANES_THREADS, arguments)
+def planes(w: int, planes: int, rows: int, words: int, count: int) -> Launch:
+    """Quantise rows of 32 * words float32 numbers at w into `count` planes each; a warp has a row."""
+    grid = -(-rows // (PLANES_THREADS // 32))
+    arguments = ctypes.c_void_p(w), ctypes.c_void_p(planes), *map(ctypes.c_int32, (rows, words, count))
+    return make_launch("planes.cu", "quantise_rows", (grid, 1), PLANES_THREADS, arguments)
 
 
 def score_macros(words: int, weights: Sequence[int], tensor: bool = False) -> list[tuple[str, str]]:
