@@ -194,22 +194,20 @@ def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, 
     lengths = np.sort(rng.integers(0, n + 1, (2, queries)), axis=1).astype(np.int32)
     counts = (lengths // rng.integers(2, 9)).astype(np.int32)
     assert_finds(device, query, keys, counts, weights, lengths=lengths, sink=1, recent=2)
-    assert "list_candidates_shared" in device.kernels
 
 
-def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
+def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 4 * 300 * 8)
     forget(monkeypatch)
     query, keys, device = random_codes(rng, 2, 11, 4), random_codes(rng, 2, 300, 4), Device()
     assert_finds(device, query, keys, 7, None)
-    assert device.kernels.count("list_candidates_shared") == 4
+    assert device.kernels == 3 * ["list_candidates", "select_64"]
 
 
-@pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("n", [1, 2**20, layout.MAX_POSITIONS - 1, layout.MAX_POSITIONS])
-def test_lists_of_the_longest_rows_have_offsets_of_16_bits(n, group):
+def test_lists_of_the_longest_rows_have_offsets_of_16_bits(n):
     """Their length, a multiple of 32, must fit too (lists.cuh, Cut); and the blocks of a row their limit."""
-    space = layout.SearchSpace.plan(group, group, n, 132)
+    space = layout.SearchSpace.plan(1, n, 132)
     step = math.ceil(math.ceil(n / (space.splits * layout.WARPS)) / 32) * 32
     assert step <= layout.MAX_LIST < 2**16
     assert space.splits <= layout.MAX_SPLITS
@@ -274,20 +272,12 @@ def test_keys_in_pages_are_found_as_gathered_ones(data, device):
     )
 
 
-@pytest.mark.parametrize(("heads", "kernel"), [(1, "list_candidates"), (2, "list_candidates_shared")])
-def test_queries_over_the_same_pages_read_them_together(rng, heads, kernel):
-    """Q queries without weights, over the pages of their sequence; with one head, they are a line with others."""
-    lengths, device = np.array([900, 333]), Device()
+@pytest.mark.parametrize("heads", [1, 2])
+def test_queries_over_the_same_pages(rng, heads):
+    """Q queries without weights, over the pages of their sequence."""
+    lengths = np.array([900, 333])
     pool = Pool(rng, lengths, 16, heads, 4)
-    pool.finds(device, random_codes(rng, 2, heads, 5, 4), 9, None, (None,), lengths=lengths[:, None, None])
-    assert device.kernels[0] == kernel
-
-
-def test_rows_with_other_tables_are_no_group(rng):
-    """With one head, sequences differ in their tables alone; keys of one must not be scored for another."""
-    lengths, device = np.array([500, 400, 300]), Device()
-    Pool(rng, lengths, 32, 1, 4).finds(device, random_codes(rng, 3, 1, 3, 4), 20, PLANES, lengths=lengths[:, None])
-    assert device.kernels[0] == "list_candidates"
+    pool.finds(Device(), random_codes(rng, 2, heads, 5, 4), 9, None, (None,), lengths=lengths[:, None, None])
 
 
 def test_page_numbers_out_of_range_read_nothing_outside_the_pool(rng):

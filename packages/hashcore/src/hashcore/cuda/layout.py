@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 
 THREADS = 512  # SELECT_THREADS
 TILE = 2048  # keys that a block scores per iteration; a smaller chunk would leave threads idle
-MAX_GROUP = 8  # maximal number of rows that share the keys loaded by a block
 MAX_SPLITS = 512  # blocks of a row in a search
 MAX_SLOTS = 1024  # rows per turn of a search
 WARPS = THREADS // 32
@@ -17,7 +16,7 @@ SAMPLE_BINS = 256
 MAX_LIST = (1 << 16) - 32  # keys of a warp: their offsets and their number have 16 bits
 BINS = 256  # high digits of a block's candidates
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
-MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns, but a group is never divided
+MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns
 
 
 _address, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -67,12 +66,6 @@ class Wanted(ctypes.Structure):
     """
 
     _fields_ = (("k", _address), *_fields(_int, "k_per count width wide"))
-
-
-class Groups(ctypes.Structure):
-    """Groups of `size` rows out of `line` consecutive rows with the same keys; size 1: no groups."""
-
-    _fields_ = (*_fields(_int, "first line size"),)
 
 
 class Space(ctypes.Structure):
@@ -137,7 +130,7 @@ def _whole_reads(words: int) -> int:
 class SearchSpace(NamedTuple):
     """Scratch memory of one turn of a search: offsets in 4-byte words. Its contents before a search do not matter."""
 
-    slots: int  # rows per turn, in whole groups
+    slots: int  # rows per turn
     splits: int
     bins: int
     counts: int
@@ -146,18 +139,15 @@ class SearchSpace(NamedTuple):
     words: int
 
     @classmethod
-    def plan(cls, slots: int, group: int, n: int, sms: int) -> Self:
-        """Plan the workspace of a search of `slots` rows of n keys each, or of one turn.
+    def plan(cls, rows: int, n: int, sms: int) -> Self:
+        """Plan the workspace of a search of rows of n keys each, or of one turn, on a device with `sms` SMs.
 
-        Args:
-            slots: number of rows, rounded up to whole groups; group: rows per group.
-            sms: number of SMs of the device.
         Raises: ValueError if there are more rows or positions than the kernels can count.
         """
-        require_rows(slots)
+        require_rows(rows)
         require_positions(n)
-        slots = max(group, min(slots, MAX_SLOTS, MAX_WORKSPACE // (4 * n)) // group * group)
-        splits = max(1, min(sms // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
+        slots = max(1, min(rows, MAX_SLOTS, MAX_WORKSPACE // (4 * n)))
+        splits = max(1, min(sms // slots, -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
         counts = slots + slots * splits * BINS
         lists, stride = _whole_reads(counts + slots * splits * WARPS), _whole_reads(n)
         return cls(slots, splits, slots, counts, lists, stride, lists + slots * stride)
