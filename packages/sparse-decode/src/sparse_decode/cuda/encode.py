@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from hashcore.cuda import launch
 from hashcore.cuda.kept import Table, zeroed
-from hashcore.cuda.kernels import Kept, make_launch
+from hashcore.cuda.kernels import Launch, make_launch
+from hashcore.cuda.source import structure
 from torch import Tensor
 
 from sparse_decode.cpu.encode import MAX_TOKENS
 from sparse_decode.cuda.encode_weights import (
     MOST_GROUPS,
     SIDE,
-    Bits,
-    Codes,
     Digits,
     Functions,
     How,
@@ -35,6 +34,8 @@ MOST_TOKENS = 4
 """Tokens that a block hashes: more would not fit its shared memory."""
 TICKETS = MAX_TOKENS * MOST_GROUPS
 """Words of zeros in front of the memory where the heads of a group meet."""
+Codes: Any = structure(KERNELS, "encode.cu", "Codes")
+Planes: Any = structure(KERNELS, "encode.cu", "Planes")
 _BF16 = {torch.bfloat16: "1", torch.float16: "0"}
 
 
@@ -68,19 +69,19 @@ class _Call(NamedTuple):
     """A prepared launch; each call sets these arguments."""
 
     k: ctypes.c_void_p
-    key_rows: Rows
-    codes: Codes
+    key_rows: Any  # Rows
+    codes: Any  # Codes
     of_keys: bytearray
     q: ctypes.c_void_p
-    query_rows: Rows
-    planes: Bits
+    query_rows: Any
+    planes: Any  # Planes
     of_queries: bytearray
     digits: bytearray
     words: int
     """Of the memory where the heads of a group meet."""
     like: Tensor
     """A tensor like the result."""
-    launches: Kept
+    launches: list[Launch]
 
 
 _calls: Table[_Call] = Table()
@@ -143,7 +144,7 @@ def _readable(x: Tensor) -> Tensor:
 def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
     x, side = keys[:2] if queries is None else queries[:2]  # pyright: ignore[reportOptionalSubscript]
     batch, _, tokens, _ = x.shape
-    codes, planes, k, q = Codes(), Bits(), ctypes.c_void_p(), ctypes.c_void_p()
+    codes, planes, k, q = Codes(), Planes(), ctypes.c_void_p(), ctypes.c_void_p()
     blocks, heads, words, like = [0, 0], [0, 0], 0, x.new_empty(0)
     if keys is not None:
         heads[0], blocks[0] = keys[0].shape[1], _blocks(keys[0], keys[1])
@@ -153,7 +154,7 @@ def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
     if queries is not None:
         how, heads[1], blocks[1] = queries[2], x.shape[1], _blocks(x, side)
         like = _empty_planes(x, how)
-        planes = Bits(None, None, None, how.group, how.join, like.shape[3], how.planes == 0)
+        planes = Planes(None, None, None, how.group, how.join, like.shape[3], how.planes == 0)
         words = TICKETS + batch * heads[1] * tokens * side.form[3] if how.group > 1 else 0
     of_keys, of_queries = (bytearray(ctypes.sizeof(Functions)) for _ in range(2))
     digits = bytearray(ctypes.sizeof(Digits))
@@ -168,7 +169,7 @@ def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
     macros = ("SPARSE_BF16", _BF16[x.dtype]), ("SPARSE_NARROW", side.form[5])
     grid = -(-every // each), sum(blocks)
     step = make_launch("encode.cu", "hash_tokens", grid, THREADS, arguments, macros, programmatic=True)
-    return _Call(k, key_rows, codes, of_keys, q, query_rows, planes, of_queries, digits, words, like, Kept([step]))
+    return _Call(k, key_rows, codes, of_keys, q, query_rows, planes, of_queries, digits, words, like, [step])
 
 
 def _blocks(x: Tensor, side: Side) -> int:

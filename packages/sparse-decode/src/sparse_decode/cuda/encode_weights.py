@@ -4,11 +4,11 @@ Which weights a hash function has is told by their number (`NAMES`), and the oth
 """
 
 import copy
-import ctypes
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from hashcore.cuda.source import structure
 from hashcore.quantiser import group_weights
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.paper import Paper
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sparse_decode.cpu.encode import Views, views_of
+from sparse_decode.cuda.gather import KERNELS
 
 MOST = 512
 """The largest head_dim, width of the hidden layer and number of bits that the kernel supports."""
@@ -34,42 +35,8 @@ MATRICES = ("r", "w1", "w2")
 _VARIANTS = Planes, Transform, Lsh, Linear, Paper
 
 
-class Functions(ctypes.Structure):
-    """Functions of kernels/encode.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in NAMES[5]),
-        *((name, ctypes.c_int32) for name in ("heads", "dim", "hidden", "out", "residual")),
-    )
-
-
-class Digits(ctypes.Structure):
-    """Digits of kernels/encode.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("coordinate", "power", "limit")),
-        *((name, ctypes.c_int32) for name in ("heads", "bits")),
-    )
-
-
-class Codes(ctypes.Structure):
-    """Codes of kernels/encode.cu, field by field."""
-
-    _fields_ = (
-        ("words", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
-        ("at", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("copies", "join")),
-    )
-
-
-class Bits(ctypes.Structure):
-    """Planes of kernels/encode.cu, field by field: where the bits of queries go."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("words", "numbers", "tickets")),
-        *((name, ctypes.c_int32) for name in ("group", "join", "count", "votes")),
-    )
+Functions: Any = structure(KERNELS, "encode.cu", "Functions")
+Digits: Any = structure(KERNELS, "encode.cu", "Digits")
 
 
 class Side(NamedTuple):

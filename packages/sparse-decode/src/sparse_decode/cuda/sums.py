@@ -1,12 +1,12 @@
 """The remainder's means on CUDA (`sparse_decode.sums`): one launch of kernels/moments.cu, which also adds tokens."""
 
-import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hashcore.cuda import launch
 from hashcore.cuda.kept import Table
-from hashcore.cuda.kernels import Kept, make_launch
+from hashcore.cuda.kernels import Launch, make_launch
+from hashcore.cuda.source import structure
 from torch import Tensor
 
 from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, macros, operator
@@ -22,33 +22,7 @@ def defined(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[tuple[str, st
     return (*macros(dim, value_dim, dtype), ("SPARSE_FOLD", str(FOLD)))
 
 
-class Token(ctypes.Structure):
-    """Token of kernels/moments.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k", "v")),
-        *((f"{name}_{step}", ctypes.c_int64) for name in ("key", "value") for step in ("batch", "head", "token")),
-        *((name, ctypes.c_void_p) for name in ("q", "slopes")),
-        *((name, ctypes.c_int32) for name in ("kv_heads", "group", "tokens", "summed")),
-    )
-
-
-class Bounds(ctypes.Structure):
-    """Bounds of kernels/moments.cu: addresses."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("interval", "starts", "summed"))
-
-
-class State(ctypes.Structure):
-    """State of kernels/moments.cu: addresses."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in STATE)
-
-
-class Results(ctypes.Structure):
-    """Results of kernels/moments.cu: addresses."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("mean_keys", "rest"))
+TOKEN, BOUNDS, SUMS, RESULTS = (structure(KERNELS, "moments.cu", x) for x in ("Token", "Bounds", "State", "Results"))
 
 
 def add_token(
@@ -102,11 +76,11 @@ def launch_sums(
 class _Call(NamedTuple):
     """A prepared launch for one set of shapes; each call sets sizes, strides and addresses."""
 
-    token: Token
-    bounds: Bounds
-    state: State
-    results: Results
-    launches: Kept
+    token: Any
+    bounds: Any
+    state: Any
+    results: Any
+    launches: list[Launch]
 
 
 _calls: Table[_Call] = Table()
@@ -115,10 +89,10 @@ _calls: Table[_Call] = Table()
 def _prepare(q: Tensor, k: Tensor, v: Tensor) -> _Call:
     batch, heads, dim, value_dim, group = len(k), k.shape[1], k.shape[3], v.shape[3], q.shape[1] // k.shape[1]
     require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
-    arguments = Token(kv_heads=heads, group=group), Bounds(), State(), Results()
+    arguments = TOKEN(kv_heads=heads, group=group), BOUNDS(), SUMS(), RESULTS()
     named = defined(dim, value_dim, q.dtype)
     made = make_launch("moments.cu", "add_token", (batch * heads, 1), THREADS, arguments, named, programmatic=True)
-    return _Call(*arguments, Kept([made]))
+    return _Call(*arguments, [made])
 
 
 def _at(x: Tensor | None) -> int | None:
