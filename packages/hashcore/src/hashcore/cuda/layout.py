@@ -27,11 +27,6 @@ Space: Any = structure(HASHCORE_KERNELS, "choose.cu", "Space")
 Pages: Any = structure(HASHCORE_KERNELS, "choose.cu", "Pages")
 
 
-def weights_of(weights: Sequence[int]) -> Any:
-    """Return the kernels' argument for weights."""
-    return Weights(tuple(weights))
-
-
 def require_positions(n: int) -> None:
     """Raise ValueError for more positions than the kernels can add in 32 bits."""
     if n > MAX_POSITIONS:

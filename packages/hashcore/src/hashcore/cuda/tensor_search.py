@@ -79,7 +79,7 @@ class _Search:
         self.query, self.keys, self.values, self.indices = (ctypes.c_void_p() for _ in range(4))
         self.interval, self.wanted, top = layout.Window(), layout.Selection(), 32 * words * sum(weights)
         self.space = layout.Space(shift=layout.sample_shift(top), top=top)
-        self.codes = layout.Codes(layout.weights_of(weights), len(weights), words)
+        self.codes = layout.Codes(layout.Weights(tuple(weights)), len(weights), words)
         self.pages = layout.Pages() if tables is None else _pages(keys, tables)
         self.paged = () if tables is None else (self.pages,)
         self.macros = kernels.score_macros(words, weights, counts_bits(query.device))

@@ -95,7 +95,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None
     lead = out.shape[:-1]
     at = as_operands(query, keys, lead)
     addresses = (c_void_p(x.data_ptr()) for x in (at.query, at.keys, out))
-    arguments = *addresses, at.map, layout.weights_of(weights), c_int32(n)
+    arguments = *addresses, at.map, layout.Weights(tuple(weights)), c_int32(n)
     grid = math.prod(lead), min(-(-n // layout.TILE), MAX_GRID_Y)
     macros = kernels.score_macros(words, weights, counts_bits(out.device))
     launch.run([kernels.make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, macros)], out.device)

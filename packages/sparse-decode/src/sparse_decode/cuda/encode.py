@@ -18,7 +18,6 @@ from torch import Tensor
 from sparse_decode.cpu.encode import MAX_TOKENS
 from sparse_decode.cuda.encode_weights import (
     MOST_GROUPS,
-    SIDE,
     Digits,
     Functions,
     How,
@@ -107,11 +106,11 @@ def hash_tokens(
     keys = queries = form_of_keys = form_of_queries = found = None
     if of_keys is not None:
         k, weights, codes, at = of_keys
-        keys = _readable(k), side_of(weights, digits), codes, at
+        keys = _readable(k), describe(weights, digits), codes, at
         form_of_keys = k.shape, keys[1].form, codes.shape, codes.stride()
     if of_queries is not None:
         q, weights, how = of_queries
-        queries = _readable(q), side_of(weights, digits), how
+        queries = _readable(q), describe(weights, digits), how
         form_of_queries = q.shape, queries[1].form, how
     x = keys[0] if queries is None else queries[0]  # pyright: ignore[reportOptionalSubscript]
     form = form_of_keys, form_of_queries, x.dtype, x.device
@@ -185,11 +184,6 @@ def planes_shape(x: Tensor, how: How) -> tuple[int, ...]:
 
 def _empty_planes(x: Tensor, how: How) -> Tensor:
     return x.new_empty(*planes_shape(x, how), dtype=torch.int32)
-
-
-def side_of(weights: Tensors, digits: Tensors) -> Side:
-    """Return the kernel arguments of contiguous weights and digits: those that `place` has made, if it has."""
-    return getattr(weights[0], SIDE, None) or describe(weights, digits)
 
 
 _HOW = "int bits, int group, int planes, int join"

@@ -28,8 +28,6 @@ MOST_GROUPS = 256
 NAMES = {1: ("r",), 3: ("w1", "b1", "w2"), 4: ("w1", "b1", "w2", "b2"), 5: ("r", "w1", "b1", "w2", "b2")}
 """The weights of a hash function by their number: linear; the paper's; the paper's with its residuals; a linear part
 and an MLP. R [F, D, C], W1 [F, D, M], b1 [F, 1, M], W2 [F, M, C], b2 [F, 1, C] for F heads."""
-SIDE = "_sparse_decode_side"
-"""The attribute of a first weight that holds the `Side` of all, so that no step describes them again."""
 MATRICES = ("r", "w1", "w2")
 """Weights that may be float16; the others are float32."""
 _VARIANTS = Planes, Transform, Lsh, Linear, Paper
@@ -101,10 +99,7 @@ def place(layer: LayerHasher, device: torch.device) -> Placed:
     if not found.key or device.type == "cpu":
         return found
     if _is_narrow(layer):
-        found = found._replace(key=_narrowed(found.key), query=_narrowed(found.query))
-    for weights in (found.key, found.query):
-        if not isinstance(weights[0], FakeTensor):
-            setattr(weights[0], SIDE, describe(weights, found.digits))
+        return found._replace(key=_narrowed(found.key), query=_narrowed(found.query))
     return found
 
 
