@@ -122,8 +122,7 @@ def test_words_of_zeros_are_kept_for_what_runs_in_order(monkeypatch):
     here = torch.device("cpu")
     first, again, stream, more, capture, evicted = (kept.zeroed(words, here) for words in (90, 40, 90, 91, 9, 9))
     assert (again is first, stream is first, evicted is more) == (True, False, True)
-    assert (more.words, capture.words) == (91, 9)
-    assert {x.address == x.tensor.data_ptr() for x in (first, stream, more, capture)} == {True}
+    assert (len(more), len(capture)) == (91, 9)
 
 
 @pytest.fixture

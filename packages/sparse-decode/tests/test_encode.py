@@ -102,7 +102,7 @@ def on_cuda(hasher, k, q, per_query_head, order=0, narrow=False):
         encode_cuda.hash_tokens((k, of_keys, to if at is None else room, at), None, digits, device(7))
         assert torch.equal(to, codes)
         assert not torch.cat([room[:, :, :2], room[:, :, 2 + k.shape[2] :]], 2).any()
-    tickets = encode_cuda.zeroed(1, torch.device("cpu")).tensor[: encode_cuda.TICKETS]
+    tickets = encode_cuda.zeroed(1, torch.device("cpu"))[: encode_cuda.TICKETS]
     assert not tickets.any(), "the heads of a group leave what they count in at 0, whichever is the last"
     return codes, planes, known.planes[per_query_head]
 

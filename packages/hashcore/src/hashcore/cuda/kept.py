@@ -1,7 +1,7 @@
 """Memory of kernels, and per-thread caches: prepared launches by the form of a call, words of zeros by lane."""
 
 import threading
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -38,26 +38,17 @@ def scratch(words: int, device: torch.device) -> torch.Tensor:
     return torch.empty(words, dtype=torch.int32, device=device)
 
 
-class Zeros(NamedTuple):
-    """Words of zeros, int32, with their address: each call needs it, and asking torch takes twice as long."""
-
-    address: int
-    words: int
-    tensor: torch.Tensor
+_zeroed: Table[torch.Tensor] = Table(MOST_LANES)
 
 
-_zeroed: Table[Zeros] = Table(MOST_LANES)
-
-
-def zeroed(words: int, device: torch.device) -> Zeros:
-    """Return memory that this thread reuses for all work in a lane: a device, its current stream, and a capture.
+def zeroed(words: int, device: torch.device) -> torch.Tensor:
+    """Return int32 memory that this thread reuses for all work in a lane: a device, its current stream, and a capture.
 
     It is zero before its first use, also in a capture: each replay begins with a memset. It is for kernels that need
     words of zeros and leave them zero; other words may be overwritten.
     """
     lane = launch.lane(device)
     found = _zeroed.found.get(lane)
-    if found is not None and found.words >= words:
+    if found is not None and found.numel() >= words:
         return found
-    tensor = torch.zeros(words, dtype=torch.int32, device=device)
-    return _zeroed.keep(lane, Zeros(tensor.data_ptr(), words, tensor))
+    return _zeroed.keep(lane, torch.zeros(words, dtype=torch.int32, device=device))

@@ -52,20 +52,15 @@ def _current_stream(index: int) -> int:
 def lane(device: torch.device) -> tuple[Any, ...]:
     """Return a key for work that a device does in order: device, stream and, in a capture, its number.
 
-    Later work in the same lane may reuse its scratch memory. Without a device (host simulator) the key is ().
+    Later work in the same lane may reuse its memory. Without a device (host simulator) the key is ().
     """
-    if not _is_cuda(device):
+    if device.type != "cuda":
         return ()
     index = _current_device() if device.index is None else device.index
     stream = _current_stream(index)
     if not torch._C._cuda_isCurrentStreamCapturing():
         return index, stream
     return index, stream, int(_check(_driver().cuStreamGetCaptureInfo(stream))[1])
-
-
-@functools.cache
-def _is_cuda(device: torch.device) -> bool:
-    return device.type == "cuda"  # cached, because `type` creates a new string each time
 
 
 class _Threads(threading.local):

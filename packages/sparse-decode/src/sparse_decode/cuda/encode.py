@@ -129,7 +129,7 @@ def hash_tokens(
         call.query_rows.batch, call.query_rows.head, call.query_rows.token, _ = q.stride()
         call.of_queries[:], call.digits[:] = side.functions, side.described
         if call.words:
-            planes.tickets = address = zeroed(call.words, x.device).address
+            planes.tickets = address = zeroed(call.words, x.device).data_ptr()
             planes.numbers = address + 4 * TICKETS
     (launch.run if run is None else run)(call.launches, x.device, KERNELS)
     return found

@@ -168,14 +168,9 @@ def _prepare(
         make_launch("gather.cu", "gather", grid, THREADS, first, defined, programmatic=True),
         make_launch("gather.cu", "combine", (tasks, group), COMBINE_THREADS, second, defined, programmatic=True),
     ]
-    return _Call(at, like, *_scratch_at(tasks, splits, group, value_dim), launches, shape, rows, pages)
-
-
-def _scratch_at(tasks: int, splits: int, group: int, value_dim: int) -> tuple[int, int, int]:
-    """Return where statistics and counts lie behind the sums, in bytes, and the words of all memory."""
     parts = tasks * splits
-    stats, counts, end = itertools.accumulate((parts * group * value_dim, 3 * parts * group, parts))
-    return 4 * stats, 4 * counts, end
+    stats, counts, words = itertools.accumulate((parts * group * value_dim, 3 * parts * group, parts))
+    return _Call(at, like, 4 * stats, 4 * counts, words, launches, shape, rows, pages)
 
 
 def _pages(k: Tensor, tables: Tables) -> Any:
