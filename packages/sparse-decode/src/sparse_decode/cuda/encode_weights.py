@@ -38,24 +38,22 @@ Digits: Any = structure(KERNELS, "encode.cu", "Digits")
 
 
 class Side(NamedTuple):
-    """The functions of keys or of queries: their kernel arguments as bytes."""
+    """The functions of keys or of queries, as kernels/encode.cu takes them; narrow: whether matrices have 16 bits."""
 
-    functions: bytes
-    described: bytes
-    form: tuple[Any, ...]
+    functions: Any  # Functions
+    digits: Any  # Digits
+    narrow: Literal["0", "1"]
 
 
 def describe(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
-    """Return the kernel arguments of weights and digits; form: heads, D, M, C, residual, 16 bits, digits' shape."""
+    """Return the kernel's arguments for weights and digits."""
     named = dict(zip(NAMES[len(weights)], weights, strict=True))
     first, last = named.get("w1", weights[0]), named.get("w2", weights[0])
     (heads, dim), out, hidden = first.shape[:2], last.shape[2], first.shape[2] if "w1" in named else 0
-    sizes = heads, dim, hidden, out, len(weights) == 4
-    narrow = "1" if first.dtype == torch.float16 else "0"
-    of_digits = digits[0].shape if digits else (0, out)
     addresses = (named[name].data_ptr() if name in named else None for name in NAMES[5])
-    described = Digits(*([x.data_ptr() for x in digits] or (None,) * 3), *of_digits)
-    return Side(bytes(Functions(*addresses, *sizes)), bytes(described), (*sizes, narrow, *of_digits))
+    functions = Functions(*addresses, heads, dim, hidden, out, len(weights) == 4)
+    described = Digits(*(x.data_ptr() for x in digits), *digits[0].shape) if digits else Digits(heads=0, bits=out)
+    return Side(functions, described, "1" if first.dtype == torch.float16 else "0")
 
 
 class How(NamedTuple):
