@@ -26,7 +26,6 @@ few = settings(deadline=None, max_examples=12)
 def forget(monkeypatch):
     """Let a test begin with nothing kept."""
     monkeypatch.setattr(tensor_search, "_searches", kept.Table())
-    monkeypatch.setattr(kept, "_lanes", kept.Table())
 
 
 @few
@@ -43,23 +42,6 @@ def test_pack_equals_the_reference(rows, words, dtype, device, seed):
     with running(device):
         tensors.pack(typed, out)
     assert_same(out, reference.pack((typed > 0).numpy()))
-
-
-@few
-@given(
-    *(st.integers(1, 9), st.integers(1, 9), st.integers(1, 8)),
-    *(st.sampled_from(DTYPES[:4]), orders(), st.integers(0, 99)),
-)
-def test_planes_equal_the_reference(rows, words, planes, dtype, device, seed):
-    rng = np.random.default_rng(seed)
-    w = rng.normal(0, 1, (rows, 32 * words)).astype(np.float32) * np.float32(10.0) ** rng.integers(-6, 5, (rows, 1))
-    w[0, ::3] = 0.0
-    w[rows // 2] *= rng.choice([0.0, 1.0])
-    typed = torch.from_numpy(w.astype(np.float32)).to(getattr(torch, dtype))
-    out = empty(rows, planes, words)
-    with running(device):
-        tensors.planes(typed, out)
-    assert_same(out, reference.planes(typed.float().numpy(), planes)[0])
 
 
 # Words and weights: 1 to 6 planes of 128 bits; six planes of 32 to 512 bits, with two and four lanes a key from 256 on;
@@ -134,8 +116,8 @@ def test_a_sample_that_misleads_costs_time_only(rng, wanted):
         assert_finds(Device(order), query, keys, wanted, PLANES)
 
 
-def test_a_search_keeps_its_launches_and_its_memory_also_of_a_cache_that_grows(rng, monkeypatch):
-    """The second search makes nothing: no launch is described again, no memory allocated or cleared."""
+def test_a_search_keeps_its_launches_also_of_a_cache_that_grows(rng, monkeypatch):
+    """The second search describes no launch again, and no memory is cleared."""
     query, cache = torch.from_numpy(random_codes(rng, 2, 3, 4)), torch.from_numpy(random_codes(rng, 2, 900, 4))
     forget(monkeypatch)
     for n in (900, 777, 778, 777, 760, 900):
@@ -187,8 +169,7 @@ def test_more_than_the_kernels_can_count_is_refused():
     keys, scores = one.expand(1, far, 4), torch.zeros(1, 1, dtype=torch.int32).expand(1, far)
     out = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     many = [x.expand(2**31, *x.shape[1:]) for x in (one, one, *out)]
-    wide, levels = torch.zeros(1, 32).expand(2**31, 32), torch.zeros(1, 1, dtype=torch.int16).expand(2**31, 32)
-    scales, planes = one[:, :1, 0].float().expand(2**31, 1), many[2][:, :, None]
+    wide, planes = torch.zeros(1, 32).expand(2**31, 32), many[2][:, :, None]
     long = f"on CUDA a row may have at most {layout.MAX_POSITIONS} positions, got 536870913; split the keys"
     rows = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
     for words, call in (
@@ -196,9 +177,7 @@ def test_more_than_the_kernels_can_count_is_refused():
         (long, lambda: tensors.score(one, keys, (1,), scores)),
         (long, lambda: tensors.score(one, keys, None, scores[:, None])),
         (rows, lambda: tensor_search.search(many[0], one, 1, (1,), bounds, *many[2:])),
-        (rows, lambda: tensors.group_planes(many[0][:, None, 0, :1], planes)),
-        (rows, lambda: tensors.planes(wide, planes)),
-        (rows, lambda: tensors.quantise(wide, levels, scales, 3)),
+        (rows, lambda: tensors.planes(wide, 3, False, planes)),
     ):
         with running(launched), pytest.raises(ValueError, match=words):
             call()
@@ -214,22 +193,20 @@ def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, 
     lengths = np.sort(rng.integers(0, n + 1, (2, queries)), axis=1).astype(np.int32)
     counts = (lengths // rng.integers(2, 9)).astype(np.int32)
     assert_finds(device, query, keys, counts, weights, lengths=lengths, sink=1, recent=2)
-    assert "list_candidates_shared" in device.kernels
 
 
-def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
+def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 4 * 300 * 8)
     forget(monkeypatch)
     query, keys, device = random_codes(rng, 2, 11, 4), random_codes(rng, 2, 300, 4), Device()
     assert_finds(device, query, keys, 7, None)
-    assert device.kernels.count("list_candidates_shared") == 4
+    assert device.kernels == 3 * ["list_candidates", "select_64"]
 
 
-@pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("n", [1, 2**20, layout.MAX_POSITIONS - 1, layout.MAX_POSITIONS])
-def test_lists_of_the_longest_rows_have_offsets_of_16_bits(n, group):
+def test_lists_of_the_longest_rows_have_offsets_of_16_bits(n):
     """Their length, a multiple of 32, must fit too (lists.cuh, Cut); and the blocks of a row their limit."""
-    space = layout.SearchSpace.plan(group, group, n, 132)
+    space = layout.SearchSpace.plan(1, n, 132)
     step = math.ceil(math.ceil(n / (space.splits * layout.WARPS)) / 32) * 32
     assert step <= layout.MAX_LIST < 2**16
     assert space.splits <= layout.MAX_SPLITS
@@ -294,20 +271,12 @@ def test_keys_in_pages_are_found_as_gathered_ones(data, device):
     )
 
 
-@pytest.mark.parametrize(("heads", "kernel"), [(1, "list_candidates"), (2, "list_candidates_shared")])
-def test_queries_over_the_same_pages_read_them_together(rng, heads, kernel):
-    """Q queries without weights, over the pages of their sequence; with one head, they are a line with others."""
-    lengths, device = np.array([900, 333]), Device()
+@pytest.mark.parametrize("heads", [1, 2])
+def test_queries_over_the_same_pages(rng, heads):
+    """Q queries without weights, over the pages of their sequence."""
+    lengths = np.array([900, 333])
     pool = Pool(rng, lengths, 16, heads, 4)
-    pool.finds(device, random_codes(rng, 2, heads, 5, 4), 9, None, (None,), lengths=lengths[:, None, None])
-    assert device.kernels[0] == kernel
-
-
-def test_rows_with_other_tables_are_no_group(rng):
-    """With one head, sequences differ in their tables alone; keys of one must not be scored for another."""
-    lengths, device = np.array([500, 400, 300]), Device()
-    Pool(rng, lengths, 32, 1, 4).finds(device, random_codes(rng, 3, 1, 3, 4), 20, PLANES, lengths=lengths[:, None])
-    assert device.kernels[0] == "list_candidates"
+    pool.finds(Device(), random_codes(rng, 2, heads, 5, 4), 9, None, (None,), lengths=lengths[:, None, None])
 
 
 def test_page_numbers_out_of_range_read_nothing_outside_the_pool(rng):

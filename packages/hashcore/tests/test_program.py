@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 
-torch = pytest.importorskip("torch", reason="scratch memory is torch's")
+torch = pytest.importorskip("torch", reason="launches go to torch's stream")
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
 program = pytest.importorskip("hashcore.cuda.program")
 from hashcore.cuda import kept, kernels, launch, operands, tensor_search  # noqa: E402
@@ -85,22 +85,20 @@ def before_the_wait(source, name):
     return found and found[1]
 
 
-def launched(group):
+def launched():
     """The launches of a search of 8 rows of 9,000 keys."""
     found = []
-    query = torch.zeros(8, 3, 4, dtype=torch.int32)
-    keys = torch.zeros(1 if group > 1 else 8, 9000, 4, dtype=torch.int32)
+    query, keys = torch.zeros(8, 3, 4, dtype=torch.int32), torch.zeros(8, 9000, 4, dtype=torch.int32)
     out = torch.zeros(8, 5, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int64)
     with mock.patch("hashcore.cuda.launch.run", lambda one, _: found.extend(one)):
         tensor_search.search(query, keys, 5, (1, 2, 4), operands.Bounds(), *out)
     return found
 
 
-@pytest.mark.parametrize("group", [1, 8])
-def test_a_kernel_that_starts_early_waits_before_it_reads(group):
+def test_a_kernel_that_starts_early_waits_before_it_reads():
     """Else it would read what is not there yet: a host simulator runs one after the other."""
-    bodies = {"list_candidates": "list_group", "list_candidates_shared": "list_group", "select_64": "select_row"}
-    for one in launched(group):
+    bodies = {"list_candidates": "list_candidates", "select_64": "select_row"}
+    for one in launched():
         assert one.programmatic
         before = before_the_wait(one.source, bodies[one.kernel])
         bounds, rest = before.split("wait_for_bounds(window, selection);")
@@ -117,16 +115,14 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch):
 # ---- What is kept of launches: bounded, and separate for each device, stream and folder of kernels ------------------
 
 
-def test_scratch_memory_is_one_for_what_runs_in_order(monkeypatch):
-    monkeypatch.setattr(kept, "_lanes", kept.Table(2))
+def test_words_of_zeros_are_kept_for_what_runs_in_order(monkeypatch):
+    monkeypatch.setattr(kept, "_zeroed", kept.Table(2))
     lanes = iter([(0, 7), (0, 7), (0, 8), (0, 7), (1, 7, 33), (0, 7)])
     monkeypatch.setattr(launch, "lane", lambda device: next(lanes))
     here = torch.device("cpu")
-    first, again, stream, more, capture, evicted = (kept.scratch(words, here) for words in (90, 40, 90, 91, 9, 9))
+    first, again, stream, more, capture, evicted = (kept.zeroed(words, here) for words in (90, 40, 90, 91, 9, 9))
     assert (again is first, stream is first, evicted is more) == (True, False, True)
-    assert more.words == more.tensor.numel() == 180, "twice as much, so that growing rows do not ask each time"
-    assert capture.words == 9
-    assert {x.address == x.tensor.data_ptr() for x in (first, stream, more, capture)} == {True}
+    assert (len(more), len(capture)) == (91, 9)
 
 
 @pytest.fixture
@@ -186,25 +182,29 @@ def driver(monkeypatch):
 
 
 def test_launches_reach_the_driver_as_they_are_described(driver, monkeypatch):
-    one, device = kernels.pack("f32", 0x1000, 0x2000, 12345), torch.device("cuda:0")
-    launch.run([one, one._replace(programmatic=True)], device)
+    device = torch.device("cuda:0")
+
+    def pack(**how):
+        return kernels.pack("f32", 0x1000, 0x2000, 12345)._replace(**how)
+
+    launch.run([pack(), pack(programmatic=True)], device)
     whole = 0x33, (49, 1, 1), (256, 1, 1), 0, 0x5555, 0x1000, 0x2000, 12345
     assert driver[:3] == [("context", 0x77), ("load", b"sm_90a"), ("kernel", b"pack_f32")]
     assert driver[3:] == [whole, (*whole, (6, 1))]
     del driver[:]
     launch._starts_early.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    launch.run([one._replace(programmatic=True)], device)
+    launch.run([pack(programmatic=True)], device)
     launch.run((kernels.pack("f32", 0x3000 + i, 0x4000 + i, i) for i in range(3)), device)  # the caller keeps none
     assert driver[0] == whole
     assert [told[-3:] for told in driver[1:]] == [(0x3000 + i, 0x4000 + i, i) for i in range(3)]
     with pytest.raises(RuntimeError, match="the CUDA driver reports CUDA_ERROR_NAME: its words"):
-        launch.run([one._replace(grid=(1, 99))], device)
+        launch.run([pack(grid=(1, 99))], device)
     del driver[:]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     words = "planes.cu cannot be loaded while a CUDA graph is captured; run it once before"
     with pytest.raises(RuntimeError, match=words):
-        launch.run([one, one._replace(source="planes.cu")], device)  # the first could go, the second cannot
+        launch.run([pack(), pack(source="planes.cu")], device)  # the first could go, the second cannot
     assert driver == []
 
 
@@ -212,8 +212,8 @@ def test_launches_are_prepared_once_a_device_and_folder(driver, monkeypatch):
     found, device = [], SimpleNamespace(here=0)
     monkeypatch.setattr(launch, "_function", lambda index, folder, *_: found.append((index, folder.name)))
     monkeypatch.setattr(launch, "_current_device", lambda: device.here)
-    launches = kernels.Kept([kernels.pack("f32", 1, 2, 3)])
+    launches = [kernels.pack("f32", 1, 2, 3)]
     ours, others = Path("ours"), Path("others")
-    for device.here, folder in ((0, ours), (0, ours), (1, ours), (0, ours), (0, others), (0, others), (1, others)):
+    for device.here, folder in ((0, ours), (0, ours), (1, ours), (0, ours), (0, others), (0, ours), (1, others)):
         launch.run(launches, torch.device("cuda"), folder)
     assert found == [(0, "ours"), (1, "ours"), (0, "others"), (1, "others")]

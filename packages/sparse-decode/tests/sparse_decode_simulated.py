@@ -18,7 +18,7 @@ KERNELS = {
     "encode.cu": ("hash_tokens",),
     "place.cu": ("place_codes",),
 }
-SEARCH = {"score.cu": ("list_candidates", "list_candidates_shared"), "choose.cu": ("select_64",)}
+SEARCH = {"score.cu": ("list_candidates",), "choose.cu": ("select_64",)}
 
 
 @functools.cache

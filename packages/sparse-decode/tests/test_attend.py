@@ -11,7 +11,7 @@ import pytest
 import torch
 from gather_cases import CLOSE, KINDS, expected, in_pages, make, poisoned, rest_of
 from hashcore.cpu import threads
-from hashcore.cuda.kept import Memory, Table
+from hashcore.cuda.kept import Table
 from hashcore.cuda.source import read_source
 from hostsim import check_slack, guarded
 from hypothesis import given, settings
@@ -253,7 +253,7 @@ def test_results_lie_within_their_memory(monkeypatch):
 
     def guarded_scratch(words, device):
         kept.append(torch.from_numpy(guarded(np.zeros(words, np.int32))))  # aligned to 16 bytes, as torch's memory is
-        return Memory(kept[-1].data_ptr(), words, kept[-1])
+        return kept[-1]
 
     on_cuda(*inputs, run=lambda *_: None)  # prepares the form
     with monkeypatch.context() as patched:

@@ -102,7 +102,7 @@ def on_cuda(hasher, k, q, per_query_head, order=0, narrow=False):
         encode_cuda.hash_tokens((k, of_keys, to if at is None else room, at), None, digits, device(7))
         assert torch.equal(to, codes)
         assert not torch.cat([room[:, :, :2], room[:, :, 2 + k.shape[2] :]], 2).any()
-    tickets = encode_cuda.zeroed(1, torch.device("cpu")).tensor[: encode_cuda.TICKETS]
+    tickets = encode_cuda.zeroed(1, torch.device("cpu"))[: encode_cuda.TICKETS]
     assert not tickets.any(), "the heads of a group leave what they count in at 0, whichever is the last"
     return codes, planes, known.planes[per_query_head]
 
@@ -192,14 +192,13 @@ def test_threads_change_nothing_and_many_tokens_are_hashed_by_hashtrain(monkeypa
 
 
 @pytest.mark.parametrize("variant", ["transform", "lsh", "paper"])
-def test_a_copy_has_16_bits_where_that_loses_nothing_and_is_described_once(variant):
+def test_a_copy_has_16_bits_where_that_loses_nothing(variant):
     for narrow in (False, True):
         layer = make(Form(variant), whole=narrow).layer(0)
         known = encode_weights.place(layer, torch.device("meta"))
         for weights in (known.key, known.query):
             kinds = {x.dtype for x in encode_weights.matrices(weights)}
             assert kinds == {torch.float16 if narrow else torch.float32}
-            assert encode_cuda.side_of(weights, known.digits) is encode_cuda.side_of(weights, known.digits)
 
 
 @pytest.mark.parametrize(

@@ -50,30 +50,6 @@ def _rows(query: Tensor, keys: Tensor, weights: Any, blocks: Tensor | None = Non
     return (*lead, query.shape[-2]) if weights is None else (*lead,)
 
 
-def _quantise_on_cuda(w: Tensor, planes: int, check: bool, levels: Tensor, scales: Tensor) -> None:
-    if check:
-        _refuse_infinite(w)
-    wide = levels if levels.dtype == torch.int16 else torch.empty_like(levels, dtype=torch.int16)
-    tensors.quantise(w, wide, scales, planes)
-    if wide is not levels:
-        levels.copy_(wide)
-
-
-def _planes_on_cuda(w: Tensor, planes: int, check: bool, codes: Tensor) -> None:
-    if check:
-        _refuse_infinite(w)
-    tensors.planes(w, codes)
-
-
-def _refuse_infinite(w: Tensor) -> None:
-    """Raise ValueError if w is not finite in float32. The host waits for the device only here."""
-    if w.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("w cannot be checked while a CUDA graph is captured; use planes(..., check=False)")
-    peak = w.float().abs().amax() if w.numel() else None
-    if peak is not None and not torch.isfinite(peak):
-        raise ValueError(f"w must be finite in float32, got {peak.item()} in a row; look for an overflow upstream")
-
-
 def _bounds(lengths: Any, starts: Any, length: int, start: int, sink: int, recent: int) -> operands.Bounds:
     return operands.Bounds(length if lengths is None else lengths, start if starts is None else starts, sink, recent)
 
@@ -131,13 +107,13 @@ OPERATIONS = {
     "pack": Operation(
         "Tensor x", 1, lambda x: (_int32(x, *x.shape[:-1], x.shape[-1] // 32),), quantiser.pack, tensors.pack
     ),
-    "quantise": Operation("Tensor w, int planes, bool check", 2, _levels, quantiser.quantise, _quantise_on_cuda),
+    "quantise": Operation("Tensor w, int planes, bool check", 2, _levels, quantiser.quantise, tensors.quantise),
     "planes": Operation(
         "Tensor w, int planes, bool check",
         1,
         lambda w, planes, check: (_int32(w, *w.shape[:-1], planes, w.shape[-1] // 32),),
         quantiser.planes,
-        _planes_on_cuda,
+        tensors.planes,
     ),
     "group_planes": Operation("Tensor codes", 1, _group, quantiser.group_planes, tensors.group_planes),
     "score": Operation(
@@ -219,8 +195,7 @@ def run(name: str, *inputs: Any, compared: Comparison | None = None) -> Any:
     """Call an operator."""
     x = inputs[0]
     if name == "unpack":
-        bits = x.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=x.device)
-        return (bits & 1).to(torch.bool).flatten(-2)
+        return tensors.unpack(x)
     if name in ("quantise", "planes"):
         inputs = x.detach(), *inputs[1:]
     if name == "topk" and x.device.type != "cpu" and _dtype(x).name not in ("int8", "uint8", "int16", "int32"):

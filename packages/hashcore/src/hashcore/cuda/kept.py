@@ -1,19 +1,16 @@
-"""Per-thread caches: prepared launches by the form of a call, and scratch memory by lane (device, stream, capture)."""
+"""Memory of kernels, and per-thread caches: prepared launches by the form of a call, words of zeros by lane."""
 
 import threading
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from hashcore.cuda import launch, layout
+from hashcore.cuda import launch
 
 T = TypeVar("T")
 
 MOST_FORMS = 64
 MOST_LANES = 8
-MOST_BYTES = 2 * layout.MAX_WORKSPACE
-"""Maximal size of a lane's memory; larger requests get their own memory."""
 
 
 class Table(threading.local, Generic[T]):
@@ -36,43 +33,22 @@ class Table(threading.local, Generic[T]):
         return made
 
 
-class Memory(NamedTuple):
-    """Scratch memory, int32, with its address: each call needs it, and asking torch takes twice as long."""
-
-    address: int
-    words: int
-    tensor: torch.Tensor
+def scratch(words: int, device: torch.device) -> torch.Tensor:
+    """Return int32 memory for the launches of one call, to be kept until they are in the stream."""
+    return torch.empty(words, dtype=torch.int32, device=device)
 
 
-_lanes: Table[Memory] = Table(MOST_LANES)
+_zeroed: Table[torch.Tensor] = Table(MOST_LANES)
 
 
-def scratch(words: int, device: torch.device) -> Memory:
-    """Return scratch memory that this thread reuses for all work on the current stream of a device."""
-    lane = launch.lane(device)
-    found = _lanes.found.get(lane)
-    if found is not None and found.words >= words:
-        return found
-    keeps = 4 * words <= MOST_BYTES
-    if keeps and found is not None:
-        words = max(words, min(2 * found.words, MOST_BYTES // 4))
-    made = _new(words, device, torch.empty)
-    return _lanes.keep(lane, made) if keeps else made
+def zeroed(words: int, device: torch.device) -> torch.Tensor:
+    """Return int32 memory that this thread reuses for all work in a lane: a device, its current stream, and a capture.
 
-
-_zeroed: Table[Memory] = Table(MOST_LANES)
-
-
-def zeroed(words: int, device: torch.device) -> Memory:
-    """Return memory like `scratch`, zero before its first use, also in a capture: each replay begins with a memset.
-
-    It is for kernels that need words of zeros and leave them zero; other words may be overwritten.
+    It is zero before its first use, also in a capture: each replay begins with a memset. It is for kernels that need
+    words of zeros and leave them zero; other words may be overwritten.
     """
     lane = launch.lane(device)
     found = _zeroed.found.get(lane)
-    return found if found is not None and found.words >= words else _zeroed.keep(lane, _new(words, device, torch.zeros))
-
-
-def _new(words: int, device: torch.device, make: Callable[..., torch.Tensor]) -> Memory:
-    tensor = make(words, dtype=torch.int32, device=device)
-    return Memory(tensor.data_ptr(), words, tensor)
+    if found is not None and found.numel() >= words:
+        return found
+    return _zeroed.keep(lane, torch.zeros(words, dtype=torch.int32, device=device))

@@ -4,7 +4,7 @@ They hold addresses, so the same launches run on a device (cuda.launch) and in t
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,25 +14,11 @@ PACK_THREADS = 256
 PLANES_THREADS = 128
 
 
-class Kept(list["Launch"]):
-    """Launches that are prepared once and run many times, with new values in their arguments."""
-
-    def __init__(self, launches: Iterable["Launch"]):
-        super().__init__(launches)
-        self.calls: dict[int, Any] = {}
-        """Functions that call the driver (cuda.launch), by device."""
-        self.folder: Path | None = None
-        """Folder of the sources of these functions."""
-
-    def keep(self, device: int, folder: Path, calls: Any) -> None:
-        """Cache the functions that call the driver on a device; drop those for another folder."""
-        if folder is not self.folder:  # by identity: comparing paths would take as long as the launch
-            self.calls, self.folder = {}, folder
-        self.calls[device] = calls
-
-
 class Launch(NamedTuple):
-    """One kernel launch with packed arguments: pointers[i] is the address of argument i, as cuLaunchKernel needs it."""
+    """One kernel launch with packed arguments: pointers[i] is the address of argument i, as cuLaunchKernel needs it.
+
+    It may be kept and launched again with new values in its arguments.
+    """
 
     source: str
     macros: tuple[tuple[str, str], ...]
@@ -41,7 +27,9 @@ class Launch(NamedTuple):
     threads: int
     pointers: Any
     arguments: tuple[Any, ...]  # keeps the targets of the pointers alive
-    programmatic: bool = False  # may be scheduled before its predecessor ends
+    programmatic: bool  # may be scheduled before its predecessor ends
+    calls: dict[tuple[int, Path], Any]
+    """Functions that call the driver (cuda.launch), by device and folder of the sources."""
 
 
 def make_launch(
@@ -56,7 +44,7 @@ def make_launch(
     """Create a launch whose arguments are ctypes values and structures."""
     kept = tuple(arguments)
     pointers = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(argument) for argument in kept))
-    return Launch(source, tuple(macros), kernel, grid, threads, pointers, kept, programmatic)
+    return Launch(source, tuple(macros), kernel, grid, threads, pointers, kept, programmatic, {})
 
 
 def pack(kind: str, x: int, codes: int, words: int) -> Launch:
@@ -66,9 +54,11 @@ def pack(kind: str, x: int, codes: int, words: int) -> Launch:
     return make_launch("pack.cu", f"pack_{kind}", (grid, 1), PACK_THREADS, arguments)
 
 
-def by_row(kernel: str, rows: int, arguments: Sequence[Any]) -> Launch:
-    """Return the launch of a kernel of planes.cu, which gives a warp to a row."""
-    return make_launch("planes.cu", kernel, (-(-rows // (PLANES_THREADS // 32)), 1), PLANES_THREADS, arguments)
+def planes(w: int, planes: int, rows: int, words: int, count: int) -> Launch:
+    """Quantise rows of 32 * words float32 numbers at w into `count` planes each; a warp has a row."""
+    grid = -(-rows // (PLANES_THREADS // 32))
+    arguments = ctypes.c_void_p(w), ctypes.c_void_p(planes), *map(ctypes.c_int32, (rows, words, count))
+    return make_launch("planes.cu", "quantise_rows", (grid, 1), PLANES_THREADS, arguments)
 
 
 def score_macros(words: int, weights: Sequence[int], tensor: bool = False) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hashcore.cuda.kernels import Kept, Launch
+from hashcore.cuda.kernels import Launch
 from hashcore.cuda.program import Program
 from hashcore.cuda.source import HASHCORE_KERNELS
 
@@ -23,9 +23,7 @@ def run(launches: Iterable[Launch], device: torch.device, folder: Path = HASHCOR
     is not allowed during a CUDA graph capture. Later launches use neither disk nor lock, and may be captured. If one of
     the kernels cannot be loaded, none is launched.
 
-    Args:
-        launches: if they are `Kept`, they are prepared only once per device and folder.
-        folder: the folder of the sources.
+    Args: folder: the folder of the sources.
     Raises: CompileError; RuntimeError with the driver's message, or if a kernel would have to be loaded during a
         capture.
     """
@@ -35,24 +33,12 @@ def run(launches: Iterable[Launch], device: torch.device, folder: Path = HASHCOR
     elif index != here:  # cuLaunchKernel goes to the calling thread's current context
         with torch.cuda.device(index):
             return run(launches, device, folder)
-    calls = launches.calls.get(index) if isinstance(launches, Kept) and launches.folder is folder else None
-    if calls is None:
-        calls = _ready(launches, index, folder)
+    kept = [*launches]  # the driver reads their arguments
+    where = index, folder
     stream = _current_stream(index)
-    for call in calls:
+    for call in [one.calls.get(where) or _prepare(one, *where) for one in kept]:
         call(stream)
     return None
-
-
-def _ready(launches: Iterable[Launch], index: int, folder: Path) -> list[Callable[[int], None]]:
-    """Load all kernels before the first is launched, so that an error does not leave half a search behind."""
-    if index not in _threads.bound:
-        _bind(index)
-        _threads.bound.add(index)
-    calls = [_prepare(index, folder, one) for one in launches]
-    if isinstance(launches, Kept):
-        launches.keep(index, folder, calls)
-    return calls
 
 
 def _current_device() -> int:
@@ -66,20 +52,15 @@ def _current_stream(index: int) -> int:
 def lane(device: torch.device) -> tuple[Any, ...]:
     """Return a key for work that a device does in order: device, stream and, in a capture, its number.
 
-    Later work in the same lane may reuse its scratch memory. Without a device (host simulator) the key is ().
+    Later work in the same lane may reuse its memory. Without a device (host simulator) the key is ().
     """
-    if not _is_cuda(device):
+    if device.type != "cuda":
         return ()
     index = _current_device() if device.index is None else device.index
     stream = _current_stream(index)
     if not torch._C._cuda_isCurrentStreamCapturing():
         return index, stream
     return index, stream, int(_check(_driver().cuStreamGetCaptureInfo(stream))[1])
-
-
-@functools.cache
-def _is_cuda(device: torch.device) -> bool:
-    return device.type == "cuda"  # cached, because `type` creates a new string each time
 
 
 class _Threads(threading.local):
@@ -116,19 +97,22 @@ def _starts_early(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
-def _prepare(index: int, folder: Path, launch: Launch) -> Callable[[int], None]:
-    """Load a launch's kernel, and return a function that launches it on a stream."""
+def _prepare(launch: Launch, index: int, folder: Path) -> Callable[[int], None]:
+    """Load a launch's kernel, and return a function that launches it on a stream; the launch keeps it."""
+    if index not in _threads.bound:
+        _bind(index)
+        _threads.bound.add(index)
     function = _function(index, folder, launch.source, launch.macros, launch.kernel)
     early = launch.programmatic and _starts_early(index)
-    return _early_call(function, launch) if early else _plain_call(function, launch)
+    call = launch.calls[index, folder] = _early_call(function, launch) if early else _plain_call(function, launch)
+    return call
 
 
 def _plain_call(function: Any, launch: Launch) -> Callable[[int], None]:
     start, success = _driver().cuLaunchKernel, _driver().CUresult.CUDA_SUCCESS
     (x, y), threads, pointers = launch.grid, launch.threads, ctypes.addressof(launch.pointers)
 
-    # `kept`: the driver reads the arguments at `pointers` in each call, and the caller may drop its launch before.
-    def call(stream: int, kept: Launch = launch) -> None:
+    def call(stream: int) -> None:
         result = start(function, x, y, 1, threads, 1, 1, 0, stream, pointers, 0)
         if result[0] != success:
             _check(result)
@@ -148,7 +132,7 @@ def _early_call(function: Any, launch: Launch) -> Callable[[int], None]:
 
     last = -1
 
-    def call(stream: int, kept: Launch = launch) -> None:  # kept: as above
+    def call(stream: int) -> None:
         nonlocal last
         if stream != last:
             config.hStream = last = stream

@@ -1,15 +1,12 @@
-"""Host side of the kernels: argument structures and the workspace of a search.
+"""Host side of the kernels: argument structures and the workspace of a search."""
 
-The structures mirror those of kernels/common.cuh, lists.cuh, pages.cuh and choose.cu field by field.
-"""
-
-import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
+from hashcore.cuda.source import HASHCORE_KERNELS, structure
+
 THREADS = 512  # SELECT_THREADS
 TILE = 2048  # keys that a block scores per iteration; a smaller chunk would leave threads idle
-MAX_GROUP = 8  # maximal number of rows that share the keys loaded by a block
 MAX_SPLITS = 512  # blocks of a row in a search
 MAX_SLOTS = 1024  # rows per turn of a search
 WARPS = THREADS // 32
@@ -17,77 +14,17 @@ SAMPLE_BINS = 256
 MAX_LIST = (1 << 16) - 32  # keys of a warp: their offsets and their number have 16 bits
 BINS = 256  # high digits of a block's candidates
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
-MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns, but a group is never divided
+MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns
 
 
-_address, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class RowMap(ctypes.Structure):
-    """Sizes of the leading dimensions, slowest first, and their strides in words; `key`: the stride of keys."""
-
-    _fields_ = (("size", _int * 4), ("query", _long * 4), ("keys", _long * 4), ("key", _long))
-
-
-class Weights(ctypes.Structure):
-    _fields_ = (("of", _int * 8),)
-
-    @classmethod
-    def holding(cls, weights: Sequence[int]) -> Self:
-        return cls((_int * 8)(*weights))
-
-
-class Codes(ctypes.Structure):
-    """Codes of kernels/choose.cu: weights, and numbers of planes and words."""
-
-    _fields_ = (("weights", Weights), *_fields(_int, "planes words"))
-
-
-class Interval(ctypes.Structure):
-    """Window of common.cuh, the eligible positions of rows: addresses of arrays, or 0 and one value for all rows.
-
-    A row uses entry row // lengths_per, so that values are not repeated per head. Arrays are int32, or int64 if `wide`:
-    bit 0 for lengths, bit 1 for starts.
-    """
-
-    _fields_ = (
-        *_fields(_address, "lengths starts"),
-        *_fields(_int, "lengths_per starts_per length start sink recent n wide"),
-    )
-
-
-class Wanted(ctypes.Structure):
-    """Selection of common.cuh, the number of keys that a row selects: the address of an array or 0, a count, slots.
-
-    The array is int32, or int64 if `wide`.
-    """
-
-    _fields_ = (("k", _address), *_fields(_int, "k_per count width wide"))
-
-
-class Groups(ctypes.Structure):
-    """Groups of `size` rows out of `line` consecutive rows with the same keys; size 1: no groups."""
-
-    _fields_ = (*_fields(_int, "first line size"),)
-
-
-class Space(ctypes.Structure):
-    """Addresses in the workspace of a turn (score.cu)."""
-
-    _fields_ = (*_fields(_address, "floors bins counts lists"), ("stride", _long), *_fields(_int, "shift top"))
-
-
-class Pages(ctypes.Structure):
-    """Pages of kernels/pages.cuh: address of the tables, strides of pages (in words) and of tables, and sizes."""
-
-    _fields_ = (
-        *(("table", _address), ("page", _long), ("width", _long)),
-        *(("per", _int), ("shift", _int), ("last", ctypes.c_uint32)),
-    )
+RowMap: Any = structure(HASHCORE_KERNELS, "choose.cu", "RowMap")
+Weights: Any = structure(HASHCORE_KERNELS, "choose.cu", "Weights")
+Codes: Any = structure(HASHCORE_KERNELS, "choose.cu", "Codes")
+Window: Any = structure(HASHCORE_KERNELS, "choose.cu", "Window")
+"""The eligible positions of rows: a row uses entry row // lengths_per, so that values are not repeated per head."""
+Selection: Any = structure(HASHCORE_KERNELS, "choose.cu", "Selection")
+Space: Any = structure(HASHCORE_KERNELS, "choose.cu", "Space")
+Pages: Any = structure(HASHCORE_KERNELS, "choose.cu", "Pages")
 
 
 def require_positions(n: int) -> None:
@@ -113,7 +50,7 @@ def are_planes(weights: Sequence[int]) -> bool:
     return list(regular) == [1 << p for p in range(len(regular))] and 1 <= last <= 1 << len(regular)
 
 
-def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int], key: int) -> RowMap | None:
+def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int], key: int) -> Any:
     """Merge adjacent leading dimensions that are contiguous in both operands; None if more than four remain."""
     merged: list[tuple[int, int, int]] = []
     for size, q, k in zip(lead, query, keys, strict=True):
@@ -125,8 +62,7 @@ def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int], key
     if len(merged) > 4:
         return None
     whole = [(1, 0, 0)] * (4 - len(merged)) + merged
-    sizes, queries, rows = zip(*whole, strict=True)
-    return RowMap((_int * 4)(*sizes), (_long * 4)(*queries), (_long * 4)(*rows), key)
+    return RowMap(*zip(*whole, strict=True), key)
 
 
 def _whole_reads(words: int) -> int:
@@ -137,7 +73,7 @@ def _whole_reads(words: int) -> int:
 class SearchSpace(NamedTuple):
     """Scratch memory of one turn of a search: offsets in 4-byte words. Its contents before a search do not matter."""
 
-    slots: int  # rows per turn, in whole groups
+    slots: int  # rows per turn
     splits: int
     bins: int
     counts: int
@@ -146,23 +82,20 @@ class SearchSpace(NamedTuple):
     words: int
 
     @classmethod
-    def plan(cls, slots: int, group: int, n: int, sms: int) -> Self:
-        """Plan the workspace of a search of `slots` rows of n keys each, or of one turn.
+    def plan(cls, rows: int, n: int, sms: int) -> Self:
+        """Plan the workspace of a search of rows of n keys each, or of one turn, on a device with `sms` SMs.
 
-        Args:
-            slots: number of rows, rounded up to whole groups; group: rows per group.
-            sms: number of SMs of the device.
         Raises: ValueError if there are more rows or positions than the kernels can count.
         """
-        require_rows(slots)
+        require_rows(rows)
         require_positions(n)
-        slots = max(group, min(slots, MAX_SLOTS, MAX_WORKSPACE // (4 * n)) // group * group)
-        splits = max(1, min(sms // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
+        slots = max(1, min(rows, MAX_SLOTS, MAX_WORKSPACE // (4 * n)))
+        splits = max(1, min(sms // slots, -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
         counts = slots + slots * splits * BINS
         lists, stride = _whole_reads(counts + slots * splits * WARPS), _whole_reads(n)
         return cls(slots, splits, slots, counts, lists, stride, lists + slots * stride)
 
-    def place(self, space: Space, address: int) -> None:
-        """Set the addresses of the parts in the kernels' argument, for memory at an address."""
+    def place(self, space: Any, address: int) -> None:
+        """Set the places of the parts in the kernels' argument, for memory at an address."""
         space.floors, space.bins = address, address + 4 * self.bins
-        space.counts, space.lists = address + 4 * self.counts, address + 4 * self.lists
+        space.counts, space.lists, space.stride = address + 4 * self.counts, address + 4 * self.lists, self.stride

@@ -3,12 +3,11 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import Interval, Wanted
 
 Bound = int | torch.Tensor | None
 
@@ -21,8 +20,8 @@ class Bounds(NamedTuple):
     sink: int = 0
     recent: int = 0
 
-    def interval(self, interval: Interval, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
-        """Set the kernels' argument, and return the tensors that it points to."""
+    def interval(self, interval: Any, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
+        """Set the kernels' argument, a Window, and return the tensors that it points to."""
         lengths, interval.lengths_per, interval.length, first = _bound(self.lengths, lead, n, n)
         starts, interval.starts_per, interval.start, second = _bound(self.starts, lead, n, 0)
         interval.lengths, interval.starts = lengths, starts
@@ -44,7 +43,7 @@ def _bound(bound: Bound, lead: Sequence[int], n: int, default: int) -> tuple[int
 class Operands(NamedTuple):
     query: torch.Tensor
     keys: torch.Tensor
-    map: layout.RowMap
+    map: Any
 
 
 def as_operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> Operands:
@@ -73,8 +72,8 @@ def _rows(codes: torch.Tensor, apart: bool = False) -> torch.Tensor:
     return codes if dense and aligned else codes.clone(memory_format=torch.contiguous_format)
 
 
-def set_wanted(wanted: Wanted, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
-    """Set the kernels' argument, and return the tensor that it points to."""
+def set_wanted(wanted: Any, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
+    """Set the kernels' argument, a Selection, and return the tensor that it points to."""
     wanted.width = width
     if isinstance(k, int):
         wanted.k, wanted.k_per, wanted.count, wanted.wide = None, 1, k, 0

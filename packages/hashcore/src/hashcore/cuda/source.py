@@ -4,16 +4,20 @@ If the compiler read headers itself, cache keys would not cover them. These text
 hashed is compiled. #line directives preserve file names and line numbers in compiler messages.
 """
 
+import ctypes
 import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.M)
 ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.M)
 HASHCORE_KERNELS = Path(__file__).parent.parent / "kernels"
 
 Macros = Mapping[str, str | int]
+NUMBERS = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "float": ctypes.c_float}
+FIELD = re.compile(r"^  (?:const )?(\w+)(\*?) (\w+)(?:\[(\d+)\])?;", re.M)
 
 
 @functools.cache
@@ -26,6 +30,20 @@ def read_source(folder: Path, name: str) -> str:
     Raises: FileNotFoundError if the file or a header is missing.
     """
     return _expand(folder, name, set())
+
+
+@functools.cache
+def structure(folder: Path, file: str, name: str) -> Any:
+    """Return a structure of a kernel file as a class of ctypes: its fields have the names and types of the source.
+
+    Fields are numbers, pointers, arrays of numbers and other structures of the file, one a line.
+    """
+    (body,) = re.findall(rf"^struct {name} {{\n(.*?)^}};", read_source(folder, file), re.M | re.S)
+    fields: list[tuple[str, Any]] = []
+    for kind, pointer, field, count in FIELD.findall(body):
+        own: Any = ctypes.c_void_p if pointer else NUMBERS.get(kind) or structure(folder, file, kind)
+        fields.append((field, own * int(count) if count else own))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def _expand(folder: Path, name: str, seen: set[Path]) -> str:

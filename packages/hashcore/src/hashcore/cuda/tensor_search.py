@@ -6,7 +6,7 @@ torch_ops has checked the arguments, as for `hashcore.cuda.tensors`.
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +14,6 @@ from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.layout import SearchSpace
 from hashcore.cuda.operands import Bounds, Operands, Tables, as_operands, page_tables, set_wanted
 from hashcore.cuda.tensors import counts_bits, sm_count
-
-_NUMBERS = int, type(None)
 
 
 def search(
@@ -29,8 +27,6 @@ def search(
     blocks: torch.Tensor | None = None,
 ) -> None:
     """Score and select in two launches, in ascending index order (eq. 4, eq. 6).
-
-    Rows share each key that is read if the last leading dimension is broadcast in the keys.
 
     Args:
         query: planes [..., P, W], or without weights codes [..., Q, W].
@@ -57,16 +53,17 @@ def search(
     form = query.shape, query.stride(), *lengths, keys.stride(), n == 1, lead, how
     found = _searches.found.get(form) or _searches.keep(form, _Search(query, keys, weights, lead, tables))
     launches = found.launches(n)
-    held = found.bound(bounds, k, lead, n, scores.shape[-1])
-    found.place(kept.scratch(found.plan.words, device).address)
+    held = bounds.interval(found.interval, lead, n), set_wanted(found.wanted, k, lead, scores.shape[-1])
+    memory = kept.scratch(found.plan.words, device)
+    found.plan.place(found.space, memory.data_ptr())
     if not found.direct:
         placed = _placed(query, keys, weights, lead, tables is not None)
-        held = held, placed
+        held = *held, placed
         at, keys_at = placed.at.query.data_ptr(), placed.at.keys.data_ptr()
     found.query.value, found.keys.value, found.pages.table = at, keys_at, tables and tables.blocks.data_ptr()
     found.values.value, found.indices.value = scores.data_ptr(), indices.data_ptr()
     launch.run(launches, device)
-    del held  # kept until the launches are in the stream; from here on the allocator may reuse them
+    del held, memory  # kept until the launches are in the stream; from here on the allocator may reuse them
 
 
 class _Search:
@@ -78,86 +75,50 @@ class _Search:
     ):  # fmt: skip
         at, self.direct = _placed(query, keys, weights, lead, tables is not None)
         self.map, self.rows = at.map, math.prod(lead)
-        self.slots, self.group = _slots(at.map, self.rows, self.rows if tables is None else tables.per)
         self.sms, words, weights = sm_count(query.device), keys.shape[-1], weights or (1,)
         self.query, self.keys, self.values, self.indices = (ctypes.c_void_p() for _ in range(4))
-        self.interval, self.wanted, top = layout.Interval(), layout.Wanted(), 32 * words * sum(weights)
+        self.interval, self.wanted, top = layout.Window(), layout.Selection(), 32 * words * sum(weights)
         self.space = layout.Space(shift=layout.sample_shift(top), top=top)
-        self.codes = layout.Codes(layout.Weights.holding(weights), len(weights), words)
+        self.codes = layout.Codes(layout.Weights(tuple(weights)), len(weights), words)
         self.pages = layout.Pages() if tables is None else _pages(keys, tables)
         self.paged = () if tables is None else (self.pages,)
         self.macros = kernels.score_macros(words, weights, counts_bits(query.device))
-        self.made: dict[tuple[int, int], kernels.Kept] = {}
-        self.n, self.at, self.plan = 0, 0, SearchSpace.plan(self.slots, self.group, 1, self.sms)
-        self.bounded: object = None
+        self.made: dict[tuple[int, int], list[kernels.Launch]] = {}
+        self.n, self.plan = 0, SearchSpace.plan(self.rows, 1, self.sms)
 
-    def launches(self, n: int) -> kernels.Kept:
+    def launches(self, n: int) -> list[kernels.Launch]:
         """Plan for n keys in a row, and return the launches, two per turn.
 
         There is one turn unless the workspace would be too large; all use it one after the other.
         """
         if n != self.n:
-            self.n, self.at, self.plan = n, 0, SearchSpace.plan(self.slots, self.group, n, self.sms)
+            self.n, self.plan = n, SearchSpace.plan(self.rows, n, self.sms)
         sizes = self.plan.slots, self.plan.splits
         if sizes not in self.made:
-            line = self.map.size[3] if self.group > 1 else self.rows
-            groups, turn = self.rows // line * -(-line // self.group), self.plan.slots // self.group
-            self.made[sizes] = kernels.Kept(
-                one
-                for first in range(0, groups, turn)
-                for one in self._turn(layout.Groups(first, line, self.group), min(turn, groups - first))
-            )
+            turns = range(0, self.rows, self.plan.slots)
+            self.made[sizes] = [one for first in turns for one in self._turn(first)]
         return self.made[sizes]
 
-    def _turn(self, groups: layout.Groups, count: int) -> tuple[kernels.Launch, kernels.Launch]:
-        splits, paged = self.plan.splits, [("HASHCORE_PAGES", "1")] if self.paged else []
-        name = "list_candidates_shared" if self.group > 1 else "list_candidates"
+    def _turn(self, first: int) -> tuple[kernels.Launch, kernels.Launch]:
+        """Return the launches for as many rows as one turn has, from `first` on."""
+        grid = min(self.plan.slots, self.rows - first), self.plan.splits
+        paged, start = [("HASHCORE_PAGES", "1")] if self.paged else [], ctypes.c_int32(first)
         read = self.query, self.keys, self.map, self.interval, self.wanted
-        given = *read, self.codes.weights, self.space, groups, *self.paged
+        given = *read, self.codes.weights, self.space, start, *self.paged
         macros = [*self.macros, *paged]
-        first = kernels.make_launch("score.cu", name, (count, splits), layout.THREADS, given, macros, True)
+        one = kernels.make_launch("score.cu", "list_candidates", grid, layout.THREADS, given, macros, True)
         results = self.query, self.keys, self.values, self.indices, *read[2:]
-        given = *results, self.codes, self.space, groups, *self.paged
-        grid = count * self.group, splits
-        return first, kernels.make_launch("choose.cu", "select_64", grid, layout.THREADS, given, paged, True)
-
-    def place(self, address: int) -> None:
-        """Set the places in the workspace, if they have changed."""
-        if self.at != address:
-            self.plan.place(self.space, address)
-            self.space.stride, self.at = self.plan.stride, address
-
-    def bound(self, bounds: Bounds, k: int | torch.Tensor, lead: Sequence[int], n: int, width: int) -> object:
-        """Set the eligible positions and the counts; return the tensors whose addresses were set."""
-        lengths, starts = bounds.lengths, bounds.starts
-        # Check for integers, because isinstance(x, torch.Tensor) is slow.
-        if isinstance(k, int) and isinstance(lengths, _NUMBERS) and isinstance(starts, _NUMBERS):
-            if self.bounded == (rows := (bounds, k, n, width)):
-                return None
-            self.bounded = rows
-        else:
-            self.bounded = None
-        return bounds.interval(self.interval, lead, n), set_wanted(self.wanted, k, lead, width)
+        given = *results, self.codes, self.space, start, *self.paged
+        return one, kernels.make_launch("choose.cu", "select_64", grid, layout.THREADS, given, paged, True)
 
 
 _searches: kept.Table[_Search] = kept.Table()
 
 
-def _pages(keys: torch.Tensor, tables: Tables) -> layout.Pages:
+def _pages(keys: torch.Tensor, tables: Tables) -> Any:
     """Return the kernels' argument for keys in pages [..., M, S, W]."""
     count, size, _ = keys.shape[-3:]
     return layout.Pages(None, keys.stride(-3), tables.width, tables.per, size.bit_length() - 1, count - 1)
-
-
-def _slots(map: layout.RowMap, rows: int, per: int) -> tuple[int, int]:
-    """Return the workspace slots of rows, and the rows per group; rows with shared keys are padded to whole groups.
-
-    per: consecutive rows that share a page table; keys without pages count as one table.
-    """
-    line = map.size[3]
-    if line == 1 or map.keys[3] or per % line:
-        return rows, 1
-    return rows // line * -(-line // layout.MAX_GROUP) * layout.MAX_GROUP, layout.MAX_GROUP
 
 
 class _Placed(NamedTuple):

@@ -7,18 +7,18 @@ and pass tensors in CPU memory.
 
 import math
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
-from typing import Any
+from ctypes import c_int32, c_void_p
 
 import torch
 
+from hashcore import quantiser
 from hashcore.cuda import kernels, launch, layout
 from hashcore.cuda.operands import Bound, Bounds, as_operands, integers
 
-QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-PACKED = QUANTISED | {
-    **{torch.float64: "f64", torch.bool: "u8", torch.uint8: "u8"},
-    **{torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"},
+PACKED = {
+    **{torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64"},
+    **{torch.bool: "u8", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16"},
+    **{torch.int32: "i32", torch.int64: "i64"},
 }
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 MAX_GRID_Y = 65_535
@@ -34,33 +34,54 @@ def pack(x: torch.Tensor, out: torch.Tensor) -> None:
         launch.run([kernels.pack(PACKED[x.dtype], x.data_ptr(), out.data_ptr(), out.numel())], x.device)
 
 
-def planes(w: torch.Tensor, out: torch.Tensor) -> None:
+def unpack(codes: torch.Tensor) -> torch.Tensor:
+    """Return the bits of codes [..., W], bool [..., 32 W]."""
+    bits = codes.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=codes.device)
+    return (bits & 1).to(torch.bool).flatten(-2)
+
+
+def planes(w: torch.Tensor, planes: int, check: bool, out: torch.Tensor) -> None:
     """Quantise [..., 32 W] weights into contiguous int32 [..., P, W] (eq. 5)."""
-    *rows, count, words = out.shape
-    _by_row(f"planes_{QUANTISED.get(w.dtype, 'f32')}", math.prod(rows), (w, out), c_int32(words), c_int32(count))
+    *lead, _, words = out.shape
+    layout.require_rows(rows := math.prod(lead))  # before weights of too many rows are copied
+    w = w.float().contiguous()
+    if check:
+        _refuse_infinite(w)
+    if rows:
+        launch.run([kernels.planes(w.data_ptr(), out.data_ptr(), rows, words, planes)], w.device)
 
 
-def quantise(w: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, planes: int) -> None:
-    """Quantise [..., D] weights into contiguous int16 levels [..., D] and float32 scales [..., 1] (eq. 5)."""
-    sizes = c_int64(w.shape[-1]), c_int32(planes)
-    _by_row(f"levels_{QUANTISED.get(w.dtype, 'f32')}", scales.numel(), (w, levels, scales), *sizes)
+def quantise(w: torch.Tensor, planes: int, check: bool, levels: torch.Tensor, scales: torch.Tensor) -> None:
+    """Quantise [..., D] weights into levels [..., D] and float32 scales [..., 1] (eq. 5), by torch's operators.
+
+    No tensor is divided by a number: torch would multiply by its inverse, which is rounded.
+    """
+    w, limits, most = w.float(), torch.finfo(torch.float32), 2**planes - 1
+    if check:
+        _refuse_infinite(w)
+    finite = w.nan_to_num(0.0, limits.max, limits.min)
+    peak = finite.abs().amax(-1, keepdim=True)
+    scales.copy_(peak * float(quantiser.clip(planes)) / torch.full_like(peak, most)).clamp_(min=limits.tiny)
+    found = ((finite / scales * 0.5).floor() * 2 + 1).clamp(-most, most)
+    levels.copy_(found.masked_fill(w.isnan(), -1))
+
+
+def _refuse_infinite(w: torch.Tensor) -> None:
+    """Raise ValueError if w is not finite. The host waits for the device only here."""
+    if w.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("w cannot be checked while a CUDA graph is captured; use planes(..., check=False)")
+    peak = w.abs().amax() if w.numel() else None
+    if peak is not None and not torch.isfinite(peak):
+        raise ValueError(f"w must be finite in float32, got {peak.item()} in a row; look for an overflow upstream")
 
 
 def group_planes(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Merge [..., G, W] codes into contiguous int32 [..., P, W] (eq. 3)."""
-    *rows, group, words = codes.shape
-    sizes = (c_int32(size) for size in (group, words, group.bit_length()))
-    _by_row("group_planes", math.prod(rows), (codes, out), *sizes)
-
-
-def _by_row(kernel: str, rows: int, tensors: Sequence[torch.Tensor], *sizes: Any) -> None:
-    """Run a kernel of planes.cu, which takes addresses of an input and of outputs, the number of rows, and sizes."""
-    if rows:
-        layout.require_rows(rows)  # before an input of too many rows is copied
-        x, *outputs = tensors
-        x = (x.float() if kernel.endswith("_f32") else x).contiguous()
-        arguments = *(c_void_p(tensor.data_ptr()) for tensor in (x, *outputs)), c_int32(rows), *sizes
-        launch.run([kernels.by_row(kernel, rows, arguments)], x.device)
+    """Merge [..., G, W] codes into contiguous int32 [..., P, W] (eq. 3), as `quantiser.group_planes` does."""
+    *regular, last = quantiser.group_weights(codes.shape[-2])
+    counts = unpack(codes).sum(-2)
+    carry = counts > sum(regular)
+    counts = counts - last * carry
+    pack(torch.stack([*(counts & weight for weight in regular), carry], -2), out)
 
 
 def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, out: torch.Tensor) -> None:
@@ -74,7 +95,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None
     lead = out.shape[:-1]
     at = as_operands(query, keys, lead)
     addresses = (c_void_p(x.data_ptr()) for x in (at.query, at.keys, out))
-    arguments = *addresses, at.map, layout.Weights.holding(weights), c_int32(n)
+    arguments = *addresses, at.map, layout.Weights(tuple(weights)), c_int32(n)
     grid = math.prod(lead), min(-(-n // layout.TILE), MAX_GRID_Y)
     macros = kernels.score_macros(words, weights, counts_bits(out.device))
     launch.run([kernels.make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, macros)], out.device)

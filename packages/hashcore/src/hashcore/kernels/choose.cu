@@ -240,15 +240,13 @@ __device__ __forceinline__ void emit(const Row& row, const Threshold& threshold,
 
 __device__ __forceinline__ void select_row(const u32* query, const u32* keys, const RowMap& map, const Window& window,
                                            const Selection& selection, const Codes& codes, const Space& space,
-                                           const Groups& groups, const Pages& pages, i32* values, i64* indices) {
+                                           i32 first, const Pages& pages, i32* values, i64* indices) {
   __shared__ u16 lengths[MAX_LISTS];
   __shared__ i32 weights[8];
   wait_for_bounds(window, selection);
-  const Group group = group_of(groups, blockIdx.x / groups.size);
-  const int slot = blockIdx.x, splits = gridDim.y, row = group.row + slot % groups.size, thread = threadIdx.x;
-  if (slot % groups.size >= group.count) return;
+  const int slot = blockIdx.x, splits = gridDim.y, row = first + slot, thread = threadIdx.x;
   const Range range = eligible(window, row);
-  const Cut cut(reach(window, group), splits);
+  const Cut cut(range, splits);
   const int wanted = selected(selection, range, row), live = cut.blocks(), lists = live * WARPS;
   const int mine = blockIdx.y * WARPS + thread / 32;
   values += i64(row) * selection.width;
@@ -288,6 +286,6 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     select_64(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,
               i64* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes, Space space,
-              Groups groups PAGES_PARAMETER) {
-  select_row(query, keys, map, window, selection, codes, space, groups, PAGES, values, indices);
+              i32 first PAGES_PARAMETER) {
+  select_row(query, keys, map, window, selection, codes, space, first, PAGES, values, indices);
 }

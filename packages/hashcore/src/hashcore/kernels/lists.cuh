@@ -1,4 +1,4 @@
-// Code shared by the two launches of a search: weights, groups of rows, and how their keys are divided into lists.
+// Code shared by the two launches of a search: weights, and how the keys of a row are divided into lists.
 #pragma once
 #include "common.cuh"
 
@@ -6,56 +6,21 @@ struct Weights {
   i32 of[8];
 };
 
-// ---- Groups of rows, and their lists -------------------------------------------------------------------------------
+// ---- The lists of a row ---------------------------------------------------------------------------------------------
 
 constexpr int WARPS = SELECT_THREADS / 32;
-constexpr int MAX_GROUP = 8;       // queries that share the keys a block loads
 constexpr int MAX_SPLITS = 512;    // blocks of a row
 constexpr int SAMPLE_BINS = 256;   // two bins of a histogram of the last digits would cost more than they save
 constexpr int BINS = 256;          // high digits of candidates; scores have 16 bits, so there are as many low digits
 constexpr u32 SPARE = 24;          // extra candidates in the sample, because small samples are inaccurate
 static_assert(SAMPLE_BINS <= SELECT_THREADS);
 
-// Groups of at most `size` rows out of `line` consecutive rows with the same keys; size 1: no groups.
-struct Groups {
-  i32 first;  // group of the launch's first slot; a row has a slot in the workspace, a group `size` slots
-  i32 line;
-  i32 size;
-};
-
-struct Group {
-  int row;    // first row
-  int count;  // number of rows
-};
-
-__device__ __forceinline__ Group group_of(const Groups& groups, int index) {
-  if (groups.size == 1) return {groups.first + index, 1};  // no divisions, which cost more than the rest of a prologue
-  const int in_line = (groups.line + groups.size - 1) / groups.size;
-  const int line = (groups.first + index) / in_line, begin = (groups.first + index) % in_line * groups.size;
-  const int left = groups.line - begin;
-  return {line * groups.line + begin, left < groups.size ? left : groups.size};
-}
-
 // Waits before positions or counts in device memory are read.
 __device__ __forceinline__ void wait_for_bounds(const Window& window, const Selection& selection) {
   if (window.lengths || window.starts || selection.k) wait_for_predecessor();
 }
 
-// The smallest range that contains the eligible positions of all rows of a group.
-__device__ __forceinline__ Range reach(const Window& window, const Group& group) {
-  Range all = eligible(window, group.row);
-#pragma unroll 1
-  for (int i = 1; i < group.count; i++) {
-    const Range next = eligible(window, group.row + i);
-    if (next.size() == 0) continue;
-    if (all.size() == 0) all = next;
-    all.low = next.low < all.low ? next.low : all.low;
-    all.high = next.high > all.high ? next.high : all.high;
-  }
-  return all;
-}
-
-// Divides the positions of a group into lists of equal length, up to whole slices. It divides the range, not the
+// Divides the positions of a row into lists of equal length, up to whole slices. It divides the range, not the
 // capacity, so that a large cache with few tokens still occupies every warp.
 struct Cut {
   int base;

@@ -6,21 +6,18 @@ The kernel, kernels/encode.cu, computes the same as the layers in torch and `spa
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from hashcore.cuda import launch
-from hashcore.cuda.kept import Table, zeroed
-from hashcore.cuda.kernels import Kept, make_launch
+from hashcore.cuda.kept import zeroed
+from hashcore.cuda.kernels import make_launch
+from hashcore.cuda.source import structure
 from torch import Tensor
 
 from sparse_decode.cpu.encode import MAX_TOKENS
 from sparse_decode.cuda.encode_weights import (
     MOST_GROUPS,
-    SIDE,
-    Bits,
-    Codes,
-    Digits,
     Functions,
     How,
     Placed,
@@ -35,6 +32,8 @@ MOST_TOKENS = 4
 """Tokens that a block hashes: more would not fit its shared memory."""
 TICKETS = MAX_TOKENS * MOST_GROUPS
 """Words of zeros in front of the memory where the heads of a group meet."""
+Codes: Any = structure(KERNELS, "encode.cu", "Codes")
+Planes: Any = structure(KERNELS, "encode.cu", "Planes")
 _BF16 = {torch.bfloat16: "1", torch.float16: "0"}
 
 
@@ -64,30 +63,6 @@ def step(own: Placed, k: Tensor, codes: Tensor, q: Tensor, per_query_head: bool)
     return found, own.planes[per_query_head]
 
 
-class _Call(NamedTuple):
-    """A prepared launch; each call sets these arguments."""
-
-    k: ctypes.c_void_p
-    key_rows: Rows
-    codes: Codes
-    of_keys: bytearray
-    q: ctypes.c_void_p
-    query_rows: Rows
-    planes: Bits
-    of_queries: bytearray
-    digits: bytearray
-    words: int
-    """Of the memory where the heads of a group meet."""
-    like: Tensor
-    """A tensor like the result."""
-    launches: Kept
-
-
-_calls: Table[_Call] = Table()
-_Keys = tuple[Tensor, Side, Tensor, Tensor | None]
-_Queries = tuple[Tensor, Side, How]
-
-
 def hash_tokens(
     of_keys: tuple[Tensor, Tensors, Tensor, Tensor | None] | None, of_queries: tuple[Tensor, Tensors, How] | None,
     digits: Tensors, run: Run | None = None,
@@ -103,35 +78,33 @@ def hash_tokens(
         digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
     Returns: planes of the queries, int32 of shape `planes_shape(q, how)`.
     """
-    keys = queries = form_of_keys = form_of_queries = found = None
+    k = q = found = side = None
+    blocks, codes, planes, of_k, of_q = 0, Codes(), Planes(), Functions(), Functions()
     if of_keys is not None:
-        k, weights, codes, at = of_keys
-        keys = _readable(k), side_of(weights, digits), codes, at
-        form_of_keys = k.shape, keys[1].form, codes.shape, codes.stride()
+        k, weights, to, at = of_keys
+        k, side = _readable(k), describe(weights, digits)
+        own, join, of_k = _blocks(k, side), to.shape[3] // (side.digits.bits // 32), side.functions
+        start = None if at is None else at.data_ptr()
+        codes = Codes(to.data_ptr(), *to.stride()[:3], start, to.shape[1] * join // own, join)
+        blocks += own
     if of_queries is not None:
         q, weights, how = of_queries
-        queries = _readable(q), side_of(weights, digits), how
-        form_of_queries = q.shape, queries[1].form, how
-    x = keys[0] if queries is None else queries[0]  # pyright: ignore[reportOptionalSubscript]
-    form = form_of_keys, form_of_queries, x.dtype, x.device
-    call = _calls.found.get(form)
-    call = call or _calls.keep(form, _prepare(keys, queries))
-    if keys is not None:
-        k, side, codes, at = keys
-        to = call.codes
-        call.k.value, to.words, to.at = k.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
-        call.key_rows.batch, call.key_rows.head, call.key_rows.token, _ = k.stride()
-        call.of_keys[:], call.digits[:] = side.functions, side.described
-    if queries is not None:
-        q, side, _ = queries
-        found, planes = torch.empty_like(call.like), call.planes
-        call.q.value, planes.words = q.data_ptr(), found.data_ptr()
-        call.query_rows.batch, call.query_rows.head, call.query_rows.token, _ = q.stride()
-        call.of_queries[:], call.digits[:] = side.functions, side.described
-        if call.words:
-            planes.tickets = address = zeroed(call.words, x.device).address
-            planes.numbers = address + 4 * TICKETS
-    (launch.run if run is None else run)(call.launches, x.device, KERNELS)
+        q, side = _readable(q), describe(weights, digits)
+        found, of_q = _empty_planes(q, how), side.functions
+        planes = Planes(found.data_ptr(), None, None, how.group, how.join, found.shape[3], how.planes == 0)
+        if how.group > 1:
+            planes.tickets = zeroed(TICKETS + q[..., 0].numel() * of_q.out, q.device).data_ptr()
+            planes.numbers = planes.tickets + 4 * TICKETS
+        blocks += _blocks(q, side)
+    x, side = cast(Tensor, k if q is None else q), cast(Side, side)
+    every = x.shape[0] * x.shape[2]
+    # A block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
+    each = min(MOST_TOKENS, every, -(-every * blocks // _sm_count(x.device)))
+    sizes = (ctypes.c_int32(size) for size in (x.shape[2], every, each))
+    arguments = *_tokens(k), codes, of_k, *_tokens(q), planes, of_q, side.digits, *sizes
+    macros, grid = (("SPARSE_BF16", _BF16[x.dtype]), ("SPARSE_NARROW", side.narrow)), (-(-every // each), blocks)
+    one = make_launch("encode.cu", "hash_tokens", grid, THREADS, arguments, macros, programmatic=True)
+    (launch.run if run is None else run)([one], x.device, KERNELS)
     return found
 
 
@@ -140,40 +113,16 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
-    x, side = keys[:2] if queries is None else queries[:2]  # pyright: ignore[reportOptionalSubscript]
-    batch, _, tokens, _ = x.shape
-    codes, planes, k, q = Codes(), Bits(), ctypes.c_void_p(), ctypes.c_void_p()
-    blocks, heads, words, like = [0, 0], [0, 0], 0, x.new_empty(0)
-    if keys is not None:
-        heads[0], blocks[0] = keys[0].shape[1], _blocks(keys[0], keys[1])
-        to = keys[2]
-        join = to.shape[3] // (keys[1].form[-1] // 32)
-        codes = Codes(None, *to.stride()[:3], None, to.shape[1] * join // blocks[0], join)
-    if queries is not None:
-        how, heads[1], blocks[1] = queries[2], x.shape[1], _blocks(x, side)
-        like = _empty_planes(x, how)
-        planes = Bits(None, None, None, how.group, how.join, like.shape[3], how.planes == 0)
-        words = TICKETS + batch * heads[1] * tokens * side.form[3] if how.group > 1 else 0
-    of_keys, of_queries = (bytearray(ctypes.sizeof(Functions)) for _ in range(2))
-    digits = bytearray(ctypes.sizeof(Digits))
-    every, (key_rows, query_rows) = batch * tokens, (Rows(), Rows())
-    # A block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
-    each = min(MOST_TOKENS, every, -(-every * sum(blocks) // _sm_count(x.device)))
-    arguments = (
-        *(k, key_rows, ctypes.c_int32(heads[0]), codes, Functions.from_buffer(of_keys)),
-        *(q, query_rows, ctypes.c_int32(heads[1]), planes, Functions.from_buffer(of_queries)),
-        *(Digits.from_buffer(digits), ctypes.c_int32(tokens), ctypes.c_int32(every), ctypes.c_int32(each)),
-    )
-    macros = ("SPARSE_BF16", _BF16[x.dtype]), ("SPARSE_NARROW", side.form[5])
-    grid = -(-every // each), sum(blocks)
-    step = make_launch("encode.cu", "hash_tokens", grid, THREADS, arguments, macros, programmatic=True)
-    return _Call(k, key_rows, codes, of_keys, q, query_rows, planes, of_queries, digits, words, like, Kept([step]))
+def _tokens(x: Tensor | None) -> tuple[Any, Any, Any]:
+    """Return the kernel's arguments for tokens x [B, H, T, D]: their address, their strides, and H."""
+    if x is None:
+        return ctypes.c_void_p(), Rows(), ctypes.c_int32()
+    return ctypes.c_void_p(x.data_ptr()), Rows(*x.stride()[:3]), ctypes.c_int32(x.shape[1])
 
 
 def _blocks(x: Tensor, side: Side) -> int:
     """Return the number of blocks that hash a token: of heads of x or of functions, whichever are more."""
-    return max(x.shape[1], side.form[0])
+    return max(x.shape[1], side.functions.heads)
 
 
 def planes_shape(x: Tensor, how: How) -> tuple[int, ...]:
@@ -184,11 +133,6 @@ def planes_shape(x: Tensor, how: How) -> tuple[int, ...]:
 
 def _empty_planes(x: Tensor, how: How) -> Tensor:
     return x.new_empty(*planes_shape(x, how), dtype=torch.int32)
-
-
-def side_of(weights: Tensors, digits: Tensors) -> Side:
-    """Return the kernel arguments of contiguous weights and digits: those that `place` has made, if it has."""
-    return getattr(weights[0], SIDE, None) or describe(weights, digits)
 
 
 _HOW = "int bits, int group, int planes, int join"

@@ -4,11 +4,11 @@ Which weights a hash function has is told by their number (`NAMES`), and the oth
 """
 
 import copy
-import ctypes
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from hashcore.cuda.source import structure
 from hashcore.quantiser import group_weights
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.paper import Paper
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sparse_decode.cpu.encode import Views, views_of
+from sparse_decode.cuda.gather import KERNELS
 
 MOST = 512
 """The largest head_dim, width of the hidden layer and number of bits that the kernel supports."""
@@ -27,70 +28,32 @@ MOST_GROUPS = 256
 NAMES = {1: ("r",), 3: ("w1", "b1", "w2"), 4: ("w1", "b1", "w2", "b2"), 5: ("r", "w1", "b1", "w2", "b2")}
 """The weights of a hash function by their number: linear; the paper's; the paper's with its residuals; a linear part
 and an MLP. R [F, D, C], W1 [F, D, M], b1 [F, 1, M], W2 [F, M, C], b2 [F, 1, C] for F heads."""
-SIDE = "_sparse_decode_side"
-"""The attribute of a first weight that holds the `Side` of all, so that no step describes them again."""
 MATRICES = ("r", "w1", "w2")
 """Weights that may be float16; the others are float32."""
 _VARIANTS = Planes, Transform, Lsh, Linear, Paper
 
 
-class Functions(ctypes.Structure):
-    """Functions of kernels/encode.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in NAMES[5]),
-        *((name, ctypes.c_int32) for name in ("heads", "dim", "hidden", "out", "residual")),
-    )
-
-
-class Digits(ctypes.Structure):
-    """Digits of kernels/encode.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("coordinate", "power", "limit")),
-        *((name, ctypes.c_int32) for name in ("heads", "bits")),
-    )
-
-
-class Codes(ctypes.Structure):
-    """Codes of kernels/encode.cu, field by field."""
-
-    _fields_ = (
-        ("words", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
-        ("at", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("copies", "join")),
-    )
-
-
-class Bits(ctypes.Structure):
-    """Planes of kernels/encode.cu, field by field: where the bits of queries go."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("words", "numbers", "tickets")),
-        *((name, ctypes.c_int32) for name in ("group", "join", "count", "votes")),
-    )
+Functions: Any = structure(KERNELS, "encode.cu", "Functions")
+Digits: Any = structure(KERNELS, "encode.cu", "Digits")
 
 
 class Side(NamedTuple):
-    """The functions of keys or of queries: their kernel arguments as bytes."""
+    """The functions of keys or of queries, as kernels/encode.cu takes them; narrow: whether matrices have 16 bits."""
 
-    functions: bytes
-    described: bytes
-    form: tuple[Any, ...]
+    functions: Any  # Functions
+    digits: Any  # Digits
+    narrow: Literal["0", "1"]
 
 
 def describe(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
-    """Return the kernel arguments of weights and digits; form: heads, D, M, C, residual, 16 bits, digits' shape."""
+    """Return the kernel's arguments for weights and digits."""
     named = dict(zip(NAMES[len(weights)], weights, strict=True))
     first, last = named.get("w1", weights[0]), named.get("w2", weights[0])
     (heads, dim), out, hidden = first.shape[:2], last.shape[2], first.shape[2] if "w1" in named else 0
-    sizes = heads, dim, hidden, out, len(weights) == 4
-    narrow = "1" if first.dtype == torch.float16 else "0"
-    of_digits = digits[0].shape if digits else (0, out)
     addresses = (named[name].data_ptr() if name in named else None for name in NAMES[5])
-    described = Digits(*([x.data_ptr() for x in digits] or (None,) * 3), *of_digits)
-    return Side(bytes(Functions(*addresses, *sizes)), bytes(described), (*sizes, narrow, *of_digits))
+    functions = Functions(*addresses, heads, dim, hidden, out, len(weights) == 4)
+    described = Digits(*(x.data_ptr() for x in digits), *digits[0].shape) if digits else Digits(heads=0, bits=out)
+    return Side(functions, described, "1" if first.dtype == torch.float16 else "0")
 
 
 class How(NamedTuple):
@@ -134,10 +97,7 @@ def place(layer: LayerHasher, device: torch.device) -> Placed:
     if not found.key or device.type == "cpu":
         return found
     if _is_narrow(layer):
-        found = found._replace(key=_narrowed(found.key), query=_narrowed(found.query))
-    for weights in (found.key, found.query):
-        if not isinstance(weights[0], FakeTensor):
-            setattr(weights[0], SIDE, describe(weights, found.digits))
+        return found._replace(key=_narrowed(found.key), query=_narrowed(found.query))
     return found
 
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from hashcore.cuda import launch
 from hashcore.cuda.kept import Table, scratch
-from hashcore.cuda.kernels import Kept, Launch, make_launch
+from hashcore.cuda.kernels import Launch, make_launch
 from hashcore.cuda.layout import Pages
 from hashcore.cuda.operands import Tables, page_tables
+from hashcore.cuda.source import structure
 from torch import Tensor
 
 from sparse_decode.inputs import MAX_GROUP, require
@@ -35,26 +36,9 @@ Run = Callable[[Iterable[Launch], torch.device, Path], None]
 """Executes launches on a device, from a folder of kernels: `hashcore.cuda.launch.run`, or the simulator in tests."""
 
 
-class Rows(ctypes.Structure):
-    """Strides of batch row, head and token in elements: Rows of kernels/gather.cu."""
-
-    _fields_ = (("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("token", ctypes.c_int64))
-
-
-class Shape(ctypes.Structure):
-    """Shape of kernels/gather.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("sets", "queries", "width", "group", "heads_per_kv", "tokens", "slots")),
-        *((name, ctypes.c_int32) for name in ("sink", "recent")),
-        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
-    )
-
-
-class LeftOut(ctypes.Structure):
-    """LeftOut of kernels/gather.cu: addresses."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("coefficients", "mean_keys", "values", "visible"))
+Rows: Any = structure(KERNELS, "gather.cu", "Rows")
+Shape: Any = structure(KERNELS, "gather.cu", "Shape")
+LeftOut: Any = structure(KERNELS, "gather.cu", "LeftOut")
 
 
 def macros(
@@ -125,10 +109,9 @@ def gather(
         rows.batch, rows.head, rows.token, _ = steps
     q, indices, at = q.contiguous(), indices.contiguous(), call.at
     at.q.value, at.k.value, at.v.value, at.indices.value = (x.data_ptr() for x in (q, k, v, indices))
-    memory = scratch(call.words, device)  # which may not be kept: it lives as long as this call
-    at.out.value, address = out.data_ptr(), memory.address
-    if at.sums.value != address:
-        at.sums.value, at.stats.value, at.counts.value = address, address + call.stats, address + call.counts
+    memory = scratch(call.words, device)
+    at.out.value, address = out.data_ptr(), memory.data_ptr()
+    at.sums.value, at.stats.value, at.counts.value = address, address + call.stats, address + call.counts
     if tables is not None:
         call.pages.table = tables.blocks.data_ptr()
     held: list[Tensor | None] = []
@@ -140,7 +123,7 @@ def gather(
             None if x is None else x.data_ptr() for x in held
         )
     (launch.run if run is None else run)(call.launches, device, KERNELS)
-    del held  # kept until the launches are in the stream; from here on the allocator may reuse them
+    del held, memory  # kept until the launches are in the stream; from here on the allocator may reuse them
     return out
 
 
@@ -156,11 +139,11 @@ class _Call(NamedTuple):
     like: Tensor  # the result; `empty_like` takes less time than `new_empty`
     stats: int  # bytes from the sums in scratch memory to the statistics, and to the counts
     counts: int
-    words: int  # of scratch memory, including that of searches
-    launches: Kept
-    shape: Shape
-    strides: tuple[Rows, Rows]
-    pages: Pages
+    words: int  # of scratch memory
+    launches: list[Launch]
+    shape: Any  # Shape
+    strides: tuple[Any, Any]  # Rows of keys and of values
+    pages: Any
 
 
 _calls: Table[_Call] = Table()
@@ -185,17 +168,12 @@ def _prepare(
         make_launch("gather.cu", "gather", grid, THREADS, first, defined, programmatic=True),
         make_launch("gather.cu", "combine", (tasks, group), COMBINE_THREADS, second, defined, programmatic=True),
     ]
-    return _Call(at, like, *_scratch_at(tasks, splits, group, value_dim), Kept(launches), shape, rows, pages)
-
-
-def _scratch_at(tasks: int, splits: int, group: int, value_dim: int) -> tuple[int, int, int]:
-    """Return where statistics and counts lie behind the sums, in bytes, and the words of all memory."""
     parts = tasks * splits
-    stats, counts, end = itertools.accumulate((parts * group * value_dim, 3 * parts * group, parts))
-    return 4 * stats, 4 * counts, end
+    stats, counts, words = itertools.accumulate((parts * group * value_dim, 3 * parts * group, parts))
+    return _Call(at, like, 4 * stats, 4 * counts, words, launches, shape, rows, pages)
 
 
-def _pages(k: Tensor, tables: Tables) -> Pages:
+def _pages(k: Tensor, tables: Tables) -> Any:
     """Return the kernel's argument for keys in pages. Raises: ValueError if it does not support them."""
     count, _, size, _ = k.shape
     if size & (size - 1) or not size or not 0 < count * size < 1 << 31:

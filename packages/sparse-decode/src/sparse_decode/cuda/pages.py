@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from hashcore.cuda import launch
 from hashcore.cuda.kernels import make_launch
+from hashcore.cuda.source import structure
 from torch import Tensor
 
 from sparse_decode.budget import LayerBudget
@@ -22,6 +23,7 @@ from sparse_decode.pages import PagedLayer, Pages
 
 SEARCH: Any = torch.ops.hashcore
 THREADS = 256  # of kernels/place.cu
+Target: Any = structure(KERNELS, "place.cu", "Target")
 
 
 class DeviceStep(NamedTuple):
@@ -70,16 +72,6 @@ class DeviceStep(NamedTuple):
         most = max(0, budget.most(longest) - budget.sink - budget.recent)
         rows = lengths[:, None, None]
         return cls(blocks, rows, seen.counts, seen.always[:, 0], counts, most, budget)
-
-
-class Target(ctypes.Structure):
-    """Target of kernels/place.cu, field by field."""
-
-    _fields_ = (
-        ("words", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("page", "head", "token", "slots")),
-        ("size", ctypes.c_int32),
-    )
 
 
 def place_codes(codes: Tensor, slots: Tensor, pages: Tensor, run: Run | None = None) -> None:

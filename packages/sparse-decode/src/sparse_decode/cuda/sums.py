@@ -1,12 +1,11 @@
 """The remainder's means on CUDA (`sparse_decode.sums`): one launch of kernels/moments.cu, which also adds tokens."""
 
-import ctypes
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from hashcore.cuda import launch
-from hashcore.cuda.kept import Table
-from hashcore.cuda.kernels import Kept, make_launch
+from hashcore.cuda.kernels import make_launch
+from hashcore.cuda.source import structure
 from torch import Tensor
 
 from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, macros, operator
@@ -22,33 +21,7 @@ def defined(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[tuple[str, st
     return (*macros(dim, value_dim, dtype), ("SPARSE_FOLD", str(FOLD)))
 
 
-class Token(ctypes.Structure):
-    """Token of kernels/moments.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k", "v")),
-        *((f"{name}_{step}", ctypes.c_int64) for name in ("key", "value") for step in ("batch", "head", "token")),
-        *((name, ctypes.c_void_p) for name in ("q", "slopes")),
-        *((name, ctypes.c_int32) for name in ("kv_heads", "group", "tokens", "summed")),
-    )
-
-
-class Bounds(ctypes.Structure):
-    """Bounds of kernels/moments.cu: addresses."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("interval", "starts", "summed"))
-
-
-class State(ctypes.Structure):
-    """State of kernels/moments.cu: addresses."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in STATE)
-
-
-class Results(ctypes.Structure):
-    """Results of kernels/moments.cu: addresses."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("mean_keys", "rest"))
+TOKEN, BOUNDS, SUMS, RESULTS = (structure(KERNELS, "moments.cu", x) for x in ("Token", "Bounds", "State", "Results"))
 
 
 def add_token(
@@ -79,50 +52,27 @@ def launch_sums(
     run: Run | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernel: the operator `add_token` on CUDA."""
-    results = empty_means(q, slopes, k, v, keys)
-    if not len(q):
+    results, (batch, heads, n, dim), value_dim = empty_means(q, slopes, k, v, keys), k.shape, v.shape[3]
+    if not batch:
         return results
-    q, device = q.contiguous(), q.device
+    q, group, device = q.contiguous(), q.shape[1] // heads, q.device
+    require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
     interval = None if interval is None else interval.contiguous()
-    form = q.shape, q.dtype, device, k.shape[1], k.shape[3], v.shape[3]
-    call = _calls.found.get(form) or _calls.keep(form, _prepare(q, k, v))
-    token, bounds, state, to = call.token, call.bounds, call.state, call.results
-    token.k, token.v, token.q, token.slopes = k.data_ptr(), v.data_ptr(), q.data_ptr(), slopes.data_ptr()
-    token.key_batch, token.key_head, token.key_token, _ = k.stride()
-    token.value_batch, token.value_head, token.value_token, _ = v.stride()
-    token.tokens, token.summed = k.shape[2], covered
-    bounds.interval, bounds.starts, bounds.summed = _at(interval), _at(starts), _at(summed)
-    given = keys, values, spread, levels, scales
-    state.keys, state.values, state.spread, state.levels, state.scales = (x.data_ptr() for x in given)
-    to.mean_keys, to.rest = (x.data_ptr() for x in results)
-    (launch.run if run is None else run)(call.launches, device, KERNELS)
+    arguments = (
+        TOKEN(*_at(k, v), *k.stride()[:3], *v.stride()[:3], *_at(q, slopes), heads, group, n, covered),
+        BOUNDS(*_at(interval, starts, summed)),
+        SUMS(*_at(keys, values, spread, levels, scales)),
+        RESULTS(*_at(*results)),
+    )
+    macros, grid = defined(dim, value_dim, q.dtype), (batch * heads, 1)
+    one = make_launch("moments.cu", "add_token", grid, THREADS, arguments, macros, programmatic=True)
+    (launch.run if run is None else run)([one], device, KERNELS)
     return results
 
 
-class _Call(NamedTuple):
-    """A prepared launch for one set of shapes; each call sets sizes, strides and addresses."""
-
-    token: Token
-    bounds: Bounds
-    state: State
-    results: Results
-    launches: Kept
-
-
-_calls: Table[_Call] = Table()
-
-
-def _prepare(q: Tensor, k: Tensor, v: Tensor) -> _Call:
-    batch, heads, dim, value_dim, group = len(k), k.shape[1], k.shape[3], v.shape[3], q.shape[1] // k.shape[1]
-    require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
-    arguments = Token(kv_heads=heads, group=group), Bounds(), State(), Results()
-    named = defined(dim, value_dim, q.dtype)
-    made = make_launch("moments.cu", "add_token", (batch * heads, 1), THREADS, arguments, named, programmatic=True)
-    return _Call(*arguments, Kept([made]))
-
-
-def _at(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def _at(*tensors: Tensor | None) -> Iterator[int | None]:
+    """Return the addresses of tensors."""
+    return (None if x is None else x.data_ptr() for x in tensors)
 
 
 def empty_means(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, keys: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
