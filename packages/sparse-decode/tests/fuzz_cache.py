@@ -33,6 +33,7 @@ ROOM = 64
 WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
 KINDS = {
     "dynamic": DynamicLayer,
+    "host": DynamicLayer,
     "static": lambda: StaticLayer(ROOM),
 }
 ALL_KINDS = {**KINDS, "hybrid": LinearAttentionAndFullAttentionLayer, "growing": DynamicLayer}
@@ -73,7 +74,7 @@ class Pair:
 
     def attach(self) -> None:
         encoder = None if self.kind == "growing" else encoder_by(lambda k: encode(k.float()))
-        retype(self.layers[0], self.owned, encoder)
+        retype(self.layers[0], self.owned, encoder, self.kind == "host")
 
     @property
     def length(self) -> int:

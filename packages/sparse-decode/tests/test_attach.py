@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, attach
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, RecentSelector, attach
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -87,6 +87,8 @@ REFUSED = [  # words, model, what attach is given, options
     ("names layer 4, expected layers of the model, 0 to 3", tiny_model, (S,), {"dense_layers": {1, 4}}),
     ("^dense_layers must be", tiny_model, (S,), {"dense_layers": -1}),
     ("^dense_layers must be", tiny_model, (S,), {"dense_layers": 1.5}),
+    ('got OracleSelector; use kv="device"', tiny_model, (OracleSelector(),), {"kv": "host"}),
+    ('kv must be "device" or "host"', tiny_model, (S,), {"kv": "disk"}),
 ]
 
 

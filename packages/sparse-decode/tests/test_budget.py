@@ -139,7 +139,7 @@ def test_by_default_a_step_is_dense_until_the_bytes_that_it_saves_are_worth_it(m
 
 
 def test_no_break_even_with_a_budget_or_rows_or_where_nothing_is_known_of_bytes():
-    for options in ({"sparse_rows": 5}, {"budget": Budget()}):
+    for options in ({"sparse_rows": 5}, {"kv": "host"}, {"budget": Budget()}):
         with Attachment(tiny_model(), SignHasher(), **{"sparse_rows": None, **options}) as attachment:
             assert attachment.break_even is None
             assert attachment._layers[3].budget.dense_below == 0

@@ -13,6 +13,7 @@ from sparse_decode.caches.cache import our_type, retype
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.growing import GrowingLayer, Owned, revert
 from sparse_decode_doubles import RoundedLayer, SignHasher, prompts, tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -26,7 +27,7 @@ def test_attached_layers_are_plain_ones_with_fresh_codes(kind):
 
 
 def make(kind):
-    return retype(KINDS[kind](), Owned(), encoder_by(encode))
+    return retype(KINDS[kind](), Owned(), encoder_by(encode), kind == "host")
 
 
 class Counting(Encoder):
@@ -62,7 +63,7 @@ def test_a_layer_that_was_filled_before_is_taken_over_given_back_and_let_go(kind
     layer, encoder, owned, others = KINDS[kind](), Counting(), Owned(), Owned()
     update(layer, 6)
     before, names = type(layer), set(vars(layer))
-    assert retype(layer, owned, encoder) is layer
+    assert retype(layer, owned, encoder, kind == "host") is layer
     for seed in range(3):
         check(layer)
         update(layer, 3, seed)
@@ -141,6 +142,18 @@ def test_other_layers_and_those_with_fewer_values_than_keys_are_refused():
         update(layer, 1)
 
 
+def test_the_rows_of_a_filled_layer_go_to_the_host_and_come_back():
+    with FakeTensorMode():  # tensors of a GPU that is not there
+        layer = DynamicLayer()
+        layer.update(*torch.zeros(2, 1, 2, 6, 16, device="cuda"))
+        made = encoder_by(lambda k: torch.zeros(*k.shape[:3], 4, dtype=torch.int32, device=k.device))
+        retype(layer, Owned(), made, on_host=True)
+        assert {layer.keys.device.type, layer.values.device.type} == {"cpu"}
+        assert layer.codes.device.type == "cuda"
+        revert(layer)
+        assert {layer.keys.device.type, layer.values.device.type} == {"cuda"}
+
+
 @pytest.mark.parametrize("below", [30, 1000])
 def test_a_cache_carries_codes_from_the_break_even_on(below, monkeypatch):
     """Before, its layers are plain ones, then plain ones that grow; all are plain after detach."""
@@ -162,6 +175,27 @@ def test_a_cache_carries_codes_from_the_break_even_on(below, monkeypatch):
 # ---- Where a growing buffer keeps its rows ---------------------------------------------------------------------------
 
 MIB = 1 << 20
+
+
+def rows(count, device="cpu"):
+    return torch.arange(float(2 * count), device=device).view(1, 1, count, 2)
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("act", ["append", "adopt"])
+def test_rows_are_on_their_device_or_the_host_and_pinned_only_there(host, device, act, monkeypatch):
+    asked, empty = [], torch.empty
+    with FakeTensorMode():  # tensors of a GPU that is not there
+        buffer = GrowingBuffer(host)
+        buffer.append(rows(9))  # an adopted row replaces them, an appended one follows
+        buffer = buffer if act == "adopt" else GrowingBuffer(host)
+        monkeypatch.setattr(torch, "empty", lambda *sizes, **how: (asked.append(how), empty(*sizes, **how))[1])
+        getattr(buffer, act)(rows(3, device))
+        assert buffer.view().device.type == ("cpu" if host else device)
+        assert buffer.length == buffer.view().shape[2] == 3
+    if act == "append":
+        assert [how["pin_memory"] for how in asked] == [host and device == "cuda"]
 
 
 def test_only_whole_huge_pages_of_long_rows_are_asked_for(monkeypatch):

@@ -102,17 +102,19 @@ def saved_cache(cache):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", ["dynamic", "growing", "static"])
+@pytest.mark.parametrize("kind", ["dynamic", "growing", "host", "static"])
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_cache])
 def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):
     model, (ids, _) = tiny_model(), prompts((40,))
     dense = generate(model, ids)
     monkeypatch.setattr(interface, "FROM", 4)
-    with attach(model, SignHasher(), LayerBudget(1.0, dense_below=100 * (kind == "growing"))):
+    budget, kv = LayerBudget(1.0, dense_below=100 * (kind == "growing")), "host" if kind == "host" else "device"
+    with attach(model, SignHasher(), budget, kv=kv):
         cache = StaticCache(model.config, 64) if kind == "static" else DynamicCache(config=model.config)
         model(ids[:, :30], past_key_values=cache)
         model(ids[:, 30:31], past_key_values=cache)
-        assert (cache.layers[0].encoder is None) == (kind == "growing")
+        held = cache.layers[0]
+        assert (held.encoder is None, held.on_host) == (kind == "growing", kind == "host")
         twin = way(cache)
         assert torch.equal(generate(model, ids, past_key_values=twin), dense)
         assert torch.equal(generate(model, ids, past_key_values=cache), dense)
@@ -126,13 +128,14 @@ AFTERWARDS = {
 }
 
 
+@pytest.mark.parametrize("kv", ["device", "host"])
 @pytest.mark.parametrize("act", AFTERWARDS)
-def test_tensors_that_a_cache_has_shown_are_not_written_again(act, monkeypatch):
+def test_tensors_that_a_cache_has_shown_are_not_written_again(act, kv, monkeypatch):
     """In sparse and in dense layers, of which those of index 1 have been plain until they grew."""
     monkeypatch.setattr(interface, "FROM", 4)
     model, (ids, _) = tiny_model(), prompts((40, 40))
     dense = model(ids).logits[:, 36:]
-    with attach(model, SignHasher(), WHOLE, dense_layers={1, 2}):
+    with attach(model, SignHasher(), WHOLE, dense_layers={1, 2}, kv=kv):
         cache = DynamicCache(config=model.config)
         for first, last in ((0, 30), *((n, n + 1) for n in range(30, 36))):
             model(ids[:, first:last], past_key_values=cache)

@@ -1,5 +1,7 @@
 """A decode step on a GPU that is not there: nothing waits for it, nothing is copied, and operators are counted."""
 
+import sys
+
 import pytest
 import torch
 from fake_gpu import (
@@ -7,7 +9,9 @@ from fake_gpu import (
     KINDS,
     PROMPT,
     ROOM,
+    ROWS,
     TENTH,
+    Operators,
     Tried,
     beyond_dense,
     config_of,
@@ -19,9 +23,9 @@ from sparse_decode import attach, budget, step
 from sparse_decode.budget import LayerBudget
 from sparse_decode.select import HashSelector
 from sparse_decode_doubles import slow_but
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
-MOST = {"plain": (12, 5), "padded": (12, 5), "static": (12, 6), "beam": (12, 5)}
+MOST = {"plain": (12, 5), "padded": (12, 5), "static": (12, 6), "host": (12, 6), "beam": (12, 5)}
 """Operators and launches a layer of each kind of step, with the remainder, beyond those of a dense one."""
 BUDGETS = {
     "tenth": TENTH,
@@ -67,7 +71,36 @@ def test_a_step_does_not_wait_and_its_operators_are_counted(family, variant, kin
     operators, launches = MOST[kind]
     assert found.operators <= operators + more
     assert found.launches <= launches + more
-    assert found.copies == 0
+    # The new key and value go to host memory; the host does not wait for them.
+    assert found.copies == (2 if kind == "host" else 0)
+
+
+def test_beams_over_host_memory_wait_for_what_was_written(monkeypatch):
+    """Rows change places in host memory: once the device has written them, and by an index that is copied there."""
+    config, waited, pinned = config_of("llama"), [], []
+
+    class Stream:
+        def synchronize(self):
+            waited.append(sys._getframe(2).f_code.co_name)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(FakeTensor, "is_pinned", lambda _: True)
+    monkeypatch.setattr(FakeTensor, "pin_memory", lambda x: pinned.append(x.device.type) or x)
+    selector, twice = selector_of(), 2 * config.num_hidden_layers
+    with fake_gpu(), torch.inference_mode():
+        tried = Tried(config, "host")
+        tried.call(PROMPT, PROMPT)
+        with attach(tried.model, selector, TENTH, kv="host"), told(PROMPT + 1):
+            for _ in range(2):
+                tried.call(1, PROMPT + 1)
+            assert waited == []
+            with Operators() as seen:
+                tried.cache.reorder_cache(torch.zeros(ROWS, dtype=torch.long, device="cuda"))
+            assert waited == ["map_batch"] * twice, "keys and values of each layer"
+            assert seen.copies == ["to"] * twice, "the index, for keys and for values"
+            assert pinned == ["cpu"] * twice
+            tried.call(1, PROMPT + 2)
+    assert len(waited) == twice
 
 
 def test_a_wait_is_seen(monkeypatch):

@@ -60,6 +60,15 @@ def test_hybrids_select_by_the_codes_of_their_keys(family, options, monkeypatch)
     check(model, LshSelector(model.config), None, monkeypatch, prompts((30, 30))[0], **options)
 
 
+def test_a_hybrid_layer_is_refused_for_the_host():
+    model = check_families.build("falcon_h1", {})
+    with (
+        attach(model, LshSelector(model.config), dense_layers=0, kv="host"),
+        pytest.raises(ValueError, match='kv="host" needs a DynamicCache, got a layer of type LinearAttentionAndFull'),
+    ):
+        model(prompts((30,))[0])
+
+
 def gemma4(**changes):
     """Full layers have heads of 32 and one KV head, sliding ones heads of 16 and two."""
     own = {layer: {"head_dim": 32, "num_key_value_heads": 1} for layer in (1, 3)}
@@ -80,9 +89,12 @@ def test_heads_that_vary_by_layer(variant, monkeypatch):
         attach(model, Hasher(HasherConfig("lsh", alike)))
 
 
-def test_layers_that_reuse_keys_stay_dense(monkeypatch):
+def test_layers_that_reuse_keys_stay_dense_and_are_refused_for_the_host(monkeypatch):
     model = gemma4(num_kv_shared_layers=2)
     check(model, LshSelector(model.config), (1,), monkeypatch, *prompts())
+    with pytest.raises(ValueError, match='kv="host" needs a model whose layers have their own keys, got layer 2'):
+        attach(model, LshSelector(model.config), dense_layers=0, kv="host")
+    attach(gemma4(), LshSelector(model.config), dense_layers=0, kv="host").detach()
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

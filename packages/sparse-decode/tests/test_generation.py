@@ -161,7 +161,8 @@ def test_any_context_any_batch_and_any_budget_work(budget, lengths, rows, select
 
 CACHES = [
     *(("static", selector, "llama") for selector in SELECTORS),
-    *(("static", "planes", family) for family in ("gpt_oss", "gemma3")),
+    *(("host", hasher, "llama") for hasher in HASHERS),
+    *((kind, "planes", family) for kind in ("static", "host") for family in ("gpt_oss", "gemma3")),
 ]
 
 
@@ -169,10 +170,11 @@ CACHES = [
 @pytest.mark.parametrize(("kind", "selector", "family"), CACHES)
 @pytest.mark.parametrize("way", WAYS)
 def test_other_caches_give_the_tokens_and_counts_of_a_dynamic_one(selector, kind, way, family, monkeypatch):
+    host = kind == "host"
     model, (ids, mask) = tiny_model(family), prompts()
     with attach(model, SELECTORS[selector], TENTH) as attachment:
         expected, counts = run(model, ids, mask, **WAYS[way]), attachment.counts()
-    with attach(model, SELECTORS[selector], TENTH) as attachment:
+    with attach(model, SELECTORS[selector], TENTH, kv="host" if host else "device") as attachment:
         auditor, cache = Auditor(monkeypatch), make_cache(kind, model)
         assert torch.equal(run(model, ids, mask, past_key_values=cache, **WAYS[way]), expected)
         assert attachment.counts() == counts
@@ -258,10 +260,14 @@ def test_caches_filled_before_attaching_copied_and_used_after_detaching(kind, ha
     assert torch.equal(run(model, ids, past_key_values=early), dense)
 
 
-def test_caches_that_cannot_serve_are_refused():
+@pytest.mark.parametrize(
+    ("kind", "words"), [("quantised", r"RoundedLayer.*DynamicCache"), ("static", 'kv="host" needs')]
+)
+def test_caches_that_cannot_serve_are_refused(kind, words):
     model, (ids, mask) = tiny_model(), prompts()
-    cache, words = Cache(layers=[RoundedLayer() for _ in range(4)]), r"RoundedLayer.*DynamicCache"
-    with attach(model, SignHasher(), Budget(1.0)), pytest.raises(ValueError, match=words):
+    cache = make_cache(kind, model) if kind == "static" else Cache(layers=[RoundedLayer() for _ in range(4)])
+    kv = "host" if kind == "static" else "device"
+    with attach(model, SignHasher(), Budget(1.0), kv=kv), pytest.raises(ValueError, match=words):
         run(model, ids, mask, past_key_values=cache)
 
 

@@ -48,6 +48,7 @@ WAYS = {
     "per query head": ("llama", hash_per_query_head, {}),
     "dense layers": ("llama", hasher_for, {"dense_layers": {0, 2}}),
     "below the break-even": ("llama", hasher_for, {"budget": None}),
+    "kv on the host": ("llama", hasher_for, {"kv": "host"}),
     "sliding layers": ("gemma3", hasher_for, {}),
     "sinks": ("gpt_oss", hasher_for, {}),
     "no codes": ("llama", lambda model: OracleSelector(), {}),

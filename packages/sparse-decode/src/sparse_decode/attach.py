@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from sparse_decode import session
 from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import cache_layer, retype
-from sparse_decode.caches.growing import FROM, Owned, may_grow
+from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
 from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
@@ -59,6 +59,8 @@ class Attachment:
             if the hasher is calibrated for it, as those of `hashtrain` are; see `Attachment.remainder`. The mask may
             then not change for earlier tokens: a decode step on CUDA does not check this, and outputs NaN in such a
             row until the cache is discarded. On the CPU the sums are recomputed; a compiled step raises an error.
+        kv: where the sparse layers of dynamic caches store keys and values. "host": in host memory, pinned if there is
+            a GPU; codes stay on the device, and a sparse step copies only the selected rows to it.
         prompt: "sparse": in the full-attention layers that `dense_layers` does not name, blocks of 32 rows of a prompt
             read the first 16 and last 256 tokens that they see, and a tenth of the others, found by exact products of
             every second row (cpu/prompt_kernels.py). For bfloat16 on a CPU with AVX512_BF16.
@@ -77,11 +79,13 @@ class Attachment:
     def __init__(
         self, model: PreTrainedModel, hasher: KeyQueryHasher | Selector | None = None, budget: Budget | None = None, *,
         dense_layers: int | Collection[int] | None = None, remainder: bool = True,
-        prompt: Literal["exact", "sparse"] = "exact", sparse_rows: int | None = None,
+        kv: Literal["device", "host"] = "device", prompt: Literal["exact", "sparse"] = "exact",
+        sparse_rows: int | None = None,
     ):  # fmt: skip
-        require_arguments(budget, dense_layers, prompt)
+        require_arguments(budget, dense_layers, kv, prompt)
         require_attachable(model)
         self.model: PreTrainedModel = model
+        self._on_host = kv == "host"
         self.prompt: str = prompt
         self._handles: list[RemovableHandle] = []
         self._name: AttentionName | None = None
@@ -91,7 +95,7 @@ class Attachment:
             require_sparse_prompts(model)
         given = getattr(hasher, "dense_layers", ()) if dense_layers is None else dense_layers
         dense = range(given) if isinstance(given, int) else given
-        modules, self._layers = plan_layers(model, hasher, budget, dense, sparse_rows, remainder)
+        modules, self._layers = plan_layers(model, hasher, budget, dense, sparse_rows, self._on_host, remainder)
         lengths = [layer.budget.dense_below for layer in self._layers.values()] if budget is None else []
         self.break_even: int | None = next(filter(None, lengths), None)
         self.layers: tuple[int, ...] = tuple(modules)
@@ -116,7 +120,7 @@ class Attachment:
         self._dense = tuple(found.layer for found in dense_ones)
         if not modules and dense_ones:
             self._handles.append(dense_ones[0].watch(partial(self._grow_long, dense_ones[0].layer)))
-        ways = (self._config, name), self._held, self._owned
+        ways = (self._config, name), self._held, self._owned, not self._on_host
         for layer, found in modules.items():
             hook = Hook(self._layers[layer], found.arguments, *ways)
             self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -232,8 +236,11 @@ class Attachment:
             return held
         if torch.compiler.is_compiling():
             raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
-        self._grow(cache)
-        return retype(held, self._owned, layer.encoder)
+        if not self._on_host:
+            self._grow(cache)
+        elif type(held) not in (DynamicLayer, GrowingLayer):
+            raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
+        return retype(held, self._owned, layer.encoder, self._on_host)
 
 
 attach = Attachment

@@ -66,17 +66,19 @@ class Hook:
         ours: the config of the text decoder, and the attention implementation that it must name.
         coded: makes a cache carry codes in the sparse layer's place, and returns that layer.
         owned: the cache layers of the attachment.
+        may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
     def __init__(
         self, layer: SparseLayer, arguments: tuple[str, ...], ours: tuple[Any, str], coded: Carry, owned: Owned,
+        may_be_short: bool,
     ):  # fmt: skip
         self.layer: SparseLayer = layer
         self._config, self._name = ours
         self._settings: dict[str, Any] = vars(self._config)
         self._arguments, self._coded, self._owned = arguments, coded, owned
         self._index, self._short = layer.layer, Call(layer, None, True, self._name == NAMES["sdpa"])
-        self._below: int = layer.budget.dense_below
+        self._below: int = layer.budget.dense_below if may_be_short else 0
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -213,7 +215,8 @@ class AttentionCall:
             return self._densely()
         device = self.query.device
         if autocasts(device):  # cast as torch's own attention does
-            kind = torch.get_autocast_dtype(device.type)
+            host = getattr(held, "on_host", False)  # its keys and values keep their dtype
+            kind = self.key.dtype if host else torch.get_autocast_dtype(device.type)
             self.query, self.key, self.value = (x.to(kind) for x in (self.query, self.key, self.value))
         if compiling:
             return self._compiled(), None
@@ -236,6 +239,8 @@ class AttentionCall:
     def _densely(self, rows: int | None = None) -> Output:
         """Attend as the model alone would, in the first `rows` rows; None: in all."""
         q, k, v, mask = self.query, self.key, self.value, self.mask
+        if getattr(self.held, "on_host", False):
+            k, v = k.to(q.device, non_blocking=True), v.to(q.device, non_blocking=True)
         if rows is not None:
             end = self._end() - q.shape[2] + rows
             q, k, v = q[:, :, :rows], k[:, :, :end], v[:, :, :end]

@@ -231,6 +231,16 @@ def require_kernels(
         require(device, dtype, (heads.head_dim,), 1 if per_query_head else heads.group)
 
 
+def require_own_keys(model: PreTrainedModel) -> None:
+    """Raise ValueError if layers share the keys of other layers, which would then be in host memory."""
+    config = text_decoder(model).config
+    if shared := [m.layer for m in attention_modules(model) if _reuses(config, m.layer)]:
+        raise ValueError(
+            f'kv="host" needs a model whose layers have their own keys, got layer {shared[0]}, which shares those of '
+            'another layer; use kv="device"'
+        )
+
+
 def require_whole(modules: Mapping[int, Attention]) -> None:
     """Raise ValueError if the heads of a layer are divided among processes."""
     for found in modules.values():

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sparse_decode.budget import Budget, LayerBudget, Tally
 from sparse_decode.intervals import Memo
-from sparse_decode.model import Attention, require_kernels, require_whole, sparse_modules
+from sparse_decode.model import Attention, require_kernels, require_own_keys, require_whole, sparse_modules
 from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
 from sparse_decode.step import SparseLayer
 
@@ -36,7 +36,7 @@ SCATTERED_READ_FACTOR = 2
 
 def plan_layers(
     model: PreTrainedModel, hasher: KeyQueryHasher | Selector | None, budget: Budget | None,
-    dense_layers: Collection[int], start: int | None, remainder: bool,
+    dense_layers: Collection[int], start: int | None, on_host: bool, remainder: bool,
 ) -> tuple[Modules, dict[int, SparseLayer]]:  # fmt: skip
     """Return the attention modules to make sparse and their sparse layers, by layer; none without a selector.
 
@@ -46,6 +46,9 @@ def plan_layers(
         return {}, {}
     chosen = as_selector(hasher)
     chosen.require_match(text_decoder(model).config)
+    if on_host and not chosen.needs_codes:
+        kind = type(chosen).__name__
+        raise ValueError(f'kv="host" needs a selector that works on codes, got {kind}; use kv="device"')
     modules = sparse_modules(model, dense_layers)
     require_whole(modules)
     shape = ModelShape.of(text_decoder(model).config)
@@ -53,17 +56,21 @@ def plan_layers(
         require_kernels(model, modules, shape, getattr(chosen, "per_query_head", False))
     elif chosen.needs_codes and model.device.type == "cuda":
         require_compiler()
+    if on_host:
+        require_own_keys(model)
     # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
-    foreseen = budget is None and start is None and chosen.needs_codes
+    foreseen = budget is None and start is None and chosen.needs_codes and not on_host
     foreseen = foreseen and model.device.type == "cpu"
     budgets = _budgets(modules, chosen, budget or Budget(), shape, model.dtype if foreseen else None)
     return modules, _layers(modules, budgets, chosen, start, remainder, shape)
 
 
-def require_arguments(budget: object, dense_layers: object, prompt: object) -> None:
+def require_arguments(budget: object, dense_layers: object, kv: object, prompt: object) -> None:
     """Raise ValueError if these arguments of `Attachment` are of another type or out of range."""
     if not isinstance(budget, Budget | None):
         raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
+    if kv not in ("device", "host"):
+        raise ValueError(f'kv must be "device" or "host", got {kv!r}')
     if prompt not in ("exact", "sparse"):
         raise ValueError(f'prompt must be "exact" or "sparse", got {prompt!r}')
     given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]

@@ -145,6 +145,8 @@ def _of_layer(layer: Any, sparse: SparseLayer | None, n: int, room: int) -> dict
     keys, values = layer.keys, layer.values
     room = room if type(layer) in _WHOLE else 0
     found = {"keys": _Array(keys, room), "values": _Array(values, room)}
+    if isinstance(layer, GrowingLayer):
+        layer.wait()
     if sparse is not None and isinstance(layer, GrowingLayer) and layer.encoder is not None:
         codes, sums = layer.codes, layer.sums
         if sparse.remainder is not None and not sums.length:  # no step has needed them yet
@@ -263,16 +265,21 @@ def _fill(
         layer.keys, layer.values = keys[:, :, :kept], values[:, :, :kept]
         layer.cumulative_length = kept
         return
-    keys, values = (file.mapped(at + name).to(device) for name in ("keys", "values"))
+    keys, values = file.mapped(at + "keys"), file.mapped(at + "values")
     if sparse is None or not sparse.selector.needs_codes:
-        return retype(layer, attachment._owned).hold(keys, values, kept)
-    held = retype(layer, attachment._owned, sparse.encoder)
+        return retype(layer, attachment._owned).hold(keys.to(device), values.to(device), kept, device)
+    on_host = attachment._on_host
+    held = retype(layer, attachment._owned, sparse.encoder, on_host)
+    if on_host and device.type == "cuda":
+        keys, values = keys.pin_memory(), values.pin_memory()
+    elif not on_host:
+        keys, values = keys.to(device), values.to(device)
     if length := int(file.mapped(at + "sums.length")):
         parts = (file.read(f"{at}sums.{name}", device) if f"{at}sums.{name}" in file else None for name in _SUMS)
         held.sums.restore(*parts, length=length)
         held.sums.drop(keys[:, :, :n], values[:, :, :n], kept)
     held._codes.hold(file.mapped(at + "codes").to(device), kept)
-    held.hold(keys, values, kept)
+    held.hold(keys, values, kept, device)
 
 
 # ---- Binding ---------------------------------------------------------------------------------------------------------

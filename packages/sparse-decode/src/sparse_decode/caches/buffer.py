@@ -24,13 +24,19 @@ class GrowingBuffer:
 
     What was returned is never written again: callers may keep it. After `truncate`, the next rows therefore go to a new
     tensor, with a copy of those that are left.
+
+    Args:
+        host: store the rows in host memory, pinned if they come from a GPU. The GPU writes asynchronously; call `wait`
+            before reading on the CPU. The rows of one token are contiguous, so that they are written in one copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: bool = False) -> None:
         self._data: Tensor | None = None
         self._own = True
         self.length: int = 0
         """Tokens so far."""
+        self._host = host
+        self._writer: torch.device | None = None  # a GPU that may still be writing
 
     def view(self) -> Tensor:
         """Return the filled part, [B, H, T, X], without a copy."""
@@ -39,13 +45,13 @@ class GrowingBuffer:
         return self._data.narrow(2, 0, self.length)
 
     def adopt(self, rows: Tensor) -> None:
-        """Replace the content by rows [B, H, T, X], which are not copied until the next append.
+        """Replace the content by rows [B, H, T, X]; on the same device, they are not copied until the next append.
 
         They are never written to, even if a crop has left room in them, because they may be shared. Rows made in
         inference mode are copied: torch does not count writes to them, so that changes by others would go unnoticed.
         """
         self._data, self.length = None, 0
-        if rows.is_inference():
+        if (self._host and rows.device.type != "cpu") or rows.is_inference():
             self.append(rows)
         else:
             self._data, self.length, self._own = rows, rows.shape[2], False
@@ -62,7 +68,12 @@ class GrowingBuffer:
 
         Raises: ValueError if they are on another device.
         """
-        self.extend(rows).copy_(rows)
+        to = self.extend(rows)
+        if self._host and rows.device.type == "cuda":
+            self._writer = rows.device
+            to.permute(2, 0, 1, 3).copy_(rows.permute(2, 0, 1, 3), non_blocking=True)
+        else:
+            to.copy_(rows)
         return self.view()
 
     def extend(self, rows: Tensor) -> Tensor:
@@ -78,7 +89,7 @@ class GrowingBuffer:
     def _grown(self, rows: Tensor, end: int) -> Tensor:
         """Return the buffer with room for `end` tokens, and of a dtype that also holds rows like these."""
         data = self._data
-        if data is not None and rows.device != data.device:
+        if data is not None and not self._host and rows.device != data.device:
             raise ValueError(
                 f"a cache filled on {data.device} needs rows there, got some on {rows.device}; start with a new cache"
             )
@@ -88,6 +99,7 @@ class GrowingBuffer:
             spare = max(_SLACK, end // 8 if end > wanted else wanted - end)
             grown = self._room(rows, end + spare, kind)
             if data is not None:
+                self.wait()
                 grown[:, :, : self.length] = self.view()
             data = self._data = grown
             self._own = True
@@ -101,6 +113,12 @@ class GrowingBuffer:
         data = self._data
         return data if data is not None and self._own and self.length + tokens <= data.shape[2] else None
 
+    def wait(self) -> None:
+        """Wait for the GPU's writes; needed before the CPU reads the rows."""
+        if self._writer is not None:
+            torch.cuda.current_stream(self._writer).synchronize()
+            self._writer = None
+
     def truncate(self, length: int) -> None:
         """Drop the rows of tokens from `length` on."""
         if length < self.length:
@@ -111,13 +129,20 @@ class GrowingBuffer:
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change`, a function on the batch dimension, to the buffer."""
         if self._data is not None:
+            pinned = self._data.is_pinned() if self._host else False
+            self.wait()
             with ordinary_tensors():
                 self._data = change(self._data)
+            if pinned:  # `change` returns unpinned memory
+                self._data = self._data.permute(2, 0, 1, 3).contiguous().pin_memory().permute(1, 2, 0, 3)
             self._own = not self._data.is_inference()
 
     def _room(self, like: Tensor, tokens: int, kind: torch.dtype) -> Tensor:
-        batch, heads, _, width = like.shape
+        (batch, heads, _, width), pinned = like.shape, like.device.type == "cuda"
         with ordinary_tensors():
+            if self._host:
+                shape = tokens, batch, heads, width
+                return torch.empty(shape, dtype=kind, device="cpu", pin_memory=pinned).permute(1, 2, 0, 3)
             rows = torch.empty(batch, heads, tokens, width, dtype=kind, device=like.device, pin_memory=False)
             return in_huge_pages(rows)
 

@@ -142,10 +142,11 @@ def our_type(plain: type) -> type[Retyped] | None:
     return _hybrid(plain) if plain in HYBRIDS else None
 
 
-def retype(layer: CacheLayerMixin, owner: Owned, encoder: Encoder | None = None) -> Any:
+def retype(layer: CacheLayerMixin, owner: Owned, encoder: Encoder | None = None, on_host: bool = False) -> Any:
     """Make a cache layer, plain or one of ours, carry the codes of its present and future keys, and grow in place.
 
     Args: owner: the layers to which it belongs then; encoder: hashes keys; None for a dynamic layer without codes.
+        on_host: as in `GrowingLayer`.
     Returns: the same object, re-typed.
     Raises: ValueError if we have no class for it.
     """
@@ -157,6 +158,8 @@ def retype(layer: CacheLayerMixin, owner: Owned, encoder: Encoder | None = None)
     layer.__class__ = ours
     made = cast(Retyped, layer)
     made.owner, made.encoder = owner, encoder
+    if on_host:
+        made.on_host = True
     made.begin()
     made.mark()
     owner.add(made)

@@ -24,14 +24,15 @@ class Encoder:
         self._shape: tuple[int, int] | None = None
         self.number: int = register(self)
 
-    def __call__(self, keys: Tensor) -> Tensor:
-        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
-        (batch, heads, n, dim), codes, done = keys.shape, None, 0
-        with no_autocast(keys.device):
+    def __call__(self, keys: Tensor, device: torch.device | None = None) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W], on `device` if given."""
+        device, (batch, heads, n, dim) = keys.device if device is None else device, keys.shape
+        codes, done = None, 0
+        with no_autocast(device):
             while True:
                 bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
                 end = min(n, done + max(1, _CHUNK // (batch * max(heads * dim, bits) * 4 * _WIDTHS + 1)))
-                part = self._selector.encode_keys(self._layer, keys[:, :, done:end])
+                part = self._selector.encode_keys(self._layer, keys[:, :, done:end].to(device))
                 self._shape = part.shape[1], part.shape[3]
                 if end - done == n:
                     return part

@@ -37,6 +37,8 @@ class Retyped(CacheLayerMixin):
     """The original class of the layer."""
     encoder: Encoder | None = None
     """Hashes its keys; None if it carries no codes."""
+    on_host = False
+    """Whether keys and values are in host memory, even if the model is on a GPU."""
     owner: "Owned"
     _watched = ("keys", "values")
     """Attributes that others may change."""
@@ -66,7 +68,11 @@ class Retyped(CacheLayerMixin):
                 self.begin()
                 return self.mark()
 
+    def wait(self) -> None:
+        """Wait until a GPU has written all keys and values, before they are read on the CPU."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Retyped":
+        self.wait()
         self.settle()
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -78,6 +84,7 @@ class Retyped(CacheLayerMixin):
 
     def plainly(self) -> CacheLayerMixin:
         """Return a plain layer with the same keys and values, without spare room and codes."""
+        self.wait()
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         revert(twin)
@@ -94,7 +101,7 @@ class Retyped(CacheLayerMixin):
 def revert(layer: Any) -> None:
     """Restore a layer's class and attributes from before it was re-typed, without copying keys and values."""
     layer.end()
-    for name in ("encoder", "owner", "_marks"):
+    for name in ("encoder", "on_host", "owner", "_marks"):
         vars(layer).pop(name, None)
     layer.__class__ = layer.plain
 
@@ -116,7 +123,9 @@ class Owned(WeakSet[CacheLayerMixin]):
 class GrowingLayer(Retyped, DynamicLayer):
     """A `DynamicLayer` whose keys and values have spare room for later tokens, and that carries codes with an encoder.
 
-    Keys of decode steps are hashed when their codes are first needed, so that dense steps do not hash.
+    Keys of decode steps are hashed when their codes are first needed, so that dense steps do not hash. With `on_host`,
+    keys and values are in host memory, pinned if the model is on a GPU, and `update` returns them there: the GPU's
+    attention kernel reads selected rows from host memory, without a copy and without making the host wait.
     """
 
     plain: type[CacheLayerMixin] = DynamicLayer
@@ -125,7 +134,8 @@ class GrowingLayer(Retyped, DynamicLayer):
     sums: Sums
 
     def begin(self) -> None:
-        self.sums, self._codes, self._keys, self._values = Sums(), GrowingBuffer(), GrowingBuffer(), GrowingBuffer()
+        self.sums, self._codes = Sums(), GrowingBuffer()
+        self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
         if not self.get_seq_length():
             return
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
@@ -135,17 +145,26 @@ class GrowingLayer(Retyped, DynamicLayer):
                     f"a cache layer needs as many keys as values, got {tuple(keys.shape)} and {tuple(values.shape)}; "
                     "change both together"
                 )
-            self._codes.append(self.encoder(keys))
+            self._codes.append(self.encoder(keys, self.device))
+        if self.on_host and self.device.type == "cuda" and keys.device.type == "cpu" and not keys.is_pinned():
+            keys, values = keys.pin_memory(), values.pin_memory()
         self._keys.adopt(keys)
         self._values.adopt(values)
         self.keys, self.values = self._keys.view(), self._values.view()
 
     def end(self) -> None:
+        if self.get_seq_length():
+            self.keys, self.values = (cast(Tensor, x).to(self.device) for x in (self.keys, self.values))
         del self._keys, self._values, self._codes, self.sums
 
-    def hold(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Fill an empty layer with the first tokens of buffers, whose others are room."""
-        self.lazy_initialization(keys, values)
+    def wait(self) -> None:
+        self._keys.wait()
+        self._values.wait()
+
+    def hold(self, keys: Tensor, values: Tensor, length: int, device: torch.device) -> None:
+        """Fill an empty layer of a model on `device` with the first tokens of buffers, whose others are room."""
+        like = keys.new_empty(0, device=device)
+        self.lazy_initialization(like, like)
         self.keys, self.values = self._keys.hold(keys, length), self._values.hold(values, length)
         self.mark()
 
@@ -156,7 +175,7 @@ class GrowingLayer(Retyped, DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.settle()
-        if self.encoder is not None and key_states.shape[2] > FEW:  # few are hashed later
+        if self.encoder is not None and (self.on_host or key_states.shape[2] > FEW):  # few are hashed later
             if self._codes.length < self._keys.length:
                 _ = self.codes  # hash earlier keys first
             self._hash(key_states)
