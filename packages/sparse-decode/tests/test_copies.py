@@ -165,6 +165,21 @@ def test_a_config_copied_while_attached_belongs_to_nobody(way):
     assert other.config._attn_implementation == "sdpa"
 
 
+def test_a_config_of_a_model_that_was_dropped_while_attached_is_free():
+    model, (ids, _) = tiny_model(), prompts((40,))
+    config, weights, dense = model.config, model.state_dict(), generate(model, ids)
+    attach(model, SignHasher(), WHOLE)
+    other = AutoModelForCausalLM.from_config(config).eval()
+    other.load_state_dict(weights)
+    assert other.config is config
+    with pytest.raises(ValueError, match="shares its config object; call detach"):
+        attach(other, SignHasher())
+    del model
+    with attach(other, SignHasher(), WHOLE):
+        assert torch.equal(generate(other, ids), dense)
+    assert type(config._attn_implementation) is str
+
+
 def test_a_model_saved_while_attached_is_a_plain_one(tmp_path):
     model, (ids, _) = tiny_model(), prompts((40,))
     with attach(model, SignHasher()):

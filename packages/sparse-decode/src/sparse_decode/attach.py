@@ -24,6 +24,7 @@ from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
 from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
+    NAMES,
     NO_COPY,
     Attention,
     AttentionName,
@@ -111,7 +112,8 @@ class Attachment:
         model = self.model
         register()
         self._config = cast(Any, text_decoder(model).config)
-        name = AttentionName.in_place_of(dense_name(model))
+        dense = dense_name(model)
+        name = AttentionName.of(NAMES[dense], dense, model)
         set_attention(model, name)
         self._name, self._undo = name, [feed_in_chunks(model)]
         if self.prompt == "sparse":
@@ -137,7 +139,7 @@ class Attachment:
             handle.remove()
         self._handles = []
         if self._name is not None:
-            self._name.attached = False
+            self._name.end()
             if self._config._attn_implementation == self._name:  # the caller may have set another one
                 set_attention(self.model, self._name.dense)
             self._name = None

@@ -5,8 +5,10 @@ attention over its own keys, sees the whole context, and calls attention through
 keyword arguments that it was given.
 """
 
+import gc
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -46,18 +48,23 @@ _PASSES_KEYWORDS = 8
 class AttentionName(str):
     """The name of our attention in an attached model's config; copies and files of the config get the dense name.
 
-    Attributes: dense: the attention that it replaces; attached: whether the model still is.
+    Attributes: dense: the attention that it replaces; model: returns the attached model; None once it is detached or
+        dropped.
     """
 
     dense: str
-    attached = True
+    model: Callable[[], PreTrainedModel | None]
 
     @classmethod
-    def in_place_of(cls, dense: str) -> "AttentionName":
-        """Create the name of our attention in place of another."""
-        made = cls(NAMES[dense])
-        made.dense = dense
+    def of(cls, name: str, dense: str, model: PreTrainedModel) -> "AttentionName":
+        """Create the name of an attached model."""
+        made = cls(name)
+        made.dense, made.model = dense, weakref.ref(model)
         return made
+
+    def end(self) -> None:
+        """Say that the model is detached."""
+        self.model = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
         return self.dense
@@ -78,6 +85,8 @@ def require_attachable(model: PreTrainedModel) -> None:
             f"expected a model with one key per KV head, got {config.model_type}, which stores compressed keys "
             "(multi-head latent attention)"
         )
+    if dense_name(model) in NAMES.values():
+        gc.collect()  # a model that was dropped while attached refers to itself
     name = dense_name(model)
     if name in NAMES.values():
         raise ValueError(
@@ -94,7 +103,7 @@ def require_attachable(model: PreTrainedModel) -> None:
 def dense_name(model: PreTrainedModel) -> str:
     """Return the text decoder's attention; if the config still has a name of ours, the attention that it replaced."""
     name = cast(str, text_decoder(model).config._attn_implementation)
-    return name.dense if isinstance(name, AttentionName) and not name.attached else name
+    return name.dense if isinstance(name, AttentionName) and name.model() is None else name
 
 
 @dataclass(frozen=True)
