@@ -39,7 +39,6 @@ HASHERS = [  # variant, head_dim, bits, hidden, planes
     ("paper", 48, 128, 96, 1),
 ]
 UNUSED = torch.tensor([-1])
-LARGE = make(KINDS[0], 7, 4, 5000, 300, unused=UNUSED)
 
 
 def there(given):

@@ -22,7 +22,7 @@ from hashcore.cuda.program import cache_folder
 from hashcore.cuda.source import Macros
 from numpy.typing import NDArray
 
-HEADER = Path(__file__).with_name("hostsim.hpp")
+FOLDER = Path(__file__).parent
 # Undefined behaviour traps, and the trap is reported as an error, without a sanitizer runtime in Python. Hidden
 # visibility and no unique symbols, so that libraries do not share state.
 FLAGS = [
@@ -129,17 +129,17 @@ def _build(source: str, kernels: Sequence[str], macros: Macros) -> Path:
     if gxx is None:
         raise RuntimeError("expected g++ with C++20 on PATH, found none; install it to run kernels on the CPU")
     exports = "".join(f"HOSTSIM_KERNEL({name})\n" for name in kernels)
-    text = f'#include "{HEADER.name}"\nnamespace {{\n{source}\n}}\n{exports}'
+    text = f'#include "hostsim.hpp"\nnamespace {{\n{source}\n}}\n{exports}'
     flags = [*FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
     version = subprocess.run([gxx, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = (text, HEADER.read_text(), *flags, version)
+    parts = (text, *(path.read_text() for path in sorted(FOLDER.glob("*.hpp"))), *flags, version)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     library = cache_folder() / "hostsim" / f"{key}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / "kernels.so"
-            command = [gxx, *flags, "-I", str(HEADER.parent), "-", "-o", str(built)]
+            command = [gxx, *flags, "-I", str(FOLDER), "-", "-o", str(built)]
             done = subprocess.run(command, input=text, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"g++ refused the kernels {', '.join(kernels)}:\n{done.stderr}")
