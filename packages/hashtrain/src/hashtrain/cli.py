@@ -1,6 +1,7 @@
 """The command line: `hashtrain [train|convert] ...`."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from hashtrain import command_line
 from hashtrain.demo import DEMO, base_model, model_path
+from hashtrain.run.recipes import RECIPES
 from hashtrain.run.settings import PAPER, TrainCommand
 from hashtrain.usage import UsageError, guarded, require_folder
 
@@ -97,11 +99,27 @@ def _train(command: TrainCommand) -> dict[str, Any]:
     metrics = run(command, console)
     if "dry_run" in metrics:
         return metrics
-    measure = f"evals ppl --model {command.model} --hashers {command.out}"
-    console.print(f"stored in {command.out}; measure them with `{measure}`", highlight=False, soft_wrap=True)
+    console.print(f"stored in {command.out}; next:\n{next_command(command)}", highlight=False, soft_wrap=True)
     mean = {name: result["kv_head"]["mean"] for name, result in metrics["hashers"].items()}
     best = max(mean, key=lambda name: mean[name]["iou"])
     return {"out": str(command.out), "seconds": metrics["seconds"], "best": best, "mean": mean}
+
+
+def next_command(command: TrainCommand) -> str:
+    """Return the command that evaluates the hashers of this run."""
+    given: dict[str, list[str]] = {
+        "--hashers": [str(command.out)],
+        "--model": [command.model] * (command.model != DEMO),
+        "--text": ["TEXT-NOT-TRAINED-ON"] * bool(command.text),
+        # evals does not have the defaults of other models
+        "--context": [str(command.context)] * (command.context != TrainCommand().context),
+        "--dense-layers": [str(n) for n in (command.dense_layers,) if n is not None],
+    }
+    made = [recipe.name for recipe in command.recipes]
+    if not {recipe.name for recipe in RECIPES} <= set(made):  # the default of evals needs all of these
+        given["--methods"] = made
+    words = [word for flag, values in given.items() if values for word in (flag, *values)]
+    return shlex.join(["uv", "run", "evals", "ppl", "--documents", "4", *words])
 
 
 COMMANDS: dict[str, tuple[Any, Callable[[Any], dict[str, Any]]]] = {
