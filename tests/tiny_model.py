@@ -19,7 +19,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embed
 
 
 def make_model(folder, **changes):
-    """Write a tiny model with a tokenizer, and a texts beside it; return the model's folder."""
+    """Write a tiny model with a tokenizer, and texts beside it; return the model's folder."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES, **{**HEADS, **changes})).save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(folder / "model")

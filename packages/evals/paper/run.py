@@ -5,7 +5,7 @@
     uv run packages/evals/paper/run.py --all --model FOLDER --hashers FOLDER --out runs/paper
 
 `items.toml` holds the items, and says what its fields mean. Some need the hashers of `hashtrain --only all`. A run's
-tables are in its folder.
+tables and figure are in its folder.
 """
 
 import argparse

@@ -86,6 +86,7 @@ def test_a_run_in_bfloat16_is_whole_a_second_one_computes_nothing_and_a_sample_o
     assert {p.dtype for p in seen[0][0].parameters()} == {torch.bfloat16}
     assert found.config["dtype"] == json.loads((command.out / "config.json").read_text())["dtype"] == "bfloat16"
     assert {(row.task, row.n) for row in found.rows} == {(found.config["task"], 1)}
+    assert (command.out / "figure.png").read_bytes().startswith(b"\x89PNG")
     text = (command.out / "report.md").read_text()
     assert all(method in text for method in command.methods)
     monkeypatch.setattr(models, "_take_a_step", lambda *given: None)  # which loading does

@@ -60,10 +60,12 @@ def test_pack_and_unpack(rng, backend, dtype):
     check(backend, "unpack", reference.pack(x))
 
 
-@pytest.mark.parametrize("planes", range(1, 9))
-def test_quantise_and_planes(rng, backend, planes):
+@pytest.mark.parametrize(("planes", "dtype"), [*((n, np.float32) for n in range(1, 9)), (3, np.float16), (6, float)])
+def test_quantise_and_planes(rng, backend, planes, dtype):
     w = (rng.normal(size=(5, 64)) * 10.0 ** rng.integers(-6, 5, (5, 1))).astype(np.float32)
     w[0], w[1, ::3], w[2] = 0.0, -0.0, w[2] * np.float32(2.0**-140)
+    with np.errstate(over="ignore"):
+        w = w.astype(dtype)
     check(backend, "quantise", w, planes)
     check(backend, "planes", w, planes)
     w[3, :5], w[3, 7], w[4] = np.nan, np.inf, (np.nan if planes % 2 else -np.inf)

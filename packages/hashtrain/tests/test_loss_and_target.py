@@ -18,6 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_the_ranking_loss_of_16_bit_scores_is_computed_in_float32(kind):
+    top, rest = torch.tensor([3.0, 9.0, -6.0]).repeat(64).to(kind), torch.zeros(400, dtype=kind)
+    expected = torch.nn.functional.softplus(3 - top.double()).mean().item()
+    assert ranking_loss(top, rest, torch.tensor([True])).item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_reconstruction_is_the_share_of_variance_that_no_line_explains():
     scores, logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]]), torch.tensor([[1.0, 2.0, 0.0, -7.0]])
     valid = torch.tensor([[True, True, True, False]])

@@ -89,6 +89,8 @@ REFUSED = [  # words, model, what attach is given, options
     ("^dense_layers must be", tiny_model, (S,), {"dense_layers": 1.5}),
     ('got OracleSelector; use kv="device"', tiny_model, (OracleSelector(),), {"kv": "host"}),
     ('kv must be "device" or "host"', tiny_model, (S,), {"kv": "disk"}),
+    ("^sparse_rows must be", tiny_model, (S,), {"sparse_rows": -1}),
+    ("^sparse_rows must be", tiny_model, (S,), {"sparse_rows": "prefill"}),
 ]
 
 

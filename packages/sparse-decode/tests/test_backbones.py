@@ -97,7 +97,12 @@ def test_attaching_to_the_adapted_model_and_to_its_base_is_attaching_twice():
 def test_a_model_compiled_by_its_owner_works():
     """Not `generate`'s own compilation, but torch.compile around the model, graph breaks allowed."""
     model, (ids, _) = tiny_model(num_hidden_layers=1), prompts((20,))
-    with Attachment(model, SignHasher(), Budget(0.3, min_tokens=2), dense_layers=0, sparse_rows=5):
+    with Attachment(model, SignHasher(), Budget(0.3, min_tokens=2), dense_layers=0, sparse_rows=0):
         plain = model(ids, use_cache=False).logits
         found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
     torch.testing.assert_close(found, plain)
+    with (
+        Attachment(model, SignHasher(), dense_layers=0, sparse_rows=5),
+        pytest.raises(Exception, match="sparse_rows=5"),
+    ):
+        torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False)

@@ -63,13 +63,14 @@ def run(model, press):
     return torch.stack(logits), [layer.keys for layer in cache.layers]
 
 
+@pytest.mark.parametrize("kv", ["device", "host"])
 @pytest.mark.parametrize("name", PRESSES)
-def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name):
+def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, kv):
     """Those of decode steps, those that read attention weights and those that change keys in their place, too."""
     make, implementation, left = PRESSES[name]
     model = tiny_model(implementation=implementation)
     dense, kept = run(model, make(kvpress))
-    with attach(model, SignHasher(), Budget(1.0), dense_layers=0):
+    with attach(model, SignHasher(), Budget(1.0), dense_layers=0, kv=kv):
         logits, keys = run(model, make(kvpress))
     assert {x.shape[2] for x in kept} == {left}
     assert name != "think" or any((x[:, :, :PROMPT] == 0).any() for x in kept)

@@ -17,10 +17,11 @@ WHOLE = Budget(1.0)
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()])
-def test_a_prefix_prefilled_in_inference_mode_is_gone_on_with(hasher):
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_a_prefix_prefilled_in_inference_mode_is_gone_on_with(hasher, kv):
     model, (ids, _) = tiny_model(), prompts((40,))
     dense = generate(model, ids)
-    with attach(model, hasher, WHOLE, dense_layers=0):
+    with attach(model, hasher, WHOLE, dense_layers=0, kv=kv):
         for batched in (False, True):
             cache = DynamicCache(config=model.config)
             with torch.inference_mode():
@@ -49,6 +50,11 @@ def test_autocast(hasher, implementation):
         for found, expected in zip(run(), dense, strict=True):
             torch.testing.assert_close(found, expected, atol=0.15, rtol=0.05)
         assert attachment.density() == dict.fromkeys(range(4), 1.0)
+    with attach(model, hasher, Budget(0.1), dense_layers=0):
+        few = run()
+    with attach(model, hasher, Budget(0.1), dense_layers=0, kv="host"):
+        for found, expected in zip(run(), few, strict=True):
+            torch.testing.assert_close(found, expected, atol=0.15, rtol=0.05)
 
 
 def test_codes_are_the_same_inside_and_outside_of_autocast():

@@ -171,7 +171,7 @@ NO_SETTING = {
     "an empty hasher": ({"spotlight": {"hasher": ""}}, "hasher must be the folder of a stored hasher, got ''"),
     "a stranger": ({"spotlight": {"hasher": "x", "topk": 3}}, "takes hasher, fraction, .*, got topk; remove"),
     "too much": ({"spotlight": {"hasher": "x", "fraction": 2}}, "fraction must be above 0 and at most 1, got 2"),
-    "measured": ({"spotlight": {"hasher": "x", "dense_below": "measured"}}, "dense_below must be an integer of 0"),
+    "dense_below": ({"spotlight": {"hasher": "x", "dense_below": 9}}, "got dense_below; remove these"),
     "one layer": ({"spotlight": {"hasher": "x", "dense_layers": 2}}, "must be a list of indices of layers, got 2"),
     "layer -1": ({"spotlight": {"hasher": "x", "dense_layers": [-1]}}, "must be a list of indices of layers, got"),
 }
@@ -191,9 +191,11 @@ def test_without_settings_there_is_nothing_to_do(additional):
 
 def test_defaults_are_those_of_the_budget():
     assert Settings("x").budget == LayerBudget()
+    with pytest.raises(ValueError, match=r"must be a LayerBudget, got 0\.02"):
+        Settings("x", 0.02)
 
 
 def test_every_setting_arrives():
-    given = dict(fraction=0.1, min_tokens=3, max_tokens=50, sink=2, recent=5, dense_below=100)
+    given = dict(fraction=0.1, min_tokens=3, max_tokens=50, sink=2, recent=5)
     settings = Settings.of({"spotlight": {"hasher": "x", "dense_layers": [0, 2], **given}})
     assert settings == Settings("x", LayerBudget(**given), (0, 2))

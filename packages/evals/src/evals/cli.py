@@ -73,7 +73,7 @@ def _run(command: Any, console: Console) -> dict[str, Any]:
     began = time.monotonic()
     run = next(run for kind, run in TASKS.values() if type(command) is kind)
     result: Result = resolve_name(f"evals.tasks.{run}:run")(command, console)
-    files = "report.md, rows.json and samples"
+    files = "report.md, rows.json, figure.png and samples"
     console.print(f"stored in {command.out}: {files}", highlight=False)
     seconds = round(time.monotonic() - began, 1)
     return {"task": result.config["task"], "out": str(command.out), "seconds": seconds, "results": headline(result)}

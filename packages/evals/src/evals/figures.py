@@ -24,6 +24,8 @@ COLOURS = {
     "linear": "#b8a000",
     "quest": "#009e73",
     "quest-heads": "#006a4e",
+    "quest-page4": "#4cbf96",
+    "quest-heads-page4": "#3f8f78",
     "magicpig": "#0072b2",
     "magicpig-sink": "#3f94c6",
     "magicpig-local": "#5fa6cf",

@@ -112,7 +112,9 @@ def load_method(name: str, folder: Path) -> LoadedMethod:
     path = folder / name.removesuffix(REMAINDER)
     hasher, remainder = hashtrain.Hasher.from_pretrained(path), name.endswith(REMAINDER)
     if remainder and all(hasher.remainder(layer) is None for layer in range(len(hasher.layers))):
-        raise ValueError(f"the hasher `{path.name}` in {folder} has no remainder: retrain it with `uv run hashtrain`")
+        raise ValueError(
+            f"the hasher `{path.name}` in {path.parent} has no remainder: retrain it with `uv run hashtrain`"
+        )
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
     bits, own = hasher.layer(0).key_bits, path.name in (recipe.name for recipe in EXACT)
@@ -148,25 +150,31 @@ DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not i
 _ONE_FORM = tuple(name for name, rival in RIVALS.items() if not rival.for_both_heads)
 SELECTION_NAMES = tuple(n for n in SPARSE_NAMES if not n.endswith(REMAINDER) and n not in _ONE_FORM)
 """Methods that differ in what they select, for either kind of head; the others differ in what they do with it."""
-SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)
+_NAMED_ONLY = (*ABLATION_NAMES, "quest-page4")
+SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in _NAMED_ONLY)
 PLANES = ("planes", "planes" + REMAINDER)
 _HASHED = {recipe.name for recipe in ALL}
 OURS = (*PLANES, "transform", "transform" + REMAINDER)
 
 
+def in_table(name: str) -> str:
+    """Return a method's name in the table: `transform` for `4k/transform`, the hasher of the folder `4k`."""
+    return name.rpartition("/")[2]
+
+
 def known(names: Sequence[str]) -> list[str]:
     """Return the methods of the table, and those of `names` that take a hasher from a folder below the hashers'.
 
-    `4k/transform` is the hasher `transform` of the folder `4k`, so that one run can compare several trainings.
+    So one run can compare several trainings.
     """
-    below = (name for name in names if "/" in name and name.rpartition("/")[2] in NAMES)
-    return [*NAMES, *(name for name in below if _hasher_of(name))]
+    below = (name for name in names if "/" in name and in_table(name) in NAMES and _hasher_of(name))
+    return [*NAMES, *(name for name in below if not {"", ".", ".."} & set(name.split("/")))]
 
 
 def _hasher_of(name: str) -> str | None:
     """Return the path of a method's hasher below the hashers' folder; None if the method needs none."""
     path = name.removesuffix(REMAINDER)
-    return path if path.rpartition("/")[2] in _HASHED else None
+    return path if in_table(path) in _HASHED else None
 
 
 def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
@@ -182,7 +190,8 @@ def _no_hashers(lacking: Sequence[str], folder: Path) -> str:
     if (folder / "config.json").is_file():
         return f"--hashers {folder} is one hasher; give the folder that holds it: --hashers {folder.parent}"
     where = (folder / lacking[0]).parent
-    train = f"uv run hashtrain --only {' '.join(p.rpartition('/')[2] for p in lacking)} --out {where}"
+    names = " ".join(in_table(path) for path in lacking if (folder / path).parent == where)
+    train = f"uv run hashtrain --only {names} --out {where}"
     said = f"no hasher {', '.join(lacking)} in {folder}; train with `{train}` (and --model, unless for the demo model)"
     there = hashers_in(folder)
     return f"{said}, or measure only what it holds: --methods {' '.join(there)}" if there else said

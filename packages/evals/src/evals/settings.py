@@ -51,12 +51,12 @@ def each_once(command: Any, name: str) -> None:
         raise UsageError(f"--{name} needs one value or more, without repeats, got {got}")
 
 
-def each_a_share(command: Any, name: str, remark: str = "; 0.02 selects 2 %") -> None:
+def each_a_share(command: Any, name: str) -> None:
     """Raise UsageError unless a share, or each of several, is above 0 and at most 1; None is no share."""
     given = getattr(command, name)
     for value in cast(tuple[float, ...], given) if isinstance(given, tuple) else (given,):
         if value is not None and not 0 < value <= 1:
-            raise UsageError(f"--{name} must be above 0 and at most 1, got {value:g}{remark}")
+            raise UsageError(f"--{name} must be above 0 and at most 1, got {value:g}; 0.02 selects 2 %")
 
 
 def each_among(command: Any, name: str, known: Collection[str], task: str = "") -> None:

@@ -83,7 +83,7 @@ class Attachment:
         kv: Literal["device", "host"] = "device", prompt: Literal["exact", "sparse"] = "exact",
         sparse_rows: int | None = None,
     ):  # fmt: skip
-        require_arguments(budget, dense_layers, kv, prompt)
+        require_arguments(budget, dense_layers, sparse_rows, kv, prompt)
         require_attachable(model)
         self.model: PreTrainedModel = model
         self._on_host = kv == "host"

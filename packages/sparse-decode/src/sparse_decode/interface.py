@@ -199,7 +199,9 @@ class AttentionCall:
         layer, held, rows, compiling = self.layer, self.held, self.query.shape[2], torch.compiler.is_compiling()
         if isinstance(held, StaticLayer):
             self.length = held.cumulative_length
-            self.whole = compiling or self._all_room()
+            self.whole = compiling or (not layer.start and self._all_room())
+        if compiling and layer.start:
+            raise ValueError(f"sparse_rows={layer.start} works in calls that are not compiled alone; pass 0 or None")
         end = self._end()
         first = layer.first_sparse(rows, end)
         self._refuse(first < rows)

@@ -65,7 +65,7 @@ def plan_layers(
     return modules, _layers(modules, budgets, chosen, start, remainder, shape)
 
 
-def require_arguments(budget: object, dense_layers: object, kv: object, prompt: object) -> None:
+def require_arguments(budget: object, dense_layers: object, sparse_rows: object, kv: object, prompt: object) -> None:
     """Raise ValueError if these arguments of `Attachment` are of another type or out of range."""
     if not isinstance(budget, Budget | None):
         raise ValueError(f"a budget must be a Budget, got {budget!r}; write Budget(fraction=0.02), for example")
@@ -76,6 +76,8 @@ def require_arguments(budget: object, dense_layers: object, kv: object, prompt: 
     given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]
     if any(not isinstance(layer, int) or layer < 0 for layer in given):
         raise ValueError(f"dense_layers must be an integer of 0 or more, or a set of them, got {dense_layers!r}")
+    if sparse_rows is not None and (not isinstance(sparse_rows, int) or sparse_rows < 0):
+        raise ValueError(f"sparse_rows must be None or an integer of 0 or more, got {sparse_rows!r}")
 
 
 def as_selector(selector: KeyQueryHasher | Selector) -> Selector:

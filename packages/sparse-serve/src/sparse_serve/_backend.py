@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from sparse_serve._shared import SparseBuilder, SparseImpl
+from sparse_serve._shared import QUANTISED, SparseBuilder, SparseImpl
 from sparse_serve.batch import Batch, Prompts
 from sparse_serve.served import Served
 
@@ -60,6 +60,8 @@ class SpotlightImpl(SparseImpl, CPUAttentionBackendImpl):
         if attn_metadata is None or self.paged is None:
             scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output=output, **scales)
+        if output_scale is not None or output_block_scale is not None:
+            raise ValueError(QUANTISED)
         q, out = (x.view(-1, self.num_heads, self.head_size) for x in (query, output))
         pages, batch = self.pages(kv_cache), cast(Batch, attn_metadata.spotlight)
         if batch.prompts is not None:

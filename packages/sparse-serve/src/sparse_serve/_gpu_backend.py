@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from sparse_serve._shared import SparseBuilder, SparseImpl
+from sparse_serve._shared import QUANTISED, SparseBuilder, SparseImpl
 from sparse_serve.device_batch import DeviceBatch
 from sparse_serve.served import Served
 
@@ -108,7 +108,7 @@ class SpotlightImpl(SparseImpl, FlashAttentionImpl):
         if attn_metadata is None or self.paged is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output=output, **scales)
         if output_scale is not None or output_block_scale is not None:
-            raise ValueError("spotlight does not support outputs that are quantised by attention; disable that fusion")
+            raise ValueError(QUANTISED)
         batch: DeviceBatch = attn_metadata.spotlight
         n = batch.decodes
         if batch.prompts is not None:

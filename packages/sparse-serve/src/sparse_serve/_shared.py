@@ -19,6 +19,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from sparse_serve.layout import pages_of
 from sparse_serve.served import Served, supports
 
+QUANTISED = "spotlight does not support outputs that are quantised by attention; disable that fusion"
+
 _NO_WINDOW = (-1, (-1, -1))  # of vLLM's implementations for CPU and GPU
 
 

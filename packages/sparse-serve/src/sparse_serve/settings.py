@@ -10,7 +10,7 @@ from typing import Any, cast
 from sparse_decode.budget import LayerBudget
 
 KEY = "spotlight"
-NAMES = ("hasher", "fraction", "min_tokens", "max_tokens", "sink", "recent", "dense_below", "dense_layers")
+NAMES = ("hasher", "fraction", "min_tokens", "max_tokens", "sink", "recent", "dense_layers")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Settings:
 
     Attributes:
         hasher: folder of a stored `hashtrain.Hasher`.
-        budget: how many tokens each row reads; its fields but `by_head` are settings.
+        budget: how many tokens each row reads; its fields but `dense_below` and `by_head` are settings.
         dense_layers: indices of layers that stay dense; None: those that the hasher lists.
     """
 
@@ -31,6 +31,8 @@ class Settings:
         hasher, layers = cast("tuple[object, tuple[object, ...] | None]", (self.hasher, self.dense_layers))  # any type
         if not isinstance(hasher, str) or not hasher:
             raise ValueError(f"{KEY}.hasher must be the folder of a stored hasher, got {hasher!r}")
+        if not isinstance(cast(object, self.budget), LayerBudget):
+            raise ValueError(f"{KEY}'s budget must be a LayerBudget, got {self.budget!r}; use Settings.of")
         if layers is not None and (type(layers) is not tuple or any(type(x) is not int or x < 0 for x in layers)):
             raise ValueError(f"{KEY}.dense_layers must be a list of indices of layers, got {layers!r}")
 

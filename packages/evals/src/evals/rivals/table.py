@@ -24,7 +24,7 @@ class Rival(NamedTuple):
     selector: str
     """Its selector: a module of this package, and a class."""
     parameters: Parameters
-    """What its paper sets, which the method's identity tells."""
+    """What its paper sets, but the pages of `-page4`; the method's identity tells them."""
     settings: Mapping[str, int]
     """The other arguments of its selector."""
 

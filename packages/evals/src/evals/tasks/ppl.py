@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from evals.attending import Attended, attending
 from evals.documents import TokenDocument
-from evals.methods import DENSE, OURS, LoadedMethod
+from evals.methods import DENSE, OURS, LoadedMethod, in_table
 from evals.metrics import Estimate, bootstrap, perplexity
 from evals.results import Result, Row
 from evals.row_logits import RowLogits, row_logits
@@ -52,7 +52,7 @@ class Cell(NamedTuple):
 def cells_of(command: PplCommand, names: list[str]) -> list[Cell]:
     """Return every forward pass of a command; a method to match comes before those that match it."""
     own = [Cell(name, rule, budget) for budget in command.budgets for rule in command.rules for name in names]
-    ours = [name for name in names if name in OURS]
+    ours = [name for name in names if in_table(name) in OURS]
     return own + [Cell(n, AS + rival, b) for b in command.budgets for rival in command.match for n in ours]
 
 
@@ -211,7 +211,9 @@ def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
     If there is none: each hasher of the paper's exact setup; if there is none either, the last method.
     """
     names = {cell.method for cell in cells}
-    ours = names & set(OURS) or names & {recipe.name for recipe in EXACT} or {cell.method for cell in cells[-1:]}
+    exact = {recipe.name for recipe in EXACT}
+    ours = {name for name in names if in_table(name) in OURS} or {name for name in names if in_table(name) in exact}
+    ours = ours or {cell.method for cell in cells[-1:]}
     for cell in (cell for cell in cells if cell.method in ours):
         for other in (other for other in cells if other.method != cell.method):
             matched = (c for c in cells if c.method == other.method and c.budget == cell.budget)

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hashtrain.usage import UsageError, require_counts
 
-from evals.methods import DENSE, OURS, SELECTION_DEFAULTS, SELECTION_NAMES
+from evals.methods import DENSE, OURS, SELECTION_DEFAULTS, SELECTION_NAMES, in_table
 from evals.settings import (
     Always,
     Budgets,
@@ -61,13 +61,13 @@ class PplCommand(TaskCommand):
             raise UsageError(f"--scored must be below --context minus 1 = {self.context - 1}, got {self.scored}")
         if len(set(self.match)) < len(self.match):
             raise UsageError(f"--match must not repeat a method, got {' '.join(self.match)}")
-        rivals = set(self.methods) - {DENSE, *OURS}
+        rivals = {name for name in self.methods if name != DENSE and in_table(name) not in OURS}
         if strange := [name for name in self.match if name not in rivals]:
             wanted = f"here {', '.join(sorted(rivals)) or 'none'}"
             raise UsageError(
                 f"--match takes no {', '.join(strange)}; expected methods of --methods that are not ours, {wanted}"
             )
-        if self.match and not set(OURS) & set(self.methods):
+        if self.match and not {*rivals, DENSE} < {*self.methods, DENSE}:
             raise UsageError(f"--match needs a method of ours in --methods, got none; add one of {', '.join(OURS)}")
 
     @property
@@ -95,7 +95,7 @@ class IouCommand(TaskCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if idle := [n for n in self.methods if n != DENSE and n.rpartition("/")[2] not in SELECTION_NAMES]:
+        if idle := [n for n in self.methods if n != DENSE and in_table(n) not in SELECTION_NAMES]:
             raise UsageError(f"--methods of iou takes {', '.join(SELECTION_NAMES)}, got {', '.join(idle)}")
         require_counts(self, rows=1)
 

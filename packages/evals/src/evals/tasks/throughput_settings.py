@@ -55,7 +55,7 @@ class ThroughputCommand:
     seed: int = 0
     """Draws weights, caches and the bootstrap."""
     out: Path = Path("runs/throughput")
-    """Folder for rows and report."""
+    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
         require_seed(self.seed)

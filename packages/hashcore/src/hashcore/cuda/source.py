@@ -17,7 +17,7 @@ HASHCORE_KERNELS = Path(__file__).parent.parent / "kernels"
 
 Macros = Mapping[str, str | int]
 NUMBERS = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "float": ctypes.c_float}
-FIELD = re.compile(r"^  (?:const )?(\w+)(\*?) (\w+)(?:\[(\d+)\])?;", re.M)
+FIELD = re.compile(r"  (?:const )?(\w+)(\*?) (\w+)(?:\[(\d+)\])?;(?: *//.*)?|\s*(?://.*)?")
 
 
 @functools.cache
@@ -40,7 +40,12 @@ def structure(folder: Path, file: str, name: str) -> Any:
     """
     (body,) = re.findall(rf"^struct {name} {{\n(.*?)^}};", read_source(folder, file), re.M | re.S)
     fields: list[tuple[str, Any]] = []
-    for kind, pointer, field, count in FIELD.findall(body):
+    for line in body.splitlines():
+        if not (found := FIELD.fullmatch(line)):
+            raise ValueError(f"{file}, struct {name}: expected one field a line, such as `  i64 size;`, got {line!r}")
+        kind, pointer, field, count = found.groups()
+        if kind is None:
+            continue
         own: Any = ctypes.c_void_p if pointer else NUMBERS.get(kind) or structure(folder, file, kind)
         fields.append((field, own * int(count) if count else own))
     return type(name, (ctypes.Structure,), {"_fields_": fields})

@@ -25,7 +25,8 @@ def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, al
     Returns: a scalar; 0 if no pair is valid.
     Source: docs/algorithm.md, eq. 10; paper, section 3.3.
     """
-    return _RankingLoss.apply(top, rest, valid.expand(rest.shape), beta, alpha)
+    wide = torch.promote_types(rest.dtype, torch.float32)  # products and counts need more than 16 bits
+    return _RankingLoss.apply(top.to(wide), rest.to(wide), valid.expand(rest.shape), beta, alpha)
 
 
 class _RankingLoss(torch.autograd.Function):

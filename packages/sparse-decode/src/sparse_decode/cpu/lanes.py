@@ -1,7 +1,7 @@
 """SIMD operations on LANES numbers for numba: products of rows, exponentials and maxima of lines of logits.
 
 For such loops LLVM's auto-vectoriser would sum within vectors, which takes longer than the products, or use narrower
-registers; a maximum that keeps NaN it does not vectorise at all. LLVM splits vectors of LANES numbers into the
+registers. LLVM splits vectors of LANES numbers into the
 registers of the CPU. Arrays are contiguous and one-dimensional; offsets and steps count elements and are not checked.
 Sums have one order, whatever calls them.
 """
@@ -305,7 +305,7 @@ def weigh(
             weighed(rows - row, weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)
 
 
-# ---- Lines of logits: `count` numbers from `at` on, a multiple of LANES ----------------------------------------------
+# ---- Lines of logits: `count` numbers from `at` on, a multiple of LANES, of BLOCK for `largest` ----------------------
 
 
 def _exp(code: Code, y: Any) -> Any:
