@@ -54,16 +54,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"update_readme: {error}", file=sys.stderr)
         return 2
     stale = [path for path in PAGES if texts[path] != fresh[path]]
-    drawn = [name for name in figures.FIGURES if figures.is_stale(name)]
+    drawn = figures.is_stale()
     if given.check:
-        for name in [*(str(path.relative_to(ROOT)) for path in stale), *(f"{name}.png" for name in drawn)]:
+        for name in [*(str(path.relative_to(ROOT)) for path in stale), *[figures.PATH.name] * drawn]:
             print(f"{name} shows other results than those that are stored; run `uv run tools/update_readme.py`")
         return int(bool(stale or drawn))
     for path in stale:
         write_text(path, fresh[path])
-    for name in drawn:
-        image = figures.png(name)
-        replace(figures.path_of(name), lambda temporary, image=image: temporary.write_bytes(image))
+    if drawn:
+        image = figures.png()
+        replace(figures.PATH, lambda temporary: temporary.write_bytes(image))
     return 0
 
 

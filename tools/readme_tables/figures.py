@@ -1,4 +1,4 @@
-"""The generated figures of docs/figures. Each stores a digest of its data: pixels differ between versions of fonts."""
+"""The generated figure of docs/figures. It stores a digest of its data: pixels differ between versions of fonts."""
 
 import hashlib
 import io
@@ -28,15 +28,6 @@ WAYS = {
     "session": ("ours, asked again", GREEN, ":"),
 }
 """Ways to answer: their name, colour and style."""
-REACHES = {
-    "oracle": ("exact top-k", "#000000", "--"),
-    "lsh": ("LSH, untrained", "#56b4e9", "-"),
-    "4k/paper": ("paper", "#e69f00", "-"),
-    "4k/transform": ("transform", PALE, "-"),
-    f"4k/{OURS}": (OURS, GREEN, "-"),
-    OURS: (f"{OURS}, from 8,192", GREEN, ":"),
-}
-"""Methods of the figure of quality against length: their name, colour and style."""
 
 
 def overview(results: pathlib.Path) -> Figure:
@@ -66,22 +57,6 @@ def overview(results: pathlib.Path) -> Figure:
     return figure
 
 
-def lengths(results: pathlib.Path) -> Figure:
-    """Draw quality against the length of the context, for hashers made from shorter ones."""
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.subplots()
-    runs = [load(results, f"qwen/english{at}") for at in ("-2k", "-4k", "", "-from-4k", "-16k", "-32k")]
-    for method, (label, colour, style) in REACHES.items():
-        at = [(run.config["context"], value(run, method, "kl")) for run in runs if method in run.config["methods"]]
-        axes.plot(*zip(*at, strict=True), label=label, color=colour, linestyle=style, marker="o", markersize=4)
-    axes.axvline(4096, color="#bbbbbb", linewidth=1, zorder=0)
-    _finish(axes, "context, tokens", "KL from dense, nats")
-    _ticks(axes, {n: f"{n // 1024}K" for n in sorted({run.config["context"] for run in runs})}, (0.01, 0.03, 0.1, 0.3))
-    axes.set_title(f"{NAMES[runs[0].config['model']]}, hashers made from 4,096 tokens (line)", fontsize=9)
-    axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
 def _finish(axes: Axes, x: str, y: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     axes.minorticks_off()
@@ -93,30 +68,26 @@ def _ticks(axes: Axes, x: dict[int, str], y: tuple[float, ...]) -> None:
     axes.set_yticks(y, [f"{number:g}" for number in y])
 
 
-FIGURES = {"overview": (overview, ("qwen15", "answers")), "reach": (lengths, ("qwen",))}
-"""By name: what draws a figure, and the stored results that it shows."""
+PATH, SHOWN = RESULTS.parent / "figures" / "overview.png", ("qwen15", "answers")
+"""The figure, and the stored results that it shows."""
 
 
-def path_of(name: str) -> pathlib.Path:
-    return RESULTS.parent / "figures" / f"{name}.png"
-
-
-def digest(name: str) -> str:
-    """Return a digest of what a figure shows."""
-    found = b"".join((RESULTS / f"{one}.json").read_bytes() for one in FIGURES[name][1])
+def digest(results: pathlib.Path = RESULTS) -> str:
+    """Return a digest of what the figure shows."""
+    found = b"".join((results / f"{name}.json").read_bytes() for name in SHOWN)
     return hashlib.sha256(found).hexdigest()[:16]
 
 
-def is_stale(name: str) -> bool:
-    """Whether a figure is missing, or was drawn from other results."""
-    if not path_of(name).is_file():
+def is_stale() -> bool:
+    """Whether the figure is missing, or was drawn from other results."""
+    if not PATH.is_file():
         return True
-    with Image.open(path_of(name)) as image:
-        return image.info.get("Description") != digest(name)
+    with Image.open(PATH) as image:
+        return image.info.get("Description") != digest()
 
 
-def png(name: str) -> bytes:
-    """Draw a figure as PNG with its digest."""
+def png() -> bytes:
+    """Draw the figure as PNG with its digest."""
     buffer = io.BytesIO()
-    FIGURES[name][0](RESULTS).savefig(buffer, dpi=110, format="png", metadata={"Description": digest(name)})
+    overview(RESULTS).savefig(buffer, dpi=110, format="png", metadata={"Description": digest()})
     return buffer.getvalue()

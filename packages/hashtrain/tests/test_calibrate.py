@@ -7,6 +7,8 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture, output_projections
+from hashtrain.data.joined import View, read, views
+from hashtrain.data.offsets import places
 from hashtrain.evaluation import cost
 from hashtrain.evaluation.cost import FALLS, LEAST_SHARE, MOST_SHARE, Steps, divide, layer_costs, layer_shares
 from hashtrain.evaluation.metrics import best_searched, quality, quality_of_scores, reading
@@ -266,6 +268,37 @@ def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
         assert share.mean() > 0.3
         assert error.square().mean().sqrt() < 0.2 * share.mean()
         assert abs(error.mean()) < 0.05 * share.mean()
+
+
+@given(st.integers(1, 40), st.integers(1, 64), st.integers(1, 400))
+def test_views_are_whole_contexts_in_the_order_of_their_positions_within_the_reach(count, tokens, reach):
+    found = views(count, tokens, reach)
+    if reach < 2 * tokens:
+        assert found == views(count, tokens, None) == [View(context) for context in range(count)]
+        return
+    assert {view.own for view in found} == set(range(0, count, 2))
+    for view in found:
+        assert (len(view.earlier) + 1) * tokens <= reach
+        at = [int(places(context, tokens, reach, torn=True)[0]) for context in (*view.earlier, view.own)]
+        assert at == sorted(at)
+        assert all(
+            places(context, tokens, reach, torn=True)[-1] == at[n] + tokens - 1 for n, context in enumerate(view[1])
+        )
+    longest = min(reach // tokens, -(-count // 2))
+    assert {1, longest} <= {len(view.earlier) + 1 for view in found}
+
+
+def test_a_view_begins_with_its_own_first_tokens_and_leaves_out_those_of_earlier_contexts():
+    numbers = torch.arange(3.0)[:, None, None, None] * 100 + torch.arange(20.0)[:, None]
+    data = Given(numbers, numbers, 0.5, -numbers)
+    found = read(data, View(1, (2, 0)), 7, rows=torch.tensor([6, 19]))
+    expected = [*range(100, 104), *range(204, 220), *range(4, 20), *range(104, 120)]
+    assert found.k.flatten().tolist() == expected
+    assert found.v.flatten().tolist() == [-number for number in expected]
+    assert found.q.flatten().tolist() == [106, 119]
+    assert found.k[0, 0, found.positions, 0].tolist() == [106, 119]
+    alone = read(data, View(1), 7, rows=torch.tensor([6]))
+    assert (alone.k.flatten().tolist(), alone.positions.tolist()) == (numbers[1].flatten().tolist(), [6])
 
 
 def test_linear_values_are_the_mean_and_the_covariance_written_out(rows):

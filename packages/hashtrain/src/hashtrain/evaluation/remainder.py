@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hashtrain.data.captured import Capture
+from hashtrain.data.joined import read, views
 from hashtrain.evaluation.metrics import best_searched
 from hashtrain.layers import LayerHasher
 from hashtrain.training.target import always_read_tokens, logits
@@ -89,18 +90,24 @@ def grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0, output: Tensor | None = None) -> Tensor:
+def calibrate(
+    hasher: LayerHasher, layer: int, data: Capture, seed: int = 0, output: Tensor | None = None,
+    reach: int | None = None,
+) -> Tensor:  # fmt: skip
     """Fit `hasher.remainder` on captured queries, keys and values, and measure what each KV head's selection costs.
 
-    One pass over rows of the first `MAX_CONTEXTS` contexts at `FRACTIONS`: for each query head the weight, then the
-    slope by weighted least squares, where all rows count alike, whatever the norm of their output; then the errors.
+    One pass over rows of the first `MAX_CONTEXTS` contexts, alone and joined, at `FRACTIONS`: for each query head the
+    weight, then the slope by weighted least squares, where all rows count alike, whatever the norm of their output;
+    then the errors.
 
     Args:
         output: the layer's output projection, [Hq Dv, hidden]; None: errors are those of attention itself.
+        reach: contexts are spread over positions 0 to reach - 1, and joined up to that length
+            (`hashtrain.data.joined`).
     Returns: the squared errors of the layer's output through each KV head alone, at each budget, summed over the rows
         in the last three quarters of their contexts: float64 [2, Hkv, 4], without the remainder and with it.
     """
-    samples = list(_samples(hasher, layer, data, seed))
+    samples = list(_samples(hasher, layer, data, seed, reach))
     hasher.remainder[:, :-1] = fit_weight([(rows.evidence, rows.exact) for rows in samples])
     hasher.remainder[:, -1] = _fit_slope(hasher, samples)
     slopes = by_head(hasher, hasher.remainder[:, -1])[..., None]
@@ -143,13 +150,15 @@ class _Rows(NamedTuple):
     late: Tensor
 
 
-def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
+def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int, reach: int | None) -> Iterator[_Rows]:
     generator, device = torch.Generator().manual_seed(seed * 1_000_003 + layer), hasher.remainder.device
-    for context in range(min(len(data), MAX_CONTEXTS)):
-        k, scaling = data.keys(context, layer)
-        rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
-        found = (data.queries(context, layer, rows), k, data.values(context, layer), rows)
-        q, k, v, rows = (x.to(device) for x in found)
+    tokens = data.keys(0, layer)[0].shape[2]
+    for view in views(min(len(data), MAX_CONTEXTS), tokens, reach):
+        end = data.keys(view.own, layer)[0].shape[2]
+        drawn = torch.randint(min(_FIRST_ROW, end - 1), end, (_ROWS,), generator=generator, device="cpu")
+        found = read(data, view, layer, drawn)
+        q, k, v, rows = (x.to(device) for x in found[:4])
+        scaling = found.scaling
         slopes = torch.full((hasher.hq,), scaling, dtype=torch.float32, device=device)
         mean, tilt = (x[0] for x in linear_values(q, k, v, rows, slopes))
         values = v[0].float()

@@ -48,6 +48,8 @@ class LayerJob:
     outputs: Path
     """The model's output projections (`hashtrain.data.capture.output_projections`)."""
     device: str = "cpu"
+    reach: int | None = None
+    """The length up to which contexts are joined for calibration (`hashtrain.data.joined`)."""
     until: int | None = None
     """Stop before this step, for a later wave to go on; None: train to the end, evaluate and store."""
 
@@ -134,7 +136,7 @@ def make(job: LayerJob, report: Report) -> None:
             report(f"{job.name}: {said}", 0, {**job.line, "chosen": chosen})
     with torch.device(device):
         hasher.round_matrices()  # before anything is measured
-        errors = calibrate(hasher, layer, job.data, command.seed, _output(job, device))
+        errors = calibrate(hasher, layer, job.data, command.seed, _output(job, device), job.reach)
         rows = held_out_rows(command, len(job.validation))
         quality = summary(layer_quality([hasher], layer, job.validation, rows, command.fraction)[0])
     tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}

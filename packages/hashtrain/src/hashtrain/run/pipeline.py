@@ -108,6 +108,7 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
             folder=command.out / ".work" / "layers",
             outputs=command.out / ".work" / "outputs.safetensors",
             device=prepared.device,
+            reach=prepared.reach,
         )
         for recipe in sorted(command.recipes, key=lambda c: not c.trained)
         for layer in range(prepared.shape.num_layers)
