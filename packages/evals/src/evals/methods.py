@@ -150,8 +150,7 @@ DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not i
 _ONE_FORM = tuple(name for name, rival in RIVALS.items() if not rival.for_both_heads)
 SELECTION_NAMES = tuple(n for n in SPARSE_NAMES if not n.endswith(REMAINDER) and n not in _ONE_FORM)
 """Methods that differ in what they select, for either kind of head; the others differ in what they do with it."""
-_NAMED_ONLY = (*ABLATION_NAMES, "quest-page4")
-SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in _NAMED_ONLY)
+SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in _RARE)
 PLANES = ("planes", "planes" + REMAINDER)
 _HASHED = {recipe.name for recipe in ALL}
 OURS = (*PLANES, "transform", "transform" + REMAINDER)
