@@ -81,6 +81,7 @@ def test_tables_give_a_document_a_row_as_far_as_they_are_needed(table, ending, f
         ("other.jsonl", b'{"id": 1, "title": "x"}\n', "row 1: expected a string in the field text or content or code"),
         ("numbers.jsonl", b'{"text": 1}\n', "expected a string in the field"),
         ("broken.parquet", b"PAR1 and nothing else", "cannot be read"),
+        ("deep.jsonl", b'{"text": ' + b"[" * 1000 + b"]" * 1000 + b"}", "cannot be read: maximum recursion depth"),
     ],
 )
 def test_files_that_hold_no_text_are_one_sentence(tmp_path, table, name, content, message):

@@ -168,11 +168,10 @@ def _hub_rows(text: str) -> tuple[Iterable[dict[str, Any]], str | None]:
 def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iterable[dict[str, Any]]:
     require_package("datasets", f"reading {shown}", "datasets")
     import datasets
-    from datasets.exceptions import DatasetsError
 
     try:
         return datasets.load_dataset(path, split=split, streaming=True, **options)
-    except (OSError, ValueError, DatasetsError) as error:
+    except Exception as error:  # as below; a list of many levels even overflows Python's stack there
         raise _unreadable(shown, error) from error
 
 
