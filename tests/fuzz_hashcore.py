@@ -32,9 +32,8 @@ class Call(NamedTuple):
 
 def draw(rng) -> Call:
     """Draw a call that must succeed."""
-    function = str(
-        rng.choice(["pack", "unpack", "quantise", "planes", "group_planes", *["score", "topk", "search"] * 2])
-    )
+    functions = ["pack", "unpack", "quantise", "planes", "group_planes", *["score", "topk", "search"] * 2]
+    function = str(rng.choice(functions))
     words, shape = int(rng.choice([1, 2, 3, 4, 4, 4, 5, 8, 9])), lead(rng)
     match function:
         case "pack":
@@ -136,19 +135,11 @@ def spoil(rng, arguments, options) -> bool:
     """Put something in place of an argument; say so, because it may still be right."""
     places = [(arguments, at) for at in range(len(arguments))] + [(options, x) for x in options if x != "check"]
     holder, key = places[rng.integers(len(places))]
-    x, hostile = (
-        holder[key],
-        [None, -1, 1.5, "a", 2**31, 2**63, 2**70, -(2**70), (), [1], np.zeros((2, 3)), np.int32(3)],
-    )
+    x = holder[key]
+    hostile = [None, -1, 1.5, "a", 2**31, 2**63, 2**70, -(2**70), (), [1], np.zeros((2, 3)), np.int32(3)]
     if isinstance(x, np.ndarray) and x.ndim and rng.random() < 0.6:
-        hostile = [
-            x[..., :-1],
-            x[0] if len(x) else x,
-            x[None],
-            x[..., None],
-            x.astype(complex),
-            np.zeros(x.shape, "f4"),
-        ]
+        hostile = [x[..., :-1], x[0] if len(x) else x, x[None], x[..., None]]
+        hostile += [x.astype(complex), np.zeros(x.shape, "f4")]
     holder[key] = hostile[rng.integers(len(hostile))]
     return True
 

@@ -63,11 +63,7 @@ def test_bootstrap_of_a_constant_is_that_constant_and_of_one_document_has_no_int
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("abc中文1", ["abc", "中", "文", "1"]),
-        ("The naïve_café, 12", ["the", "naïve_café", ",", "12"]),
-        ("  ", []),
-    ],
+    [("abc中文1", ["abc", "中", "文", "1"]), ("The naïve_café, 12", ["the", "naïve_café", ",", "12"]), ("  ", [])],
 )
 def test_words_of_any_script(text, expected):
     assert words(text) == expected

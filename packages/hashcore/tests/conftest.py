@@ -48,8 +48,7 @@ class Backend:
     def __call__(self, function: str, *given, **options):
         if self.name == "numpy":
             return getattr(hashcore, function)(*given, **options)
-        found = getattr(hashcore, function)(*map(tensor, given), **{name: tensor(x) for name, x in options.items()})
-        return found
+        return getattr(hashcore, function)(*map(tensor, given), **{name: tensor(x) for name, x in options.items()})
 
 
 @pytest.fixture(params=["numpy", "torch", "operators", "simulated"])

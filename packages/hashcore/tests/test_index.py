@@ -28,16 +28,6 @@ def brute_force(scores, ids, k):
     return np.take_along_axis(scores, order, -1), ids[order]
 
 
-def test_given_vectors_are_found_by_id():
-    x = vectors_of(0, 40, 32)
-    chosen = np.array([30, 4, 17, 2])
-    index = BitIndex.from_vectors(x[chosen], chosen)
-    index.remove(4)
-    scores, ids = index.search(x[17], 3, rerank=1, vectors=x)
-    assert sorted(ids.tolist()) == [2, 17, 30]
-    np.testing.assert_allclose(scores, x[ids] @ x[17], rtol=1e-6)
-
-
 def test_rerank_and_planes_among_ids_equal_an_index_of_these():
     x, ids = vectors_of(0, 900, 64), np.sort(np.random.default_rng(0).permutation(900)[:70])
     index, few = BitIndex.from_vectors(x, keep="float32"), BitIndex.from_vectors(x[ids], ids, keep="float32")

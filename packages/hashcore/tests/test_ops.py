@@ -16,7 +16,6 @@ from hashcore_samples import LAYOUTS, assert_same, on_threads, pool_of, random_c
 
 DTYPES = ["f4", "f8", "f2", "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">f4", ">f2"]
 LENGTHS = [1, 31, 33, 64, 65, 97]  # around the 32 and 64 of words and masks
-LONG = [2047, 2048, 4097, 20_000]  # around the chunk and the shortest row that is sampled
 # Words and weights: one code, regular planes, a group's, weights without a pattern, and codes of every kernel.
 CODES = [
     (4, None),

@@ -46,11 +46,7 @@ REFUSED = {
     "length beyond": (lambda: topk(SCORES, 1, lengths=6), ValueError, "lengths must be in 0..5, the number of scores"),
     "length below": (lambda: topk(SCORES, 1, lengths=np.array([5, -1])), ValueError, "lengths must be in 0..5, the"),
     "start negative": (lambda: topk(SCORES, 1, starts=-1), ValueError, "starts must be in 0..5, the number"),
-    "start after the end": (
-        lambda: topk(SCORES, 1, lengths=2, starts=np.array([1, 3])),
-        ValueError,
-        "3 and length 2 in",
-    ),
+    "start beyond": (lambda: topk(SCORES, 1, lengths=2, starts=np.array([1, 3])), ValueError, "3 and length 2 in"),
     "lengths floats": (lambda: topk(SCORES, 1, lengths=np.ones(2)), TypeError, "lengths must be an integer or"),
     "sink negative": (lambda: topk(SCORES, 1, sink=-1), ValueError, "must be 0 or more positions, got -1; 0 excludes"),
     "recent 1.5": (lambda: topk(SCORES, 1, recent=1.5), TypeError, "recent must be an integer, got 1.5;"),
@@ -65,11 +61,7 @@ REFUSED = {
     "two tables": (lambda: search(ONE, POOL, 1, blocks=np.zeros((2, 1), int)), ValueError, "shape [1, 'T'], got [2,"),
     "beyond the pages": (lambda: search(ONE, POOL, 1, blocks=np.array([0]), lengths=17), ValueError, "in 0..16"),
     "no page axis": (lambda: search(ONE, POOL[0], 1, blocks=np.array([0])), ValueError, "[..., M, S, W], got [16, 4]"),
-    "words apart in pages": (
-        lambda: search(ONE[:, :2], POOL[..., ::2], 1, blocks=np.array([0])),
-        ValueError,
-        "must be contiguous and aligned, got strides [256, 16, 8]; copy the pages",
-    ),
+    "gaps": (lambda: search(ONE[:, :2], POOL[..., ::2], 1, blocks=np.array([0])), ValueError, "contiguous and aligned"),
 }
 
 
@@ -91,16 +83,9 @@ REFUSED |= {
 
 
 # Values of arrays, which the host does not see on a device; and what is said of arrays alone.
-OF_ARRAYS = ["k row beyond", "start after the end", "no such page", "unpack a scalar", "pack a list"]
-OF_ARRAYS += ["words apart in pages", "blocks a list", "length below", "page -1"]
+OF_ARRAYS = ["k row beyond", "start beyond", "no such page", "unpack a scalar", "pack a list"]
+OF_ARRAYS += ["gaps", "blocks a list", "length below", "page -1"]
 OF_ARRAYS += [case for case in REFUSED if case.startswith("a mask in")]
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_refusal_says_what_was_expected_and_what_came(case):
-    call, error, words = REFUSED[case]
-    with pytest.raises(error, match=re.escape(words)):
-        call()
 
 
 @pytest.mark.parametrize("case", [case for case in REFUSED if case not in OF_ARRAYS])
@@ -149,6 +134,7 @@ assert "torch" not in sys.modules
 
 
 X = np.linspace(-1, 1, 5 * 40).reshape(5, 40).astype(np.float32)
+LARGE = np.full_like(X, 3e38)
 ROWS = np.arange(10, dtype=np.int32).reshape(5, 2)
 
 
@@ -171,16 +157,8 @@ BUILDING = {
     "bytes as vectors": (lambda: BitIndex.from_vectors(X.astype("i1")), ValueError, "got int8 [5, 40]; reshape"),
     "vectors as codes": (lambda: BitIndex.from_codes(X), TypeError, "int32 words, uint8 or int8, got float32; use"),
     "no words": (lambda: BitIndex.from_codes(ROWS[:, :0]), ValueError, "shape [n, W] or [n, B], got [5, 0]; reshape"),
-    "a large mean": (
-        lambda: BitIndex.from_vectors(broken(1e300, float), centre=True),
-        ValueError,
-        "mean must be finite",
-    ),
-    "a vector far from the mean": (
-        lambda: BitIndex.from_vectors(np.full((1, 32), 3e38), encoder="sign", mean=np.full(32, -3e38)),
-        ValueError,
-        "finite in float32, got NaN or infinity in row 0; remove, repair or scale it",
-    ),
+    "big mean": (lambda: BitIndex.from_vectors(broken(1e300, float), centre=True), ValueError, "mean must be finite"),
+    "far off": (lambda: BitIndex.from_vectors(LARGE, encoder="sign", mean=-LARGE[0]), ValueError, "infinity in row 0;"),
     "mean of none": (lambda: BitIndex.from_vectors(X[:0], centre=True), ValueError, "got none or mean= as well"),
 }
 
@@ -205,17 +183,13 @@ SEARCHING = {
     "k beyond the others": (lambda i: i.search(X, 3, without=[1, 4, 2]), ValueError, "more codes without these ids;"),
     "unknown ids": (lambda i: i.search(X, 1, ids=[1, 9]), ValueError, "ids must be in the index, got 9, which is not;"),
     "both": (lambda i: i.search(X, 1, ids=[1], without=[2]), ValueError, "expected ids= or without=, got both; pass"),
-    "float ids": (lambda i: i.search(X, 1, ids=[1.0]), TypeError, "ids must be integers, got float64; convert them"),
+    "real ids": (lambda i: i.search(X, 1, ids=[1.0]), TypeError, "ids must be integers, got float64; convert them"),
     "a short mask": (lambda i: i.search(X, 1, ids=[True] * 4), ValueError, "a bool for each of the 5 rows, got 4;"),
     "other queries": (lambda i: i.search(X[:, :9], 1), ValueError, "queries must have shape [..., 40] for this index"),
-    "other codes": (lambda i: i.search(ROWS[:, :1], 1), ValueError, "queries must have shape [..., 2] for this index"),
-    "NaN": (lambda i: i.search(broken(np.nan), 1), ValueError, "must be finite in float32, got NaN or infinity in row"),
+    "one word": (lambda i: i.search(ROWS[:, :1], 1), ValueError, "queries must have shape [..., 2] for this index"),
+    "nan": (lambda i: i.search(broken(np.nan), 1), ValueError, "must be finite in float32, got NaN or infinity in row"),
     "rerank by NaN": (lambda i: i.search(X, 1, rerank=9, vectors=broken(np.nan)), ValueError, "or infinity in row 3;"),
-    "an exact score beyond float32": (
-        lambda i: i.search(X, 1, rerank=9, vectors=np.full((5, 40), 3e38, np.float32)),
-        ValueError,
-        "exact scores must fit float32, got larger ones; scale the vectors or use metric='cosine'",
-    ),
+    "large scores": (lambda i: i.search(X, 1, rerank=9, vectors=LARGE), ValueError, "must fit float32, got larger"),
     "9 planes": (lambda i: i.search(X, 1, planes=9), ValueError, "planes must be in 1..8, got 9;"),
     "planes of codes": (lambda i: i.search(ROWS, 1, planes=1), ValueError, "is for queries that are vectors, got"),
     "weights of vectors": (lambda i: i.search(X, 1, weights=(1,)), ValueError, "are for planes of int32"),
@@ -240,9 +214,9 @@ SEARCHING |= {
 }
 
 
-@pytest.mark.parametrize("case", BUILDING)
-def test_building_refuses(case):
-    call, error, words = BUILDING[case]
+@pytest.mark.parametrize("case", [*REFUSED, *BUILDING])
+def test_a_refusal_says_what_was_expected_and_what_came(case):
+    call, error, words = (REFUSED | BUILDING)[case]
     with pytest.raises(error, match=re.escape(words)):
         call()
 

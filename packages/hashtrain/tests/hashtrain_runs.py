@@ -38,6 +38,15 @@ class Given:
         return q if rows is None else q[:, :, rows]
 
 
+def captured():
+    """Random queries and keys of three contexts, keys mostly in a few directions; reads like a capture."""
+    generator = torch.Generator().manual_seed(1)
+    mixed = torch.randn(2, 16, 16, generator=generator)
+    q = torch.randn(3, 4, 400, 16, generator=generator)
+    k = torch.randn(3, 2, 400, 16, generator=generator) * torch.linspace(3, 0.1, 16)
+    return Given(q, k @ mixed + 2, 0.25)
+
+
 def model_and_text(root, config, lines):
     """Create a random model with the demo tokenizer, and a text; return the options that name them."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from hashtrain.cli import main
 from hashtrain.models import load_config, load_model
 from hashtrain_runs import SMALL, model_and_text
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -19,10 +19,9 @@ IDS = torch.arange(24)[None]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, tiny_config):
     root = tmp_path_factory.mktemp("adapters")
-    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=32)
-    model_and_text(root, LlamaConfig(vocab_size=4096, **sizes), 4000)
+    model_and_text(root, tiny_config(vocab_size=4096), 4000)
     adapt(load_model(str(root / "model"))[0], root / "adapter")
     return root
 

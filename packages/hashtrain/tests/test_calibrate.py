@@ -9,26 +9,17 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture, output_projections
 from hashtrain.data.joined import View, read, views
 from hashtrain.data.offsets import places
-from hashtrain.evaluation import cost
+from hashtrain.evaluation import cost, remainder
 from hashtrain.evaluation.cost import FALLS, LEAST_SHARE, MOST_SHARE, Steps, divide, layer_costs, layer_shares
 from hashtrain.evaluation.metrics import best_searched, quality, quality_of_scores, reading
-from hashtrain.evaluation.remainder import (
-    FRACTIONS,
-    Evidence,
-    calibrate,
-    estimated_share,
-    fit_weight,
-    linear_values,
-    log_weight,
-    measure,
-)
+from hashtrain.evaluation.remainder import FRACTIONS, Evidence, calibrate, linear_values, log_weight, measure
 from hashtrain.layers import BY_VARIANT
 from hashtrain.training.target import always_read, attention, top_count
 from hashtrain_runs import Given
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 
 def test_quality_of_hand_computed_selections():
@@ -65,11 +56,9 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def tiny(tiny_config):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=97, num_hidden_layers=3, head_dim=32, max_position_embeddings=256, **sizes)
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(tiny_config(num_hidden_layers=3)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +253,7 @@ def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
     positions = torch.arange(128, 512)
     for e, exact, *_ in measure(hasher, q[:, :, positions], k, positions, scaling, (0.01, 0.02)):
         share = torch.sigmoid(exact - e.lse)
-        error = estimated_share(hasher, e) - share
+        error = remainder.estimated_share(hasher, e) - share
         assert share.mean() > 0.3
         assert error.square().mean().sqrt() < 0.2 * share.mean()
         assert abs(error.mean()) < 0.05 * share.mean()
@@ -330,5 +319,5 @@ def test_estimated_shares_sum_to_the_exact_ones(least):
     logits[..., ::6] = 1.0
     count = torch.tensor
     e = Evidence(torch.zeros(2, 2, 60), torch.full((2, 2, 60), 3.0), torch.zeros(2, 2, 60), count(1000), count(20))
-    share = torch.sigmoid(log_weight(fit_weight([(e, e.lse + logits)]).view(2, 2, 1, 4), e) - e.lse)
+    share = torch.sigmoid(log_weight(remainder.fit_weight([(e, e.lse + logits)]).view(2, 2, 1, 4), e) - e.lse)
     torch.testing.assert_close(share.sum(-1).float(), torch.sigmoid(logits).sum(-1), rtol=0.02, atol=0)

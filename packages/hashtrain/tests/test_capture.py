@@ -33,6 +33,14 @@ def test_capture_is_post_rope_q_and_k(model):
     assert seen[0][3] == pytest.approx(32**-0.5)
 
 
+def tiny(family, how="sdpa", **changes):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
+    sizes |= dict(num_key_value_heads=2, head_dim=32, sliding_window=16, max_position_embeddings=REACH)
+    config = getattr(transformers, f"{family}Config")(**sizes | changes)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how).eval().requires_grad_(False)
+
+
 OWN = {
     "Llama": {},
     "Gemma2": {"query_pre_attn_scalar": 16},  # soft-capped logits, which SDPA rejects
@@ -43,14 +51,8 @@ OWN = {
 
 @pytest.mark.parametrize("family", OWN)
 def test_capturing_changes_no_output_and_restores_the_model(family):
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
-    sizes |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    if family != "ModernBertDecoder":
-        sizes |= dict(head_dim=16, num_key_value_heads=2, sliding_window=16)
-    config = getattr(transformers, f"{family}Config")(**sizes, **OWN[family])
     how = "eager" if family in ("Gemma2", "GptOss") else "sdpa"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how).eval()
+    model = tiny(family, how, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, **OWN[family])
     ids, seen = torch.arange(1, 41)[None], []
     with torch.no_grad():
         before = model(ids).logits
@@ -77,15 +79,6 @@ ROTATED = {
     "Llama yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **SHORT}},
     "Llama llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}},
 }
-
-
-def tiny(family, **changes):
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
-    config = getattr(transformers, f"{family}Config")(
-        **sizes, num_key_value_heads=2, head_dim=32, max_position_embeddings=REACH, **changes
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("kind", ROTATED)

@@ -11,7 +11,7 @@ from hashtrain.config import SINK
 from hashtrain.layers import BY_VARIANT
 from hashtrain.layers.surrogate import digits
 from hashtrain.layers.transform import DISTORTIONS, MAX_DIGITS, allocate, moments, start
-from hashtrain_runs import Given
+from hashtrain_runs import captured
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,15 +92,6 @@ SMALL = ModelShape(num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=16)
 def transform(bits=64, **changes):
     config = HasherConfig("transform", SMALL, bits=bits, planes=5, hidden=8, **changes)
     return BY_VARIANT["transform"](config, torch.Generator().manual_seed(0)).requires_grad_(False)
-
-
-def captured(contexts=3, tokens=400):
-    """Normally distributed queries and keys, keys mostly in a few directions; reads like a capture."""
-    generator = torch.Generator().manual_seed(1)
-    mixed = torch.randn(2, 16, 16, generator=generator)
-    q = torch.randn(contexts, 4, tokens, 16, generator=generator)
-    k = torch.randn(contexts, 2, tokens, 16, generator=generator) * torch.linspace(3, 0.1, 16)
-    return Given(q, k @ mixed + 2, 0.25)
 
 
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12), st.integers(1, MAX_DIGITS), st.data())

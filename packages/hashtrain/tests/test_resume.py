@@ -20,18 +20,15 @@ from hashtrain.run import pipeline, waves
 from hashtrain.run import prepare as prepare_module
 from hashtrain.run.workfolder import locked
 from hashtrain.training import choose
-from hashtrain_runs import command, model_and_text, stored
+from hashtrain_runs import command, stored
 from worker_jobs import command_line
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory, tiny_config):
-    """The arguments of a training of a few seconds, without --out."""
-    root = tmp_path_factory.mktemp("resume")
-    named = model_and_text(root, tiny_config(vocab_size=4096), 3000)
-    sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps 20 --dense-layers 1 --workers 1"
-    only = "--only planes --bits 32 --checkpoint-seconds 0.05"
-    return [*named, *f"{sizes} {only}".split()]
+def arguments(folder):
+    """The arguments of a training of a few seconds; --out comes behind them."""
+    sizes, only = "--contexts 3 --held-out 2 --steps 20", "--only planes --bits 32 --checkpoint-seconds 0.05"
+    return command(folder, "", *f"{sizes} {only}".split())
 
 
 @pytest.fixture(scope="module")

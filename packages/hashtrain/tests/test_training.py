@@ -13,7 +13,7 @@ from hashtrain.training import trainer
 from hashtrain.training.choose import choose
 from hashtrain.training.target import attention
 from hashtrain.training.trainer import Training
-from hashtrain_runs import Given
+from hashtrain_runs import Given, captured
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
@@ -158,17 +158,9 @@ def test_a_training_cut_off_at_any_step_ends_with_the_same_bits(variant, at, tmp
         assert all(torch.equal(t, resumed.kept[what][name]) for name, t in kept.items())
 
 
-SMALL = ModelShape(1, 4, 2, 16)
-CONFIG = HasherConfig("transform", SMALL, bits=96, hidden=8)
+CONFIG = HasherConfig("transform", ModelShape(1, 4, 2, 16), bits=96, hidden=8)
 LOST = torch.cat([torch.full((99,), 0.99), torch.full((1,), 0.1)])
 GOOD = torch.full((100,), 0.9)
-
-
-def captured():
-    """Contexts whose keys vary mostly in a few directions."""
-    draw = torch.Generator().manual_seed(0)
-    k = torch.randn(3, 2, 300, 16, generator=draw) * torch.logspace(1, -2, 16)
-    return Given(torch.randn(3, 4, 300, 16, generator=draw), k, 0.5)
 
 
 def started(data):

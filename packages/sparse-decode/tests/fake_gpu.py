@@ -19,15 +19,7 @@ from sparse_decode.sums import Sums
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    Cache,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-    StaticCache,
-    cache_utils,
-)
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.integrations import moe
 
 NOTHING = {"empty", "new_empty", "empty_like", "detach", "alias", "_unsafe_view"}
@@ -48,7 +40,7 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
 
     calibrated = mock.patch.object(LayerHasher, "calibrated", property(lambda layer: True))  # it reads numbers
     grouped = mock.patch.object(moe, "_can_use_grouped_mm", _can)  # it asks the device what it is
-    empty = mock.patch.object(cache_utils.torch, "tensor", without_numbers)
+    empty = mock.patch.object(torch, "tensor", without_numbers)
     compiler = mock.patch("sparse_decode.model.require_compiler")  # no kernel is compiled
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, calibrated, grouped, empty, compiler:
         yield mode
@@ -111,7 +103,6 @@ class Operators(TorchDispatchMode):
 
 
 PROMPT, ROWS, ROOM = 128, 2, 192
-TENTH = LayerBudget(0.1)
 
 
 def config_of(family: str) -> PreTrainedConfig:

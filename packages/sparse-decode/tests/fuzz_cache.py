@@ -31,11 +31,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 ROUND = 40  # acts on one layer
 ROOM = 64
 WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
-KINDS = {
-    "dynamic": DynamicLayer,
-    "host": DynamicLayer,
-    "static": lambda: StaticLayer(ROOM),
-}
+KINDS = {"dynamic": DynamicLayer, "host": DynamicLayer, "static": lambda: StaticLayer(ROOM)}
 ALL_KINDS = {**KINDS, "hybrid": LinearAttentionAndFullAttentionLayer, "growing": DynamicLayer}
 ANY = (
     *("append", "append", "append", "append", "append_poison", "reorder", "reset", "scale_in_place"),

@@ -13,16 +13,7 @@ import threading
 import pytest
 import torch
 from hashtrain import Hasher
-from sparse_decode import (
-    Attachment,
-    Budget,
-    HashSelector,
-    LshSelector,
-    OracleSelector,
-    RecentSelector,
-    attach,
-    interface,
-)
+from sparse_decode import Attachment, Budget, HashSelector, LshSelector, OracleSelector, RecentSelector, attach
 from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -33,10 +24,7 @@ MODEL = tiny_model()
 
 
 SELECTORS = {
-    **{
-        f"Hasher {variant}": lambda variant=variant: hasher_for(MODEL, variant)
-        for variant in ("linear", "paper", "planes")
-    },
+    **{f"Hasher {kind}": lambda kind=kind: hasher_for(MODEL, kind) for kind in ("linear", "paper", "planes")},
     "Hasher": lambda: hasher_for(MODEL),
     "HashSelector": lambda: HashSelector(hasher_for(MODEL, "planes")),
     "LshSelector": lambda: LshSelector(MODEL.config),
@@ -107,7 +95,7 @@ def saved_cache(cache):
 def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):
     model, (ids, _) = tiny_model(), prompts((40,))
     dense = generate(model, ids)
-    monkeypatch.setattr(interface, "FROM", 4)
+    monkeypatch.setattr("sparse_decode.interface.FROM", 4)
     budget, kv = LayerBudget(1.0, dense_below=100 * (kind == "growing")), "host" if kind == "host" else "device"
     with attach(model, SignHasher(), budget, kv=kv):
         cache = StaticCache(model.config, 64) if kind == "static" else DynamicCache(config=model.config)
@@ -132,7 +120,7 @@ AFTERWARDS = {
 @pytest.mark.parametrize("act", AFTERWARDS)
 def test_tensors_that_a_cache_has_shown_are_not_written_again(act, kv, monkeypatch):
     """In sparse and in dense layers, of which those of index 1 have been plain until they grew."""
-    monkeypatch.setattr(interface, "FROM", 4)
+    monkeypatch.setattr("sparse_decode.interface.FROM", 4)
     model, (ids, _) = tiny_model(), prompts((40, 40))
     dense = model(ids).logits[:, 36:]
     with attach(model, SignHasher(), WHOLE, dense_layers={1, 2}, kv=kv):

@@ -4,20 +4,7 @@ import sys
 
 import pytest
 import torch
-from fake_gpu import (
-    FAMILIES,
-    KINDS,
-    PROMPT,
-    ROOM,
-    ROWS,
-    TENTH,
-    Operators,
-    Tried,
-    beyond_dense,
-    config_of,
-    fake_gpu,
-    told,
-)
+from fake_gpu import FAMILIES, KINDS, PROMPT, ROOM, ROWS, Operators, Tried, beyond_dense, config_of, fake_gpu, told
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import attach, budget, step
 from sparse_decode.budget import LayerBudget
@@ -27,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 MOST = {"plain": (12, 5), "padded": (12, 5), "static": (12, 6), "host": (12, 6), "beam": (12, 5)}
 """Operators and launches a layer of each kind of step, with the remainder, beyond those of a dense one."""
+TENTH = LayerBudget(0.1)
 BUDGETS = {
     "tenth": TENTH,
     "no ends": LayerBudget(0.1, sink=0, recent=0),

@@ -5,14 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_decode.intervals import Memo, causal, intervals_of, is_interval, mask_of_eager, mask_of_sdpa, visible
-from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
-    or_masks,
-    sdpa_mask,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers import masking_utils as masks
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
 
 def padding(lengths, n):
@@ -74,8 +68,9 @@ def test_a_sliding_window_is_an_interval(lengths, rows, window, dropped):
 def test_masks_of_other_kinds_stay_masks():
     """A prefix that sees itself, and a window on both sides."""
     how = {"batch_size": 1, "q_length": 6, "kv_length": 6, "device": "cpu", "allow_is_causal_skip": False}
-    prefix = or_masks(sliding_window_causal_mask_function(3), lambda b, h, q, kv: (q < 4) & (kv < 4))
-    for shown in (prefix, and_masks(causal_mask_function, prefix), sliding_window_bidirectional_mask_function(3)):
+    prefix = masks.or_masks(sliding_window_causal_mask_function(3), lambda b, h, q, kv: (q < 4) & (kv < 4))
+    both = masks.sliding_window_bidirectional_mask_function(3)
+    for shown in (prefix, masks.and_masks(masks.causal_mask_function, prefix), both):
         assert torch.equal(mask_of_sdpa(mask_function=shown, **how), sdpa_mask(mask_function=shown, **how))
         assert mask_of_eager(mask_function=shown, dtype=torch.float32, **how).dtype == torch.float32
 

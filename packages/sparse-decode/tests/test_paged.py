@@ -8,12 +8,10 @@ import types
 
 import pytest
 import torch
-from hashcore import torch_ops
 from hashtrain import Hasher, HasherConfig
 from paged_cases import BITS, BUDGETS, DIM, HKV, HQ, LENGTHS, SHAPE, SIZES, Batch, layer_of, pool, selector
 from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache import Uncached
-from sparse_decode.cuda import gather
 from sparse_decode.cuda import pages as cuda_pages
 from sparse_decode.cuda.pages import DeviceStep
 from sparse_decode.intervals import causal
@@ -21,7 +19,7 @@ from sparse_decode.pages import PagedLayer, Step
 from sparse_decode.reference import step_reference, tokens_read
 from sparse_decode.select import HashSelector
 from sparse_decode.step import SparseLayer
-from sparse_decode_simulated import inside, steps
+from sparse_decode_simulated import inside, send_steps
 
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -30,19 +28,13 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 def backend(request, monkeypatch):
     """What decodes; on `cuda` it is sent to the simulator, and `kernels` are listed."""
     if request.param == "cpu":
-        return types.SimpleNamespace(
-            name="cpu", decode=lambda layer, batch, budget: layer.decode(batch.q, batch.pages, batch.step(budget))
-        )
+        decode = lambda layer, batch, budget: layer.decode(batch.q, batch.pages, batch.step(budget))  # noqa: E731
+        return types.SimpleNamespace(name="cpu", decode=decode)
     return simulated(monkeypatch)
 
 
 def simulated(monkeypatch, order=0):
-    run = steps(order)
-    monkeypatch.setattr("hashcore.cuda.launch.run", run)
-    search = torch_ops.on_cuda("search")
-    monkeypatch.setattr(cuda_pages, "SEARCH", types.SimpleNamespace(search=search))
-    ours = types.SimpleNamespace(gather=gather.gather, place_codes=cuda_pages.place_codes)
-    monkeypatch.setattr(cuda_pages, "OPERATORS", ours)
+    kernels = send_steps(monkeypatch, order)
 
     def decode(layer, batch, budget, longest=None):
         step = on_device(batch, budget, longest)
@@ -50,7 +42,7 @@ def simulated(monkeypatch, order=0):
         layer.selected, layer.visible = (int(x) * HQ for x in step.counts)
         return out
 
-    return types.SimpleNamespace(name="cuda", decode=decode, kernels=run.kernels)
+    return types.SimpleNamespace(name="cuda", decode=decode, kernels=kernels)
 
 
 def on_device(batch, budget, longest=None):
@@ -58,8 +50,8 @@ def on_device(batch, budget, longest=None):
     return DeviceStep.of(inside(batch.blocks), lengths, budget, batch.size, longest or max(batch.lengths))
 
 
-def guarded(lengths, size, dtype, layer, **how):
-    batch = Batch(lengths, size, dtype, layer, **how)
+def guarded(lengths, size, dtype, layer):
+    batch = Batch(lengths, size, dtype, layer)
     batch.moved(inside)
     return batch
 
@@ -154,16 +146,13 @@ def test_codes_go_to_their_slots_and_nowhere_else(order, monkeypatch):
     tokens = torch.randint(-(2**31), 2**31, (6, HKV, 4)).int()
     slots = torch.tensor([17, -1, 40, len(pages.k) * 16 - 1, len(pages.k) * 16, -(2**40)])
     cuda_pages.write_codes(pages, inside(slots), inside(tokens))
-    codes = before.view(torch.int32).flatten().as_strided(*_view(pages.codes))
+    view = pages.codes.shape, pages.codes.stride(), pages.codes.storage_offset()
+    codes = before.view(torch.int32).flatten().as_strided(*view)
     for token in (0, 2, 3):
         page, place = divmod(int(slots[token]), 16)
         codes[page, :, place] = tokens[token]
     assert torch.equal(batch.memory.view(torch.int16), before.view(torch.int16))
     assert device.kernels == ["place_codes"]
-
-
-def _view(x):
-    return x.shape, x.stride(), x.storage_offset()
 
 
 def test_writing_leaves_other_slots_alone():
@@ -181,6 +170,7 @@ def test_writing_leaves_other_slots_alone():
 BATCH = Batch([40, 20], 16, torch.float32)
 TABLES, ROWS = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
 CODES = torch.zeros(2, 2, 4).int()
+HASHER = Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0)
 
 
 def _step(blocks, lengths):
@@ -196,10 +186,7 @@ REFUSED = {
     "too long": (_step(BATCH.blocks, [40, 99]), "lengths must be in 1..80"),
     "no token": (_step(BATCH.blocks, [40, 0]), "got 0..40"),
     "one length": (_step(BATCH.blocks, [40]), r"got \(2, 5\) and \(1,\)"),
-    "per query head": (
-        lambda: PagedLayer(0, HashSelector(Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0), per_query_head=True), 1.0),
-        "need codes per KV head",
-    ),
+    "per query head": (lambda: PagedLayer(0, HashSelector(HASHER, per_query_head=True), 1.0), "need codes per KV head"),
     "another type": (
         lambda: PagedLayer(0, selector(), 1.0).decode(BATCH.q.half(), BATCH.pages, BATCH.step(LayerBudget())),
         "q must be torch.float32",

@@ -4,16 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_decode import (
-    Attachment,
-    Budget,
-    HashSelector,
-    OracleSelector,
-    RecentSelector,
-    attach,
-    attend_reference,
-    step,
-)
+from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference
 from sparse_decode_doubles import (
     TOLERANCE,
     UNUSUAL,
@@ -106,7 +97,7 @@ def test_memory_of_a_long_pass_is_bounded(monkeypatch):
     model, (ids, _) = tiny_model(max_position_embeddings=2048), prompts((1500,))
     seen = []
     select = HashSelector.select
-    monkeypatch.setattr(step, "ROWS_AT_ONCE", 32)
+    monkeypatch.setattr("sparse_decode.step.ROWS_AT_ONCE", 32)
     monkeypatch.setattr(HashSelector, "select", lambda own, rows: (seen.append(rows.q.shape), select(own, rows))[1])
     with Attachment(model, SignHasher(), Budget(0.01), dense_layers=3, sparse_rows=1400):
         model(ids)

@@ -11,42 +11,22 @@ from sparse_decode_doubles import as_sets
 N, ROWS = 50, 6
 
 
-def rows_of(selector, counts, seed=0, causal=True):
-    generator = torch.Generator().manual_seed(seed)
+def drawn():
+    """Rows of three sequences behind padding, each of which wants another number of tokens."""
+    generator = torch.Generator().manual_seed(0)
     q = torch.randint(-4, 5, (3, 4, ROWS, 16), generator=generator).float()
     k = torch.randint(-4, 5, (3, 2, N, 16), generator=generator).float()
     ends = torch.arange(N - ROWS + 1, N + 1).expand(3, -1)
-    interval = torch.stack([torch.tensor([0, 7, 45])[:, None].minimum(ends), ends], -1)
-    codes = selector.encode_keys(2, k) if selector.needs_codes else None
-    return Rows(2, q, k, codes, interval if causal else None, counts, 0.25)
-
-
-def first_of_equals(scores, count):
-    """The `count` best of a list, ties to the lowest index, ascending."""
-    return sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count])
-
-
-def counts_like(seed=0):
-    visible = (torch.arange(N - ROWS + 1, N + 1) - torch.tensor([0, 7, 45])[:, None]).clamp(min=0)
-    return (torch.rand(3, ROWS, generator=torch.Generator().manual_seed(seed)) * (visible + 1)).long()
-
-
-def check_best(indices, scores, rows):
-    """Every row of indices [B, H, Q, K] is the best of scores [B, H, Q, N] among the tokens it sees."""
-    as_sets(indices, N)
-    seen = rows.visible.expand(scores.shape)
-    for b, h, r in torch.cartesian_prod(*map(torch.arange, indices.shape[:3])).tolist():
-        tokens = seen[b, h, r].nonzero().flatten().tolist()
-        best = first_of_equals([scores[b, h, r, t].item() for t in tokens], int(rows.counts[b, r]))
-        found = [t for t in indices[b, h, r].tolist() if t >= 0]
-        assert found == [tokens[i] for i in best]
+    starts = torch.tensor([0, 7, 45])[:, None].minimum(ends)
+    counts = (torch.rand(3, ROWS, generator=generator) * (ends - starts + 1)).long()
+    return Rows(2, q, k, None, torch.stack([starts, ends], -1), counts, 0.25)
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, None), (None, torch.tensor([0.0, 30, 40, 0]))])
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_oracle_takes_the_highest_exact_attention(per_query_head, softcap, sinks):
     selector = OracleSelector(per_query_head)
-    rows = replace(rows_of(selector, counts_like()), softcap=softcap, sinks=sinks)
+    rows = replace(drawn(), softcap=softcap, sinks=sinks)
     logits = rows.q.double() @ rows.k.double().repeat_interleave(2, 1).transpose(-1, -2) * rows.scaling
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     logits = logits.masked_fill(~rows.visible, -torch.inf)
@@ -64,13 +44,16 @@ def test_oracle_takes_the_highest_exact_attention(per_query_head, softcap, sinks
 
 
 def test_recent_takes_the_last_visible_tokens():
-    rows = rows_of(RecentSelector(), counts_like())
-    positions = torch.arange(N, dtype=torch.float64).expand(3, 2, ROWS, N)
-    check_best(RecentSelector().select(rows), positions, rows)
+    rows = drawn()
+    later = rows.visible.flip(-1).cumsum(-1).flip(-1)  # how many of the visible tokens are no earlier
+    last = rows.visible & (later <= rows.counts[:, None, :, None])
+    chosen = as_sets(RecentSelector().select(rows), N)
+    assert torch.equal(chosen, last.expand(chosen.shape))
 
 
 def test_equal_floats_go_to_the_lowest_index():
     values = torch.randint(0, 4, (40, 30), generator=torch.Generator().manual_seed(0)).float() / 4
     counts = torch.arange(40) % 31
     for row, count, found in zip(values.tolist(), counts.tolist(), best_floats(values, counts).tolist(), strict=True):
-        assert [t for t in found if t >= 0] == first_of_equals(row, count)
+        best = sorted(range(30), key=lambda i, row=row: (-row[i], i))[:count]
+        assert [t for t in found if t >= 0] == sorted(best)

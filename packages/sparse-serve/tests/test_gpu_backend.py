@@ -2,48 +2,25 @@
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+import serve_doubles
 import torch
 from fake_gpu import Operators, fake_gpu
-from hashcore import torch_ops
-from serve_doubles import (
-    DIM,
-    HEADS,
-    LONGEST,
-    QUERIES,
-    SIZE,
-    WORDS,
-    Common,
-    FlashImpl,
-    FullAttentionSpec,
-    Requests,
-    built,
-    engine,
-    impls,
-    pool,
-)
-from sparse_decode.cuda import gather
-from sparse_decode.cuda import pages as paged_cuda
+from serve_doubles import DIM, HEADS, LONGEST, QUERIES, SIZE, WORDS, Common, Requests, built, engine, impls, pool
 from sparse_decode.pages import Step
-from sparse_decode_simulated import steps
+from sparse_decode_simulated import send_steps
 from sparse_serve.layout import pages_of
 from sparse_serve.served import Served
 
 CLOSE = {"rtol": 1e-2, "atol": 2e-2}  # bfloat16
-SPEC = FullAttentionSpec(dtype=torch.bfloat16)
+SPEC = serve_doubles.FullAttentionSpec(dtype=torch.bfloat16)
 
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Send what would be launched to the simulator; lists the kernels."""
-    run = steps()
-    monkeypatch.setattr("hashcore.cuda.launch.run", run)
-    monkeypatch.setattr(paged_cuda, "SEARCH", SimpleNamespace(search=torch_ops.on_cuda("search")))
-    ours = SimpleNamespace(gather=gather.gather, place_codes=paged_cuda.place_codes)
-    monkeypatch.setattr(paged_cuda, "OPERATORS", ours)
-    return run.kernels
+    """The kernels that the simulator has run."""
+    return send_steps(monkeypatch)
 
 
 def made(backend, asked, layers=2, **settings):
@@ -68,7 +45,7 @@ STEPS = [{"a": 70, "b": 25}, {"a": 1, "b": 1, "c": 40}, {"b": 1, "c": 1}, {"a": 
 def test_steps_are_those_of_vllm_and_of_the_cpu(gpu_backend, asked, simulated, fraction, tokens_first):
     """At 100 % as dense attention; below as `PagedLayer` on the CPU. Prompts are FlashAttention's."""
     config, spec, builder = made(gpu_backend, asked, fraction=fraction)
-    (_, impl), stock = impls(config), FlashImpl()
+    (_, impl), stock = impls(config), serve_doubles.FlashImpl()
     cache, requests = pool(spec, tokens_first=tokens_first), Requests()
     for tokens in STEPS:
         common, inputs = requests.step(tokens)

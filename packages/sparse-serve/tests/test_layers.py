@@ -6,21 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import serve_doubles as doubles
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from serve_doubles import (
-    HEADS,
-    SIZE,
-    WORDS,
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    Impl,
-    Requests,
-    SinkFullAttentionSpec,
-    built,
-    engine,
-    impls,
-)
+from serve_doubles import HEADS, SIZE, WORDS, FullAttentionSpec, Impl, Requests, built, engine, impls
 from sparse_decode import HashSelector
 from sparse_serve.served import Served, shard_hasher
 from sparse_serve.settings import Settings
@@ -45,8 +34,8 @@ def stand(request, asked):
 
 KINDS = {
     "full": (FullAttentionSpec, {}, True),
-    "chunks": (ChunkedLocalAttentionSpec, {}, False),
-    "sinks": (SinkFullAttentionSpec, {}, False),
+    "chunks": (doubles.ChunkedLocalAttentionSpec, {}, False),
+    "sinks": (doubles.SinkFullAttentionSpec, {}, False),
     "a window": (FullAttentionSpec, {}, False),
     "a window told by the spec": (FullAttentionSpec, {"sliding_window": 64}, False),
     "promoted chunks": (FullAttentionSpec, {"attention_chunk_size": 64}, False),
@@ -81,7 +70,7 @@ def test_dense_layers_and_engines_that_are_asked_for_nothing_are_vllms(stand):
 def test_what_a_sparse_layer_cannot_do_is_refused(options, words, stand):
     with pytest.raises(ValueError, match=words):
         stand.made([(stand.full, options)])
-    stand.made([(ChunkedLocalAttentionSpec(), options), (stand.full, {})])
+    stand.made([(doubles.ChunkedLocalAttentionSpec(), options), (stand.full, {})])
 
 
 def test_a_step_that_is_not_causal_is_refused(stand):
@@ -127,15 +116,10 @@ def test_two_engines_with_equal_settings_share_nothing_and_are_forgotten(stand):
     assert key not in Served._known
 
 
-@pytest.fixture
-def served(tmp_path):
+def test_each_rank_hashes_its_own_heads_as_the_whole_does(tmp_path):
     Hasher(HasherConfig("lsh", ModelShape(3, 4, 2, 16), bits=64), 0).save_pretrained(tmp_path)
-    return Served(Settings(str(tmp_path), dense_layers=(1,)))
-
-
-def test_each_rank_hashes_its_own_heads_as_the_whole_does(served, tmp_path):
     k = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1))
-    whole = served.layer(0, Impl()).encode(k)
+    whole = Served(Settings(str(tmp_path))).layer(0, Impl()).encode(k)
     for rank in range(2):
         part = Served(Settings(str(tmp_path)), rank, 2).layer(0, Impl())
         assert torch.equal(part.encode(k[:, rank : rank + 1]), whole[:, rank : rank + 1])
