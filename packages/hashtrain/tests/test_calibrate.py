@@ -7,7 +7,6 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture, output_projections
-from hashtrain.data.joined import View, read, views
 from hashtrain.data.offsets import places
 from hashtrain.evaluation import cost, remainder
 from hashtrain.evaluation.cost import FALLS, LEAST_SHARE, MOST_SHARE, Steps, divide, layer_costs, layer_shares
@@ -157,12 +156,14 @@ def test_a_power_law_is_found_in_its_own_values():
     assert divide(*cost.power_laws(torch.zeros(2, 4), 0.02)).tolist() == pytest.approx([1, 1])
 
 
-def test_an_error_is_of_the_layers_output_when_one_head_alone_is_sparse(tiny, tmp_path):
+def test_an_error_is_of_the_layers_output_when_one_head_alone_is_sparse(tiny, tmp_path, monkeypatch):
     """Against masked attention, row by row; with the remainder, it is less in the sum over all rows."""
     hasher, ids = lsh(tiny).layer(1), torch.randint(97, (200,), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(64, 200, (32,), generator=torch.Generator().manual_seed(1))  # all are late
+    monkeypatch.setattr(remainder, "_LEAST_ROWS", 32)
+    monkeypatch.setattr(remainder, "_draw", lambda *_: rows)
     data = capture(tiny, [ids], tmp_path, dtype=torch.float32)
     found = calibrate(hasher, 1, data, 3, output_projections(tiny)["1"])
-    rows = torch.randint(64, 200, (32,), generator=torch.Generator().manual_seed(3 * 1_000_003 + 1))  # all are late
     (q, k, _), v = data.read(0, 1), data.values(0, 1)
     project = tiny.model.layers[1].self_attn.o_proj
 
@@ -259,35 +260,27 @@ def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
         assert abs(error.mean()) < 0.05 * share.mean()
 
 
-@given(st.integers(1, 40), st.integers(1, 64), st.integers(1, 400))
-def test_views_are_whole_contexts_in_the_order_of_their_positions_within_the_reach(count, tokens, reach):
-    found = views(count, tokens, reach)
-    if reach < 2 * tokens:
-        assert found == views(count, tokens, None) == [View(context) for context in range(count)]
-        return
-    assert {view.own for view in found} == set(range(0, count, 2))
-    for view in found:
-        assert (len(view.earlier) + 1) * tokens <= reach
-        at = [int(places(context, tokens, reach, torn=True)[0]) for context in (*view.earlier, view.own)]
-        assert at == sorted(at)
-        assert all(
-            places(context, tokens, reach, torn=True)[-1] == at[n] + tokens - 1 for n, context in enumerate(view[1])
-        )
-    longest = min(reach // tokens, -(-count // 2))
-    assert {1, longest} <= {len(view.earlier) + 1 for view in found}
+def test_all_lengths_count_alike_in_calibration_and_few_contexts_have_many_rows():
+    """Of 1,024 tokens, every eighth query of which is stored, a half of the rows before the quarter, of three contexts."""
+    asked, draw = [], torch.Generator().manual_seed(0)
 
+    class Few(Given):
+        def stride(self, context):
+            return 8
 
-def test_a_view_begins_with_its_own_first_tokens_and_leaves_out_those_of_earlier_contexts():
-    numbers = torch.arange(3.0)[:, None, None, None] * 100 + torch.arange(20.0)[:, None]
-    data = Given(numbers, numbers, 0.5, -numbers)
-    found = read(data, View(1, (2, 0)), 7, rows=torch.tensor([6, 19]))
-    expected = [*range(100, 104), *range(204, 220), *range(4, 20), *range(104, 120)]
-    assert found.k.flatten().tolist() == expected
-    assert found.v.flatten().tolist() == [-number for number in expected]
-    assert found.q.flatten().tolist() == [106, 119]
-    assert found.k[0, 0, found.positions, 0].tolist() == [106, 119]
-    alone = read(data, View(1), 7, rows=torch.tensor([6]))
-    assert (alone.k.flatten().tolist(), alone.positions.tolist()) == (numbers[1].flatten().tolist(), [6])
+        def queries(self, context, layer, rows=None):
+            asked.append((context, rows))
+            return super().queries(context, layer, rows)
+
+    q, k = (torch.randn(3, heads, 1024, 32, generator=draw) for heads in (4, 2))
+    calibrate(lsh_layer(), 0, Few(q, k, 0.1, k))
+    rows = torch.cat([rows for _, rows in asked])
+    assert {context for context, _ in asked} == {0, 1, 2}
+    assert len(rows) == 480
+    assert not (rows % 8).any()
+    assert 64 <= rows.min() < 100
+    assert 900 < rows.max() < 1024
+    assert 0.4 < (rows < 256).float().mean() < 0.6
 
 
 def test_linear_values_are_the_mean_and_the_covariance_written_out(rows):

@@ -10,6 +10,7 @@ from hashtrain.cli import main
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import capture, capturing, run_context
 from hashtrain.data.offsets import PIECES, offset, places, reach_of
+from hashtrain.evaluation.remainder import calibrate
 from hashtrain.evaluation.cost import Steps
 from hashtrain.models import text_decoder
 from hashtrain_runs import command
@@ -179,9 +180,16 @@ def test_a_hasher_tells_its_reach(tiny_config, tmp_path):
             HasherConfig("lsh", shape, reach=wrong)
 
 
-def test_a_run_records_the_reach_and_hashes_what_it_saw_there(folder, tmp_path):
-    """Contexts of 512 tokens, a model of 1,024; fails if the offset is dropped between the command and the model."""
-    starts = []
+def test_a_run_records_the_reach_and_hashes_what_it_saw_there(folder, tmp_path, monkeypatch):
+    """Contexts of 512 tokens, a model of 1,024; fails if the offset is dropped between the command and the model, or if
+    calibration reads shorter contexts than the reach."""
+    starts, lengths = [], []
+
+    def noted(hasher, layer, data, *more):
+        lengths.append(data.keys(0, layer)[0].shape[2])
+        return calibrate(hasher, layer, data, *more)
+
+    monkeypatch.setattr("hashtrain.run.job.calibrate", noted)
     for reach, more in ((1024, ()), (512, ("--reach", "512"))):
         out = tmp_path / str(reach)
         assert main(command(folder, out, "--only", "lsh", "transform-start", *more)) == 0
@@ -189,3 +197,4 @@ def test_a_run_records_the_reach_and_hashes_what_it_saw_there(folder, tmp_path):
         assert (lsh.reach, start.reach) == (None, reach)
         starts.append(start.layer(1).key.r)
     assert not torch.allclose(*starts, rtol=1e-2)
+    assert lengths == [1024] * 4 + [512] * 4  # two hashers of two layers

@@ -8,7 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashtrain.data import corpus, texts
-from hashtrain.data.corpus import Document, contexts, held_out_sources, python_sources, read_texts, split, token_ids
+from hashtrain.data.corpus import (
+    Document,
+    contexts,
+    far_contexts,
+    held_out_sources,
+    python_sources,
+    read_texts,
+    split,
+    token_ids,
+)
 from hashtrain.data.texts import long_lines, require_apart
 from hashtrain.data.texts_to_read import LEAST, room_for, shares
 from hashtrain.usage import UsageError
@@ -227,3 +236,18 @@ def test_training_text_that_holds_the_held_out_text_is_refused():
     for copy in ("# a header\n" + "\n".join(lines), "\n".join(lines[:11]), " one line\n"):
         with pytest.raises(ValueError, match="copy holds most of the held-out text"):
             require_apart([Document("fine", "x"), Document("copy", copy)], validation)
+
+
+def test_contexts_of_calibration_are_as_long_as_the_reach():
+    """Parts of long documents, or contexts of training one behind the other."""
+    found = [torch.full((64,), number) for number in range(5)]
+    long, short = Document("long", "0123456789" * 200), Document("short", "abc" * 20)
+    for reach, wanted in ((128, 128), (200, 200), (1 << 20, 512)):
+        cut = far_contexts([short, long], letters, found, reach, 0)
+        assert [bytes(one.tolist()).decode() for one in cut] == [
+            long.text[n * wanted : (n + 1) * wanted] for n in range(3)
+        ]
+    both = [one.tolist() for one in far_contexts([short], letters, found, 210, 0)]
+    assert both == [[first + at // 64 for at in range(3 * 64)] for first in (0, 1, 2)]
+    assert [len(one) for one in far_contexts([], letters, found, 1 << 20, 0)] == [320]
+    assert far_contexts([long], letters, found, 127, 0) == far_contexts([short], letters, found[:1], 512, 0) == []

@@ -12,7 +12,7 @@ from hashtrain import Hasher, ModelShape
 from hashtrain.cli import main
 from hashtrain.data import captured
 from hashtrain.data.capture import context_bytes, run_context
-from hashtrain.data.captured import Capture
+from hashtrain.data.captured import STEPS, Capture
 from hashtrain.evaluation import remainder
 from hashtrain.files.atomic import save_tensors
 from hashtrain.layers import transform
@@ -163,7 +163,7 @@ def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypa
     monkeypatch.setattr(captured, "FEW", 50)
     ids = torch.randint(0, 97, (512,), generator=torch.Generator().manual_seed(1))  # the first context of `data`
     few = Capture(tmp_path, 1)
-    tensors, header = run_context(model, ids, whole=False)
+    tensors, header = run_context(model, ids, kept=STEPS)
     save_tensors(tensors, few.file(0), metadata=header)
     rows = torch.tensor([510, 30, 510])
     assert (few.stride(0), data.stride(0)) == (10, 1)
@@ -176,15 +176,15 @@ def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypa
     with pytest.raises(ValueError, match="damaged"):
         few.values(0, 0)
     size = few.file(0).stat().st_size
-    assert 0 < size - context_bytes(SHAPE, 512, torch.bfloat16, whole=False) < 4096  # the header
+    assert 0 < size - context_bytes(SHAPE, 512, torch.bfloat16, STEPS) < 4096  # the header
 
 
 def test_hashers_are_the_same_bits_in_waves_also_of_a_run_that_was_stopped_in_one(
     folder, tmp_path, monkeypatch, capsys, one_whole
 ):
     """Four contexts, six steps: the disk that is given has room for the first context and one other."""
-    words = "--contexts 4 --steps 6 --rows 32 --checkpoint-seconds 100 --only planes".split()  # noqa: SIM905
-    other = context_bytes(SHAPE, 512, torch.bfloat16, whole=False)
+    words = "--contexts 4 --steps 6 --rows 32 --reach 512 --checkpoint-seconds 100 --only planes".split()  # noqa: SIM905
+    other = context_bytes(SHAPE, 512, torch.bfloat16, STEPS)
     always = 2 * context_bytes(SHAPE, 512, torch.bfloat16)
     room = ["--disk", f"{(always + 1.5 * other) / 1e9:.9f}"]
 
@@ -198,7 +198,7 @@ def test_hashers_are_the_same_bits_in_waves_also_of_a_run_that_was_stopped_in_on
     original, sizes = pipeline.run_jobs, []
 
     def noted(*given):
-        sizes.append(sum(path.stat().st_size for path in (tmp_path / "waves").glob(".work/[th]*/*.safetensors")))
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / "waves").glob(".work/[fth]*/*.safetensors")))
         return original(*given)
 
     with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations import sdpa_attention
 
 from hashtrain.config import ModelShape
-from hashtrain.data.captured import STRIDE, stride
+from hashtrain.data.captured import ALL, STRIDE, Kept
 from hashtrain.data.captured import Capture as Capture
 from hashtrain.data.offsets import places, positions
 from hashtrain.device import finish as wait_for
@@ -116,7 +116,7 @@ def context_key(
     weights: str,
     ids: Tensor,
     device: str,
-    whole: bool = True,
+    kept: Kept = ALL,
     where: Tensor | None = None,
 ) -> str:
     """Return a digest of everything that decides the bits of one context's file.
@@ -125,7 +125,7 @@ def context_key(
     `weights_hash(model)`. Devices and versions of torch round differently.
     """
     versions = [torch.__version__, transformers.__version__]
-    sha = hashlib.sha256(json.dumps([weights, device, whole, *versions]).encode())
+    sha = hashlib.sha256(json.dumps([weights, device, kept, *versions]).encode())
     for numbers in (ids, torch.arange(len(ids), device="cpu") if where is None else where):
         sha.update(numbers.contiguous().numpy().tobytes())
     return sha.hexdigest()[:32]
@@ -145,20 +145,19 @@ def run_context(
     model: PreTrainedModel,
     ids: Tensor,
     dtype: torch.dtype = torch.bfloat16,
-    whole: bool = True,
+    kept: Kept = ALL,
     where: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Run one context; return its tensors, and the file's header.
 
     Args:
-        whole: whether to keep all queries, and the values; if not, only keys and every `stride`-th query. The host
-            waits for the device once, at the end.
+        kept: what to keep beside the keys. The host waits for the device once, at the end.
         where: each token's position, int64 [T]; None: from 0 on.
     """
-    device, tensors, header = model.device, dict[str, Tensor](), {STRIDE: str(1 if whole else stride(len(ids)))}
+    device, tensors, header = model.device, dict[str, Tensor](), {STRIDE: str(kept.stride(len(ids)))}
 
     def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
-        found = {"q": q, "k": k, "v": v} if whole else {"q": q[:, :, :: stride(len(ids))], "k": k}
+        found = {"q": q[:, :, :: kept.stride(len(ids))], "k": k, **({"v": v} if kept.values else {})}
         tensors.update({f"{name}.{layer}": to_host(x.to(dtype).contiguous()) for name, x in found.items()})
         header[f"scaling.{layer}"] = repr(scaling)
 
@@ -181,11 +180,11 @@ def output_projections(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def context_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype, whole: bool = True) -> int:
-    """Return the bytes of one context's tensors in all layers, stored `whole` or not."""
-    total, queries = 0, tokens if whole else -(-tokens // stride(tokens))
+def context_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype, kept: Kept = ALL) -> int:
+    """Return the bytes of one context's tensors in all layers."""
+    total, queries = 0, -(-tokens // kept.stride(tokens))
     for at in map(shape.at, range(shape.num_layers)):
-        heads = (1 + whole) * tokens * at.num_kv_heads + queries * at.num_query_heads
+        heads = (1 + kept.values) * tokens * at.num_kv_heads + queries * at.num_query_heads
         total += heads * at.head_dim * dtype.itemsize
     return total
 

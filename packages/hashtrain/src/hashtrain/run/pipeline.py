@@ -71,11 +71,12 @@ def _run(command: TrainCommand, console: Console) -> dict[str, Any]:
 def _announce(prepared: Prepared, console: Console) -> None:
     """Print what will be trained, and whether the text is shorter than requested."""
     command, shape = prepared.command, prepared.shape
-    count, held = len(prepared.train.contexts), len(prepared.validation.contexts)
+    count, held, far = (len(of.contexts) for of in (prepared.train, prepared.validation, prepared.far))
+    longer = f", {far} of {len(prepared.far.contexts[0])} to calibrate on" if far else ""
     console.print(
         f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on, {held} held out, for contexts of "
-        f"up to {prepared.reach}; {prepared.disk / 1e9:.1f} GB of disk while it runs"
+        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on{longer}, {held} held out, for "
+        f"contexts of up to {prepared.reach}; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
     if count < command.contexts:
         console.print(f"the text has {count} training contexts; {command.contexts} were requested")
@@ -108,7 +109,7 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
             folder=command.out / ".work" / "layers",
             outputs=command.out / ".work" / "outputs.safetensors",
             device=prepared.device,
-            reach=prepared.reach,
+            far=prepared.far.stored if prepared.far.contexts else None,
         )
         for recipe in sorted(command.recipes, key=lambda c: not c.trained)
         for layer in range(prepared.shape.num_layers)
@@ -117,14 +118,15 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
 
 def _train(prepared: Prepared, jobs: Sequence[LayerJob], wave: range, console: Console) -> None:
     """Capture the contexts of a wave, as far as they are missing, and train its steps of all layers."""
-    command, train, validation = prepared.command, prepared.train, prepared.validation
+    command, train = prepared.command, prepared.train
     last = wave.stop == command.steps
     mine = [job for job in jobs if not job.finished.exists() and (last or job.steps_done < wave.stop)]
     if not mine and not last:
         return
     stored = train.stored_in(wave)
     train.drop(stored)
-    lots = [(train, train.lacking(stored)), (validation, validation.lacking(range(len(validation.contexts))))]
+    others = [(of, of.lacking(range(len(of.contexts)))) for of in (prepared.far, prepared.validation)]
+    lots = [(train, train.lacking(stored)), *others]
     with tracking(console, sum(len(numbers) for _, numbers in lots)) as advance:
         make_all(command.model_path, lots, prepared.workers, advance)
     loaded.cache_clear()  # free the model's memory for training

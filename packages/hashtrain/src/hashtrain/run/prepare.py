@@ -1,6 +1,7 @@
 """Check a run's inputs before anything is written: the model, the texts, the disk space."""
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from hashtrain.adapters import adapter_of
 from hashtrain.config import ModelShape
 from hashtrain.data.capture import context_key, free_disk, require_disk, weights_hash
-from hashtrain.data.corpus import held_out_sources, numbered_contexts, python_sources, split
+from hashtrain.data.captured import ROWS
+from hashtrain.data.corpus import far_contexts, held_out_sources, numbered_contexts, python_sources, split
 from hashtrain.data.offsets import reach_of
 from hashtrain.data.texts import read_texts, require_apart
 from hashtrain.data.texts_to_read import room_for
@@ -36,6 +38,8 @@ class Prepared:
     """The longest context that the hashers are made for (`hashtrain.data.offsets`)."""
     train: Source
     validation: Source
+    far: Source
+    """Contexts of about the reach, for calibration (`hashtrain.evaluation.remainder`); none if training's are."""
     waves: list[range]
     """The steps whose contexts are captured at once (`hashtrain.run.waves`)."""
     disk: int
@@ -66,26 +70,25 @@ def prepare(command: TrainCommand) -> Prepared:
     reach = reach_of(model.config, command.context, command.reach)
     for recipe in command.recipes:
         require_own(command.out / recipe.name, base_model(command.model), shape)
-    texts = dict(zip(("train", "held"), _texts(command, tokenizer), strict=True))
-    require_vocabulary(model, *texts["train"], *texts["held"])
-    whole = {"train": MAX_CONTEXTS, "held": len(texts["held"])}
-    weights, work = weights_hash(model), command.out / ".work"
-    train, validation = (
-        Source(name, work / name, ids, whole[name], shape, weights, device, reach, name == "train")
-        for name, ids in texts.items()
-    )
-    held = validation.bytes(range(len(texts["held"])))
-    always = held + train.bytes(range(min(MAX_CONTEXTS, len(texts["train"]))))
-    room = free_disk(command.out) + sum(path.stat().st_size for path in work.glob("[th]*/*.safetensors"))
+    texts = _texts(command, tokenizer, reach)
+    require_vocabulary(model, *itertools.chain(*texts))
+    shared: dict[str, Any] = {"shape": shape, "weights": weights_hash(model), "device": device, "reach": reach}
+    work = command.out / ".work"
+    train = Source("train", work / "train", texts[0], MAX_CONTEXTS, torn=True, **shared)
+    validation = Source("held", work / "held", texts[1], len(texts[1]), **shared)
+    far = Source("far", work / "far", texts[2], len(texts[2]), first=ROWS, **shared)
+    held = sum(of.bytes(range(len(of.contexts))) for of in (validation, far))
+    always = held + train.bytes(range(min(MAX_CONTEXTS, len(train.contexts))))
+    room = free_disk(command.out) + sum(path.stat().st_size for path in work.glob("[thf]*/*.safetensors"))
     require_disk(command.out, always, room)
     given = room if command.disk is None else min(room, int(1e9 * command.disk))
     parts = waves(train, command.steps, always, given)
     disk = held + max(train.bytes(train.stored_in(wave)) for wave in parts)
     identity = hashlib.sha256()
-    for source in (train, validation):
+    for source in (train, validation, far):
         for number, ids in enumerate(source.contexts):
-            identity.update(context_key(weights, ids, device[:4], where=source.places(number)).encode())
-    checked = command, model.config, shape, reach, train, validation
+            identity.update(context_key(shared["weights"], ids, device[:4], where=source.places(number)).encode())
+    checked = command, model.config, shape, reach, train, validation, far
     return Prepared(*checked, parts, disk, device, adapter_of(model), identity.hexdigest())
 
 
@@ -121,8 +124,8 @@ def require_plain_attention(config: Any) -> None:
         raise ValueError(f"expected a model with plain attention logits, got {config.model_type}, which caps them")
 
 
-def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the training and the held-out contexts.
+def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase, reach: int) -> list[list[Tensor]]:
+    """Return the contexts of training, those held out, and those of calibration if they are others.
 
     Raises: ValueError if a text cannot be used, or a training document holds a held-out one.
     """
@@ -138,5 +141,5 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[l
         validation = held_out_sources()
     held = numbered_contexts(validation, tokenizer, command.context, command.held_out, command.seed)
     require_apart(train, [validation[number] for number in sorted({number for number, _ in held})])
-    found = numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)
-    return [ids for _, ids in found], [ids for _, ids in held]
+    found = [ids for _, ids in numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)]
+    return [found, [ids for _, ids in held], far_contexts(train, tokenizer, found, reach, command.seed)]

@@ -1,6 +1,6 @@
 """The captures of a run, made in waves: as many contexts at once as the disk has room for, from a few to all.
 
-1. Held-out contexts, and the first training contexts, which starts and calibration read, are stored all the time.
+1. Held-out contexts, those of calibration, and the first training contexts, which starts read, are always stored.
 2. A wave is a number of consecutive steps. Their contexts are captured, every layer trains these steps, and the
    captures make room for those of the next wave. If all contexts fit, there is one wave.
 3. A training step reads all keys of a context and the queries of 64 rows, so of long contexts few queries are stored
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hashtrain.config import ModelShape
 from hashtrain.data.capture import context_bytes, context_key, run_context
-from hashtrain.data.captured import KEY, Capture
+from hashtrain.data.captured import ALL, KEY, STEPS, Capture, Kept
 from hashtrain.data.offsets import places
 from hashtrain.device import here
 from hashtrain.files.atomic import save_tensors
@@ -43,7 +43,7 @@ class Source:
     folder: Path
     contexts: Sequence[Tensor]
     whole_contexts: int
-    """Number of first contexts that are stored whole (`hashtrain.data.capture.run_context`)."""
+    """Number of first contexts of which more is stored than a step of training reads."""
     shape: ModelShape
     weights: str
     """`hashtrain.data.capture.weights_hash` of the model."""
@@ -52,6 +52,8 @@ class Source:
     """Contexts are spread over positions 0 to reach - 1; None: all begin at 0."""
     torn: bool = False
     """Whether every second one is torn (`hashtrain.data.offsets`), as those of training are."""
+    first: Kept = ALL
+    """What is stored of the first contexts."""
 
     def places(self, number: int) -> Tensor:
         """Return the position of each token of a context."""
@@ -62,19 +64,18 @@ class Source:
         """The capture on disk."""
         return Capture(self.folder, len(self.contexts))
 
-    def is_whole(self, number: int) -> bool:
-        """Whether a context is stored whole."""
-        return number < self.whole_contexts
+    def kept(self, number: int) -> Kept:
+        """Return what is stored of a context."""
+        return self.first if number < self.whole_contexts else STEPS
 
     def key(self, number: int) -> str:
         """Return what identifies the capture of a context."""
-        whole = self.is_whole(number)
-        return context_key(self.weights, self.contexts[number], self.device[:4], whole, self.places(number))
+        ids, where = self.contexts[number], self.places(number)
+        return context_key(self.weights, ids, self.device[:4], self.kept(number), where)
 
     def bytes(self, numbers: Iterable[int]) -> int:
         """Return the bytes that captures of these contexts take."""
-        few, every = (context_bytes(self.shape, len(self.contexts[0]), _DTYPE, whole) for whole in (False, True))
-        return sum(every if self.is_whole(number) else few for number in numbers)
+        return sum(context_bytes(self.shape, len(self.contexts[n]), _DTYPE, self.kept(n)) for n in numbers)
 
     def stored_in(self, wave: range) -> list[int]:
         """Return the contexts that are stored during a wave of steps."""
@@ -122,7 +123,7 @@ class _Job:
     path: Path
     key: str
     name: str
-    whole: bool
+    kept: Kept
     where: Tensor
 
 
@@ -148,7 +149,7 @@ def make_all(
     processes, which share one copy of the model. On CUDA each process has its own device and its own copy.
     """
     jobs = [
-        _Job(model, of.device, of.contexts[n], of.stored.file(n), of.key(n), of.name, of.is_whole(n), of.places(n))
+        _Job(model, of.device, of.contexts[n], of.stored.file(n), of.key(n), of.name, of.kept(n), of.places(n))
         for of, numbers in lots
         for n in numbers
     ]
@@ -170,7 +171,7 @@ def make_all(
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:
     own = model or loaded(job.model, str(here(job.device)))[0]
-    tensors, header = run_context(own, job.ids, whole=job.whole, where=job.where)
+    tensors, header = run_context(own, job.ids, kept=job.kept, where=job.where)
     save_tensors(tensors, job.path, metadata={**header, KEY: job.key})
     report(f"capture {job.name} q and k", 1)
 
