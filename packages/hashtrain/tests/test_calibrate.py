@@ -7,7 +7,6 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture, output_projections
-from hashtrain.data.offsets import places
 from hashtrain.evaluation import cost, remainder
 from hashtrain.evaluation.cost import FALLS, LEAST_SHARE, MOST_SHARE, Steps, divide, layer_costs, layer_shares
 from hashtrain.evaluation.metrics import best_searched, quality, quality_of_scores, reading
@@ -261,7 +260,7 @@ def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
 
 
 def test_all_lengths_count_alike_in_calibration_and_few_contexts_have_many_rows():
-    """Of 1,024 tokens, every eighth query of which is stored, a half of the rows before the quarter, of three contexts."""
+    """Of 1,024 tokens, with every eighth query stored, a half of the rows are in the first quarter."""
     asked, draw = [], torch.Generator().manual_seed(0)
 
     class Few(Given):
