@@ -259,8 +259,8 @@ def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
         assert abs(error.mean()) < 0.05 * share.mean()
 
 
-def test_all_lengths_count_alike_in_calibration_and_few_contexts_have_many_rows():
-    """Of 1,024 tokens, with every eighth query stored, a half of the rows are in the first quarter."""
+def test_short_lengths_count_in_calibration_too_and_few_contexts_have_many_rows():
+    """Of 1,024 tokens, with every eighth query stored, a third of the rows are before the quarter, not a fifth."""
     asked, draw = [], torch.Generator().manual_seed(0)
 
     class Few(Given):
@@ -279,7 +279,7 @@ def test_all_lengths_count_alike_in_calibration_and_few_contexts_have_many_rows(
     assert not (rows % 8).any()
     assert 64 <= rows.min() < 100
     assert 900 < rows.max() < 1024
-    assert 0.4 < (rows < 256).float().mean() < 0.6
+    assert 0.28 < (rows < 256).float().mean() < 0.39
 
 
 def test_linear_values_are_the_mean_and_the_covariance_written_out(rows):

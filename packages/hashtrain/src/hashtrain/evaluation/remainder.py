@@ -164,13 +164,13 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Itera
 
 
 def _draw(tokens: int, apart: int, generator: torch.Generator) -> Tensor:
-    """Draw rows of a context, multiples of `apart`, so that its lengths from a sixteenth on count alike: int64 [_ROWS].
+    """Draw rows of a context from a sixteenth of it on, multiples of `apart`, evenly over their roots: int64 [_ROWS].
 
-    Of rows drawn evenly, few see the lengths at which most texts end.
+    Drawn evenly, few would see the lengths at which most texts end; evenly over their logarithms, few the longest.
     """
-    least = max(tokens // 16, min(_FIRST_ROW, tokens - 1))
+    least = max(tokens // 16, min(_FIRST_ROW, tokens - 1)) ** 0.5
     part = torch.rand(_ROWS, generator=generator, dtype=torch.float64, device="cpu")
-    return (least * (tokens / least) ** part).long() // apart * apart
+    return (least + part * (tokens**0.5 - least)).square().long().clamp(max=tokens - 1) // apart * apart
 
 
 def fit_weight(samples: Sequence[tuple[Evidence, Tensor]]) -> Tensor:
