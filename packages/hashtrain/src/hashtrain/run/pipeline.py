@@ -118,15 +118,16 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
 
 def _train(prepared: Prepared, jobs: Sequence[LayerJob], wave: range, console: Console) -> None:
     """Capture the contexts of a wave, as far as they are missing, and train its steps of all layers."""
-    command, train = prepared.command, prepared.train
+    command = prepared.command
     last = wave.stop == command.steps
     mine = [job for job in jobs if not job.finished.exists() and (last or job.steps_done < wave.stop)]
     if not mine and not last:
         return
-    stored = train.stored_in(wave)
-    train.drop(stored)
-    others = [(of, of.lacking(range(len(of.contexts)))) for of in (prepared.far, prepared.validation)]
-    lots = [(train, train.lacking(stored)), *others]
+    far, train, held = prepared.far, prepared.train, prepared.validation
+    every = [(far, range(len(far.contexts))), (train, train.stored_in(wave)), (held, range(len(held.contexts)))]
+    for of, numbers in every:
+        of.drop(numbers)
+    lots = [(of, of.lacking(numbers)) for of, numbers in every]  # the longest first
     with tracking(console, sum(len(numbers) for _, numbers in lots)) as advance:
         make_all(command.model_path, lots, prepared.workers, advance)
     loaded.cache_clear()  # free the model's memory for training

@@ -21,7 +21,7 @@ from hashtrain.demo import base_model
 from hashtrain.device import here
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.hasher import require_own
-from hashtrain.models import require_vocabulary
+from hashtrain.models import require_vocabulary, text_decoder
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import Source, loaded, waves
 from hashtrain.run.workers import default_workers
@@ -49,7 +49,7 @@ class Prepared:
     adapter: str
     """A digest of the model's adapter (`hashtrain.adapters`)."""
     identity: str
-    """A digest of all training and held-out contexts, which decide the result."""
+    """A digest of all contexts, which decide the result."""
 
     @property
     def workers(self) -> int:
@@ -70,7 +70,8 @@ def prepare(command: TrainCommand) -> Prepared:
     reach = reach_of(model.config, command.context, command.reach)
     for recipe in command.recipes:
         require_own(command.out / recipe.name, base_model(command.model), shape)
-    texts = _texts(command, tokenizer, reach)
+    eager = text_decoder(model).config._attn_implementation == "eager"  # needs memory for the square of a context
+    texts = _texts(command, tokenizer, command.context if eager else reach)
     require_vocabulary(model, *itertools.chain(*texts))
     shared: dict[str, Any] = {"shape": shape, "weights": weights_hash(model), "device": device, "reach": reach}
     work = command.out / ".work"

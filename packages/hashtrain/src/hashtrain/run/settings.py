@@ -54,8 +54,8 @@ class TrainCommand:
     """Tokens per context."""
     reach: int | None = None
     """The longest context that the hashers are for, in tokens: contexts are captured at positions spread over it, and
-    three more, as long as it or eight times --context, for calibration. Default: the model's own longest. The paper:
-    --context."""
+    up to three more, as long as it but at most eight times --context, for calibration. Default: the model's own
+    longest. The paper: --context."""
     contexts: int = 40
     """Training contexts."""
     held_out: int = 24

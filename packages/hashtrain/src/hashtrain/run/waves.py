@@ -1,14 +1,15 @@
 """The captures of a run, made in waves: as many contexts at once as the disk has room for, from a few to all.
 
-1. Held-out contexts, those of calibration, and the first training contexts, which starts read, are always stored.
+1. Held-out contexts, those of calibration, and the first ones of training, which starts read, are always stored.
 2. A wave is a number of consecutive steps. Their contexts are captured, every layer trains these steps, and the
    captures make room for those of the next wave. If all contexts fit, there is one wave.
 3. A training step reads all keys of a context and the queries of 64 rows, so of long contexts few queries are stored
-   (`hashtrain.data.captured.stride`): 5.6 TB instead of 26 for Llama-3-8B with the paper's schedule.
+   (`hashtrain.data.captured.Kept`): 5.6 TB instead of 26 for Llama-3-8B with the paper's schedule.
 
 The number of waves changes no bit: between waves, a layer's training is in its checkpoint.
 """
 
+import collections
 import functools
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,7 +76,8 @@ class Source:
 
     def bytes(self, numbers: Iterable[int]) -> int:
         """Return the bytes that captures of these contexts take."""
-        return sum(context_bytes(self.shape, len(self.contexts[n]), _DTYPE, self.kept(n)) for n in numbers)
+        kinds = collections.Counter((len(self.contexts[number]), self.kept(number)) for number in numbers)
+        return sum(count * context_bytes(self.shape, tokens, _DTYPE, kept) for (tokens, kept), count in kinds.items())
 
     def stored_in(self, wave: range) -> list[int]:
         """Return the contexts that are stored during a wave of steps."""
@@ -110,7 +112,7 @@ def waves(train: Source, steps: int, always: int, room: int) -> list[range]:
         needed = (always + train.bytes(others[:1])) / 1e9
         raise OSError(
             f"not enough free disk for captures: expected {needed:.2f} GB, got {room / 1e9:.2f} GB; free some space, "
-            "or use fewer or shorter held-out contexts"
+            "or use fewer or shorter held-out contexts, or a smaller --reach"
         )
     return [range(start, min(start + fitting, steps)) for start in range(0, steps, fitting)]
 

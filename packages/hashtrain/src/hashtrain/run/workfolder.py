@@ -2,7 +2,7 @@
 
     .lock                         held by the running process
     .work/run.toml                the settings, for human readers
-    .work/train, .work/held       captures (`hashtrain.run.waves`)
+    .work/train, held, far        captures (`hashtrain.run.waves`)
     .work/layers/NAME-LAYER-KEY   checkpoints and finished layers; the key identifies everything that decides their bits
 
 The folder is removed once the run has stored its hashers.
