@@ -30,25 +30,6 @@ REACH = re.compile(
 )
 
 
-def run(code: str, folder: pathlib.Path, environment: dict[str, str]) -> tuple[int, dict[str, object]]:
-    """Run a block.
-
-    Returns: its exit code; its seconds, those until its first table ended, and the lines of its tables without borders.
-    """
-    command = ["bash", "-euo", "pipefail", "-c", code]
-    began, first, lines = time.monotonic(), None, list[str]()
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-    ) as process:
-        for line in process.stdout or ():
-            print(line, end="", flush=True)
-            if line.startswith(("┃", "│")):
-                lines.append(re.sub("[┃│]", " ", line).strip())
-            elif lines and line.startswith("└"):
-                first = first or round(time.monotonic() - began, 1)
-    return process.returncode, {"seconds": round(time.monotonic() - began, 1), "first_table": first, "table": lines}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=shutil.which("python3.11") or sys.executable, help="a Python 3.11")
@@ -70,11 +51,12 @@ def main() -> int:
             if skipped or "path/or/" in code:
                 continue
             title, goes_on, _ = code.strip().partition("\n")
-            status, found = run(code, folder / "clone", kept)
-            taken.append({"title": title + " ..." * bool(goes_on), **found})
+            began, command = time.monotonic(), ["bash", "-euo", "pipefail", "-c", code]
+            done = subprocess.run(command, cwd=folder / "clone", env=kept, stdin=subprocess.DEVNULL)
+            taken.append({"title": title + " ..." * bool(goes_on), "seconds": round(time.monotonic() - began, 1)})
             print(taken[-1], flush=True)
-            if status:
-                print(f"check_readme: `{title}` ended with exit code {status}", file=sys.stderr)
+            if done.returncode:
+                print(f"check_readme: `{title}` ended with exit code {done.returncode}", file=sys.stderr)
                 return 1
         disk = sum(path.lstat().st_size for path in (folder / "clone" / ".venv").rglob("*"))
     if given.out is not None:

@@ -120,8 +120,8 @@ def test_hub_ids_are_streamed_by_the_real_loader(tmp_path, table, monkeypatch):
     assert [d.text for d in read_texts([Path("hub:owner/name:train:body")])] == ["one", "two"]
     remedy = r"cannot be read: .*; give a local \.jsonl or \.txt file to --text$"
     for wrong, said in (
-        ("hub:owner/name:test:body", "the data set owner/name, split test cannot be read"),
-        ("hub:nobody/nothing", f"the data set nobody/nothing, split train {remedy}"),
+        ("hub:owner/name:test:body", "hub:owner/name:test:body cannot be read"),
+        ("hub:nobody/nothing", f"hub:nobody/nothing {remedy}"),
         ("hub:nobody/nothing/some.jsonl", f"hub:nobody/nothing/some.jsonl {remedy}"),
         ("hub:pg19", "expected hub:OWNER/NAME"),
         ("hub:a/b/c.txt", "expected a file ending in .jsonl"),

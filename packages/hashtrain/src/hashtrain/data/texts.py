@@ -25,7 +25,6 @@ from hashtrain.files.untrusted import first_line
 from hashtrain.usage import require_package, require_plain_file
 
 HUB = "hub:"
-_DATA_SET = "the data set "
 _PLAIN = {".txt", ".md", ".py"}
 _TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _FIELDS = ("text", "content", "code")
@@ -158,21 +157,21 @@ def _hub_rows(text: str) -> tuple[Iterable[dict[str, Any]], str | None]:
     if len(parts) < 2 or not all(parts):
         raise ValueError(f"expected hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]], got {text}")
     if len(parts) == 2:
-        shown = f"{_DATA_SET}{place}, split {split or 'train'}"
-        return _stream(place, shown, split or "train", name=config or None), field or None
+        return _stream(place, HUB + place, split or "train", name=config or None), field or None
     if (suffix := Path(place).suffix) not in _TABLES:
         raise ValueError(f"expected a file ending in {', '.join(_TABLES)}, got {parts[-1]}")
     return _stream(_TABLES[suffix], HUB + place, data_files=f"hf://datasets/{place}"), field or None
 
 
 def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iterable[dict[str, Any]]:
+    """Return the rows of a table or data set, which is opened when the first one is read: `_of_rows` has all errors."""
     require_package("datasets", f"reading {shown}", "datasets")
     import datasets
 
-    try:
-        return datasets.load_dataset(path, split=split, streaming=True, **options)
-    except Exception as error:  # as below; a list of many levels even overflows Python's stack there
-        raise _unreadable(shown, error) from error
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from datasets.load_dataset(path, split=split, streaming=True, **options)
+
+    return rows()
 
 
 def _of_rows(
@@ -189,15 +188,10 @@ def _of_rows(
             documents.append(Document(f"{name}, row {number + 1}", text[:room], corpus))
             if room is not None and (room := room - len(text)) <= 0:
                 break
-    except Exception as error:  # every reader of `datasets` raises its own kind
-        raise _unreadable(name, error) from error
+    except Exception as error:  # every reader of `datasets` raises its own kind, also RecursionError
+        remedy = "; give a local .jsonl or .txt file to --text" if name.startswith(HUB) else ""
+        raise ValueError(f"{name} cannot be read: {first_line(error)}{remedy}") from error
     return documents
-
-
-def _unreadable(shown: str, error: BaseException) -> ValueError:
-    """Return an error for a table or data set that cannot be read; for the Hub, with an offline alternative."""
-    remedy = "; give a local .jsonl or .txt file to --text" if shown.startswith((HUB, _DATA_SET)) else ""
-    return ValueError(f"{shown} cannot be read: {first_line(error)}{remedy}")
 
 
 def _is_hub_id(path: Path) -> bool:
