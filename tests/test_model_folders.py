@@ -9,9 +9,11 @@ import shutil
 import socket
 
 import pytest
+import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.models import load_model
 from tiny_model import commands, make_model, refused
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOADER = "packages/hashtrain/src/hashtrain/models.py"
@@ -197,3 +199,12 @@ def test_a_file_of_a_hasher_that_is_no_file_is_one_sentence(kind, weights, model
     main, words = commands(model, model.parent / "text.txt")["sparse-decode"]
     words = [str(tmp_path / "lsh") if word == "lsh" else word for word in words]
     assert "hasher" in refused(main, words, capsys)
+
+
+@pytest.mark.parametrize(("able", "made"), [({}, "float32"), ({"avx512_bf16": True}, "bfloat16")])
+def test_a_model_is_computed_in_a_type_that_the_processor_multiplies(model, tmp_path, monkeypatch, able, made):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: able)
+    AutoModelForCausalLM.from_pretrained(model).bfloat16().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    assert str(load_model(str(tmp_path))[0].dtype) == f"torch.{made}"
+    assert load_model(str(tmp_path), torch.bfloat16)[0].dtype == torch.bfloat16  # what was asked for

@@ -1,6 +1,6 @@
-"""Fill the tables of README.md, of pages of docs and of the packages' READMEs, and draw a figure, from docs/results.
+"""Fill the tables of README.md, of pages of docs and of the packages' READMEs, and draw figures, from docs/results.
 
-    uv run tools/update_readme.py                                   # write tables and the figure
+    uv run tools/update_readme.py                                   # write tables and figures
     uv run tools/update_readme.py --from runs/ppl=demo/everywhere runs/demo=demo/training  # first store these, trimmed
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if any is stale
 
@@ -13,7 +13,8 @@ import pathlib
 import re
 import sys
 
-from hashtrain.files.atomic import replace, write_text
+from hashcore.atomic import replacing
+from hashtrain.files.atomic import write_text
 from readme_tables import TABLES, figures, table
 from readme_tables.stored import RESULTS, store
 
@@ -54,16 +55,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"update_readme: {error}", file=sys.stderr)
         return 2
     stale = [path for path in PAGES if texts[path] != fresh[path]]
-    drawn = figures.is_stale()
+    undrawn = [name for name in figures.FIGURES if figures.is_stale(name)]
     if given.check:
-        for name in [*(str(path.relative_to(ROOT)) for path in stale), *[figures.PATH.name] * drawn]:
+        for name in [*(str(path.relative_to(ROOT)) for path in stale), *undrawn]:
             print(f"{name} shows other results than those that are stored; run `uv run tools/update_readme.py`")
-        return int(bool(stale or drawn))
+        return int(bool(stale or undrawn))
     for path in stale:
         write_text(path, fresh[path])
-    if drawn:
-        image = figures.png()
-        replace(figures.PATH, lambda temporary: temporary.write_bytes(image))
+    for name in undrawn:
+        with replacing(figures.path_of(name)) as temporary:
+            temporary.write_bytes(figures.png(name))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The generated figure of docs/figures. It stores a digest of its data: pixels differ between versions of fonts."""
+"""The generated figures of docs/figures. Each stores a digest of its data: pixels differ between versions of fonts."""
 
 import hashlib
 import io
@@ -29,6 +29,9 @@ WAYS = {
 }
 """Ways to answer: their name, colour and style."""
 
+REACH = "smollm2", "english-2k", "english-4k", "english"
+"""The stored results of quality against length: a file, and its runs from short to long."""
+
 
 def overview(results: pathlib.Path) -> Figure:
     """Draw the time of whole answers against length, and quality against bytes read."""
@@ -57,6 +60,27 @@ def overview(results: pathlib.Path) -> Figure:
     return figure
 
 
+def reach(results: pathlib.Path) -> Figure:
+    """Draw quality against the length of the context, on both sides of the one that hashers are made from."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    made, *runs = stored(results, f"{REACH[0]}/training"), *(load(results, f"{REACH[0]}/{name}") for name in REACH[1:])
+    lengths = [run.config["context"] for run in runs]
+    for method, (label, colour) in {**METHODS, f"8k/{OURS}": ("the same, made from contexts of 8,192", GREEN)}.items():
+        found = [(run.config["context"], value(run, method, "kl")) for run in runs if method in run.config["methods"]]
+        axes.plot(*zip(*found, strict=True), label=label, color=colour, marker="o", linestyle="-:"["/" in method])
+    axes.axvline(made["context"], color="#bbbbbb", zorder=0)
+    _finish(axes, "tokens of the context", "KL from dense, nats")
+    _ticks(axes, {n: f"{n:,}" for n in lengths}, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
+    axes.set_title(
+        f"{NAMES[made['model']]}, English, {100 * runs[0].config['budgets'][0]:g} % selected; hashers made from "
+        f"{made['contexts']} contexts of {made['context']:,} tokens (line)",
+        fontsize=9,
+    )
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def _finish(axes: Axes, x: str, y: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     axes.minorticks_off()
@@ -68,26 +92,30 @@ def _ticks(axes: Axes, x: dict[int, str], y: tuple[float, ...]) -> None:
     axes.set_yticks(y, [f"{number:g}" for number in y])
 
 
-PATH, SHOWN = RESULTS.parent / "figures" / "overview.png", ("qwen15", "answers")
-"""The figure, and the stored results that it shows."""
+FIGURES = {"overview": (overview, ("qwen15", "answers")), "reach": (reach, REACH[:1])}
+"""By name: what draws a figure, and the stored results that it shows."""
 
 
-def digest(results: pathlib.Path = RESULTS) -> str:
-    """Return a digest of what the figure shows."""
-    found = b"".join((results / f"{name}.json").read_bytes() for name in SHOWN)
+def path_of(name: str) -> pathlib.Path:
+    return RESULTS.parent / "figures" / f"{name}.png"
+
+
+def digest(name: str, results: pathlib.Path = RESULTS) -> str:
+    """Return a digest of what a figure shows."""
+    found = b"".join((results / f"{one}.json").read_bytes() for one in FIGURES[name][1])
     return hashlib.sha256(found).hexdigest()[:16]
 
 
-def is_stale() -> bool:
-    """Whether the figure is missing, or was drawn from other results."""
-    if not PATH.is_file():
+def is_stale(name: str) -> bool:
+    """Whether a figure is missing, or was drawn from other results."""
+    if not path_of(name).is_file():
         return True
-    with Image.open(PATH) as image:
-        return image.info.get("Description") != digest()
+    with Image.open(path_of(name)) as image:
+        return image.info.get("Description") != digest(name)
 
 
-def png() -> bytes:
-    """Draw the figure as PNG with its digest."""
+def png(name: str) -> bytes:
+    """Draw a figure as PNG with its digest."""
     buffer = io.BytesIO()
-    overview(RESULTS).savefig(buffer, dpi=110, format="png", metadata={"Description": digest()})
+    FIGURES[name][0](RESULTS).savefig(buffer, dpi=110, format="png", metadata={"Description": digest(name)})
     return buffer.getvalue()

@@ -55,11 +55,13 @@ def load_model(
 
     Args:
         name: a local folder, of a model or of a LoRA adapter (`hashtrain.adapters`), or a hub id.
-        dtype: of its weights; None keeps their own.
+        dtype: of its weights; None keeps their own, but on a CPU that cannot multiply it takes float32.
         device: where it runs; None is the CPU.
     Raises: ValueError if there is no loadable model of that name, or it does not fit.
     """
-    load_config(name)  # rejects configs that must not be built
+    stored = load_config(name).dtype  # rejects configs that must not be built
+    if dtype is None and device in (None, "cpu") and _is_slow(stored):
+        dtype = torch.float32
     base = base_of(name) if is_adapter(name) else name
     with _readable(name):
         tokenizer = cast(PreTrainedTokenizerBase, pretrained(AutoTokenizer, tokenizer_of(name)))
@@ -76,6 +78,13 @@ def load_model(
     with _readable(name):
         _take_a_step(model, tokenizer)
     return model, tokenizer
+
+
+def _is_slow(dtype: torch.dtype | None) -> bool:
+    """Return whether the CPU has no instructions for a type of 16 bits: it then takes up to eight times as long."""
+    able = torch.cpu.get_capabilities()
+    native = able.get("amx_bf16") or able.get("avx512_bf16")
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not native)
 
 
 def load_config(name: str) -> PretrainedConfig:

@@ -36,8 +36,8 @@ class GenerateCommand:
     device: str = "auto"
     """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available)."""
     dtype: Dtype | None = None
-    """Type of the model's weights, queries, keys and values; `auto` keeps the stored type. Default: bfloat16 on CUDA,
-    the stored type on the CPU."""
+    """Type of the model's weights, queries, keys and values. Default: bfloat16 on CUDA, `auto` on the CPU: the stored
+    type, but float32 where the CPU cannot multiply it."""
 
     def __post_init__(self) -> None:
         require_counts(self, max_new_tokens=1)

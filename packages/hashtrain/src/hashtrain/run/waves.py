@@ -27,7 +27,7 @@ from hashtrain.data.captured import ALL, KEY, STEPS, Capture, Kept
 from hashtrain.data.offsets import places
 from hashtrain.device import here
 from hashtrain.files.atomic import save_tensors
-from hashtrain.models import load_config, load_model
+from hashtrain.models import load_model
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.workers import run_jobs, shared_by_name
@@ -131,15 +131,8 @@ class _Job:
 
 @functools.lru_cache(maxsize=1)
 def loaded(path: str, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, once per process, for capturing: in its own type, but on most CPUs in float32."""
-    return load_model(path, _dtype(path) if device == "cpu" else None, device)
-
-
-def _dtype(path: str) -> torch.dtype:
-    """Return bfloat16 for a model of that type if the CPU multiplies such numbers: others take ten times as long."""
-    able = torch.cpu.get_capabilities()
-    native = able.get("amx_bf16") or able.get("avx512_bf16")
-    return torch.bfloat16 if native and load_config(path).dtype == torch.bfloat16 else torch.float32
+    """Load a model and its tokenizer, once per process, for capturing."""
+    return load_model(path, None, device)
 
 
 def make_all(

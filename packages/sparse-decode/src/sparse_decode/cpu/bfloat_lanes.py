@@ -23,6 +23,7 @@ import ctypes
 import functools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -55,6 +56,7 @@ LEAST = -126.0
 CONFIGURATION = np.zeros(64, np.uint8)
 """What `configure` loads: palette 1, and eight registers of 16 rows of 64 bytes."""
 CONFIGURATION[0], CONFIGURATION[16:32:2], CONFIGURATION[48:56] = 1, 64, 16
+_TILES = {"+amx-tile", "+amx-bf16"}
 _SYSTEM_CALL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) of x86-64
 _A, _B, _C = (0, 1), (2, 3), (4, 5, 6, 7)
 _ONES = ir.Constant(WORDS, [0x3F803F80] * LANES)  # twice 1 in bfloat16
@@ -87,7 +89,7 @@ def supported() -> bool:
 @functools.cache
 def granted() -> bool:
     """Whether the processor has AMX for bfloat16, and the system lets this process use it."""
-    if not sys.platform.startswith("linux") or not {"+amx-tile", "+amx-bf16"} <= features():
+    if not sys.platform.startswith("linux") or not features() >= _TILES:
         return False
     return ctypes.CDLL(None).syscall(_SYSTEM_CALL, _REQUEST, _TILE_DATA) == 0
 
@@ -194,13 +196,26 @@ def weigh(
         weighed(rows, weights, at, step, tile, i, wide, depth, one, out, to + i, wide, x, x_at + i, x_step, quarters)
 
 
+def _of_tiles(emit: Callable[..., None]) -> Callable[..., None]:
+    """Emit nothing for a processor without AMX. Kernels never run that part (`granted`), but LLVM cannot compile it."""
+
+    @functools.wraps(emit)
+    def where_known(*given: Any) -> None:
+        if features() >= _TILES:
+            emit(*given)
+
+    return where_known
+
+
 @emitted()
+@_of_tiles
 def configure(code: Code, configuration: Any) -> None:
     """Load CONFIGURATION on this thread."""
     code.instruct("x86.ldtilecfg", ir.VoidType(), configuration)
 
 
 @emitted()
+@_of_tiles
 def release(code: Code) -> None:
     """Release the registers of AMX of this thread."""
     code.instruct("x86.tilerelease", ir.VoidType())
@@ -215,6 +230,7 @@ def _tiled(fresh: bool, tall: bool) -> Any:
     cells = [(i, j) for i in range(2 if tall else 1) for j in range(2 if tall else 4)]
 
     @emitted()
+    @_of_tiles
     def product(
         code: Code, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any, c: Any, c_at: Any,
         c_step: Any,
