@@ -16,7 +16,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.adapters import adapter_of
 from hashtrain.data.capture import Capture, capture
 from hashtrain.data.corpus import contexts, read_texts, split
-from hashtrain.data.texts_to_read import room_for
+from hashtrain.data.texts import room_for
 from hashtrain.demo import DEMO, base_model, model_path
 from hashtrain.evaluation.metrics import layer_quality
 from hashtrain.evaluation.remainder import calibrate

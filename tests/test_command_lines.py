@@ -33,7 +33,7 @@ NUMBERS = {  # flags that take whole numbers, and those that take shares
     "hashtrain": ("contexts held-out rows steps context workers dense-layers bits seed", "fraction learning-rate"),
     "sparse-decode": ("max-new-tokens", "fraction"),
     "evals ppl": ("documents dense-layers seed context", "budgets"),
-    "evals throughput": ("contexts bits planes repeats steps batches seed", "budget"),
+    "evals throughput": ("contexts repeats steps batches seed", "budget"),
     "evals needle": ("lengths", "depths"),
 }
 OTHERS = {

@@ -77,7 +77,7 @@ class Steps:
         case, own = self.cases[i], self.layer.copies[i % len(self.layer.copies)]
         if not self.stage.cuda:  # the operators of a step are for CUDA alone
             return own.layer.encode_queries(case.q)
-        return encode.step(own, self.new_keys[i], case.codes[:, :, -1:], case.q, False)
+        return encode.tokens(own, False, self.new_keys[i], case.codes[:, :, -1:], q=case.q)
 
     def search(self, i: int, planes: Tensor | None = None) -> Tensor:
         keys = self.cases[i].codes[:, :, None]

@@ -79,7 +79,7 @@ def test_dense_is_the_harness_own_model(sparse, own, rows):
     assert np.abs(np.subtract(*([value for value, _ in answers] for answers in (found, expected)))).max() < 1e-4
     assert [likeliest for _, likeliest in found] == [likeliest for _, likeliest in expected]
     assert texts(lm) == texts(own(batch_size=1))
-    assert lm.density == 1
+    assert lm.attended.density == 1
 
 
 @pytest.mark.sample(1)
@@ -90,10 +90,10 @@ def test_whole_budgets_are_dense_and_batches_change_nothing(sparse, rows):
         whole = sparse(name, Budget(1.0), sparse_rows=rows)
         assert np.abs(scores(whole) - scores(dense)).max() < 1e-4
         assert texts(whole) == texts(dense)
-        assert whole.density == 1
+        assert whole.attended.density == 1
     one, many = (sparse("planes", sparse_rows=rows, batch_size=size) for size in (1, 8))
     assert np.abs(scores(one) - scores(many)).max() < 1e-4
-    assert one.density == many.density
+    assert one.attended.density == many.attended.density
     assert texts(one) == texts(many)
 
 
@@ -113,7 +113,7 @@ def test_rows_of_the_continuation_are_the_attachments(sparse, loaded, tokenizer)
         lm = sparse("planes", sparse_rows=rows)
         found[rows] = scores(lm, [request])[0]
         assert found[rows] == pytest.approx(expected, abs=1e-4)
-        assert (lm.selected, lm.visible) == tuple(map(sum, zip(*counts, strict=True)))
+        assert (lm.attended.selected, lm.attended.visible) == tuple(map(sum, zip(*counts, strict=True)))
     assert abs(found["all"] - found["continuation"]) > 1e-3
 
 
@@ -125,7 +125,7 @@ def test_what_is_too_long_is_cut_where_the_harness_cuts_it_and_a_prompt_loses_it
     scores(some, requests)
     # 256 tokens see each other; the rows of the continuation are the last ones, in two sparse layers of four heads.
     rows = len(sparse().tok_encode("(value)"))
-    assert some.visible == 2 * 4 * sum(range(256 - rows + 1, 257))
+    assert some.attended.visible == 2 * 4 * sum(range(256 - rows + 1, 257))
     text = "".join(f"value_{i} = {i}\n" for i in range(40))
     ids = tokenizer(text).input_ids
 

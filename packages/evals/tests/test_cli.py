@@ -62,7 +62,7 @@ def test_missing_hashers_are_named_together_with_what_is_there(typed, made, tmp_
         ("iou", {"methods": "transfrom"}, "--methods takes no transfrom; did you mean transform or"),
         ("ppl", {"methods": "dense"}, "beside dense"),
         ("iou", {"context": "4096"}, "at most the model's 256 tokens"),
-        ("ppl", {"dense-layers": "3"}, "must leave one of 3 layers"),
+        ("ppl", {"dense-layers": "3"}, "one of 3 layers sparse"),
         ("iou", {"hashers": "nowhere"}, "in nowhere; train with `uv run hashtrain --only lsh"),
     ],
 )

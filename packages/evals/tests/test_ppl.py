@@ -7,14 +7,13 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload
-from evals import row_logits as module
+from evals.attending import attending
 from evals.methods import REMAINDER, SPARSE_NAMES, load_methods
 from evals.rivals.magicpig import MagicPigSelector
 from evals.rivals.quest import QuestSelector
-from evals.row_logits import row_logits
 from evals.settings import Always
 from evals.tasks import ppl
-from evals.tasks.ppl import Cell, budget_of, measure, prompt_of, sparse_rows
+from evals.tasks.ppl import Cell, budget_of, measure, row_logits, scored_rows
 from evals.tasks.settings import PplCommand
 from hashtrain import Hasher
 from hashtrain.data.capture import capturing
@@ -73,7 +72,7 @@ def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded,
     """
     method, ids, scored = loaded.methods[name], loaded.ids, 24
     method = replace(method, selector=SMALL.get(name, method.selector))
-    prompt, how = prompt_of("decode", len(ids), scored), {"dense_layers": 1, "remainder": method.remainder}
+    prompt, how = len(ids) - scored - 1, {"dense_layers": 1, "remainder": method.remainder}
     selector, steps = method.selector_after(prompt), []
     with torch.inference_mode(), attach(loaded.model, selector, TENTH, **how) as attachment:
         cache = loaded.model(ids[None, :prompt], use_cache=True).past_key_values
@@ -81,8 +80,10 @@ def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded,
         for i in range(prompt, len(ids) - 1):
             steps.append(loaded.model(ids[None, i : i + 1], past_key_values=cache).logits[0, -1].log_softmax(-1))
     with torch.inference_mode():
-        found, attended = sparse_rows(loaded.model, ids, scored, method, TENTH, FIRST_DENSE, prompt)
-        everywhere, _ = sparse_rows(loaded.model, ids, scored, method, TENTH, FIRST_DENSE, None)
+        with attending(loaded.model, method, TENTH, FIRST_DENSE, prompt) as attended:
+            found = scored_rows(loaded.model, ids, scored)
+        with attending(loaded.model, method, TENTH, FIRST_DENSE, None):
+            everywhere = scored_rows(loaded.model, ids, scored)
     assert len(steps) == scored
     found, everywhere = (rows.at(slice(None)).log_softmax(-1) for rows in (found, everywhere))
     if method.remainder:
@@ -256,7 +257,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_are_the_logits_that_the_model_makes_at_once(kind, monkeypatch):
-    monkeypatch.setattr(module, "PIECE_BYTES", 7 * ROW_BYTES)
+    monkeypatch.setattr(ppl, "PIECE_BYTES", 7 * ROW_BYTES)
     model, ids = of_kind(kind), torch.arange(3, 43)[None]
     whole = model(ids).logits[0, 10:-1]
     found = row_logits(model, ids, slice(10, -1), use_cache=False)
@@ -276,7 +277,7 @@ def test_an_offloaded_model_makes_the_same():
 @pytest.mark.parametrize("phase", ["everywhere", "decode"])
 def test_perplexity_never_holds_the_logits_of_all_rows(loaded, phase, monkeypatch):
     width = loaded.model.config.vocab_size
-    monkeypatch.setattr(module, "PIECE_BYTES", 8 * 4 * width)
+    monkeypatch.setattr(ppl, "PIECE_BYTES", 8 * 4 * width)
     cells = [Cell("lsh", "visible", 0.1), Cell("recent", "visible", 0.1)]
     with Largest(width) as largest:
         found = measure(loaded.model, loaded.ids, cells, loaded.methods, Always(1, 0, 0), phase=phase)

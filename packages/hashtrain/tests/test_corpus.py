@@ -18,8 +18,7 @@ from hashtrain.data.corpus import (
     split,
     token_ids,
 )
-from hashtrain.data.texts import long_lines, require_apart
-from hashtrain.data.texts_to_read import LEAST, room_for, shares
+from hashtrain.data.texts import LEAST, long_lines, require_apart, room_for, shares
 from hashtrain.usage import UsageError
 
 MIB = 1 << 20

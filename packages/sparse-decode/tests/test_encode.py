@@ -92,14 +92,15 @@ def on_cuda(hasher, k, q, per_query_head, order=0, narrow=False):
     of_keys, of_queries = ([inside(x) for x in weights] for weights in sides)
     digits, k, q = [inside(x) for x in known.digits], inside(k), inside(q)
     codes = inside(torch.full((len(k), heads, k.shape[2], words), -2, dtype=torch.int32))
-    planes = encode_cuda.hash_tokens((k, of_keys, codes, None), (q, of_queries, how), digits, device(order))
+    planes = encode_cuda.hash_tokens(k, of_keys, codes, None, q, of_queries, digits, *how, device(order))
     for x in (codes, k, q, *of_keys, *of_queries, *digits):
         check_slack((x.view(torch.int16) if x.element_size() == 2 else x).numpy())
-    assert torch.equal(encode_cuda.hash_tokens(None, (q, of_queries, how), digits, device(7)), planes)
+    assert torch.equal(encode_cuda.hash_tokens(None, [], None, None, q, of_queries, digits, *how, device(7)), planes)
     for at in (None, torch.tensor(2)):
         room = torch.zeros(len(k), heads, k.shape[2] + 5, words, dtype=torch.int32)
         to = room[:, :, 2 : 2 + k.shape[2]]
-        encode_cuda.hash_tokens((k, of_keys, to if at is None else room, at), None, digits, device(7))
+        target = to if at is None else room
+        encode_cuda.hash_tokens(k, of_keys, target, at, None, [], digits, *how, device(7))
         assert torch.equal(to, codes)
         assert not torch.cat([room[:, :, :2], room[:, :, 2 + k.shape[2] :]], 2).any()
     tickets = encode_cuda.zeroed(1, torch.device("cpu"))[: encode_cuda.TICKETS]

@@ -100,7 +100,7 @@ def test_a_wait_is_seen(monkeypatch):
 
 COMPILED = [("llama", variant, False) for variant in ("planes", "lsh", "paper", "paper-heads")]
 COMPILED += [(family, "transform", True) for family in FAMILIES]
-OURS = {"hashcore.search", "sparse_decode.gather", "sparse_decode.hash_keys", "sparse_decode.hash_queries"}
+OURS = {"hashcore.search", "sparse_decode.gather", "sparse_decode.hash_tokens"}
 
 
 @pytest.mark.sample(1)

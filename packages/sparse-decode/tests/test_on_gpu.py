@@ -90,13 +90,13 @@ def test_hashed_tokens_are_those_of_the_layer(variant, dim, bits, hidden, planes
         codes = layer.encode_keys(k, per_query_head=per_query_head)
         planes_of = layer.encode_queries(q, per_query_head=per_query_head)[0]
         room = torch.zeros(batch, heads, tokens + 5, words, dtype=torch.int32, device="cuda")
-        encode.write_keys(own, k.cuda(), room, torch.tensor(2, device="cuda"))
+        encode.tokens(own, per_query_head, k.cuda(), room, torch.tensor(2, device="cuda"))
         assert_nearly_equal(room[:, :, 2:-3], codes)
         assert not room[:, :, :2].any()
         assert not room[:, :, -3:].any()
-        assert_nearly_equal(encode.queries(own, q.cuda(), per_query_head)[0], planes_of)
+        assert_nearly_equal(encode.tokens(own, per_query_head, q=q.cuda())[0], planes_of)
         part = room[:, :, :tokens]
-        assert_nearly_equal(encode.step(own, k.cuda(), part, q.cuda(), per_query_head)[0], planes_of)
+        assert_nearly_equal(encode.tokens(own, per_query_head, k.cuda(), part, q=q.cuda())[0], planes_of)
         assert_nearly_equal(part, codes)
 
 
@@ -164,7 +164,7 @@ def test_codes_go_to_their_slots():
     slots, codes = torch.tensor([17, -1, 40]), torch.randint(-(2**31), 2**31, (3, 2, 4)).int()
     before[1, :, 1], before[2, :, 8] = codes[0], codes[2]
     batch.moved(torch.Tensor.cuda)
-    cuda_pages.write_codes(batch.pages, slots.cuda(), codes.cuda())
+    cuda_pages.OPERATORS.place_codes(codes.cuda(), slots.cuda(), batch.pages.codes)
     assert torch.equal(batch.pages.codes.cpu(), before)
 
 

@@ -124,6 +124,6 @@ def test_a_step_on_a_gpu_waits_for_nothing_and_its_launches_are_counted(gpu_back
                     impl.forward(None, q, k, v, cache, metadata, out)
                 seen.append(launching)
     names = [name for name in seen[3].launching if name not in ("clone", "contiguous")]
-    assert names == ["hash_keys", "place_codes", "hash_queries", "search", "gather", "copy_"]
+    assert names == ["hash_tokens", "place_codes", "hash_tokens", "search", "gather", "copy_"]
     assert not seen[3].copies + seen[3].on_host
     assert sparse[1].forwarded == []

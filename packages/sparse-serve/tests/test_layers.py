@@ -161,8 +161,3 @@ def test_a_slice_of_a_hasher_whose_layers_differ():
     part = shard_hasher(Hasher(HasherConfig("planes", shape)), 1, 2)
     assert part.config.shape.per_layer == ((4, 2, 16), (4, 1, 32))
     assert part.encode_keys(1, torch.randn(1, 1, 3, 32)).shape[:3] == (1, 1, 3)
-
-
-def test_what_cannot_be_sliced_is_refused():
-    with pytest.raises(ValueError, match="KV heads must be a multiple of the ranks, got 4 for 3 ranks"):
-        shard_hasher(Hasher(HasherConfig("lsh", ModelShape(1, 8, 4, 16))), 0, 3)

@@ -3,11 +3,12 @@
 import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sparse_decode import Attachment, Budget
 from transformers import PreTrainedModel
 
-from evals.methods import LoadedMethod, Sampling
+from evals.methods import LoadedMethod
 from evals.settings import Always
 
 
@@ -45,8 +46,9 @@ def attending(
     if selector is None:
         yield found
         return
-    if isinstance(selector, Sampling):
-        selector.sampled = selector.empty = 0
+    counting: Any = selector if hasattr(selector, "sampled") else None
+    if counting:
+        counting.sampled = counting.empty = 0
     start = 0 if prompt is None else prompt
     budget = replace(budget, sink=always.sink, recent=always.recent)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
@@ -57,5 +59,5 @@ def attending(
         for selected, visible in attachment.counts().values():
             found.selected += selected
             found.visible += visible
-    if isinstance(selector, Sampling):
-        found.empty = selector.empty / max(selector.sampled, 1)
+    if counting:
+        found.empty = counting.empty / max(counting.sampled, 1)

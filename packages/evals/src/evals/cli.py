@@ -14,9 +14,7 @@ from rich.table import Table
 
 from evals.methods import METHODS
 from evals.tasks.benchmark_settings import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
-from evals.tasks.needle_settings import NeedleCommand
-from evals.tasks.settings import FidelityCommand, IouCommand, PplCommand
-from evals.tasks.throughput_settings import ThroughputCommand
+from evals.tasks.settings import FidelityCommand, IouCommand, NeedleCommand, PplCommand, ThroughputCommand
 
 # Other imports are made where they are used, so that `--help` does not wait for torch and transformers.
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hashtrain.data.corpus import held_out_sources, numbered_contexts, read_texts
-from hashtrain.data.texts_to_read import room_for
+from hashtrain.data.texts import room_for
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 

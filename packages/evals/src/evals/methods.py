@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import hashtrain
 import sparse_decode
@@ -19,23 +19,6 @@ if TYPE_CHECKING:
 REMAINDER = "+remainder"
 _TOLD = ("sink", "local", "prefill", "seed")
 """Settings of a rival, besides its parameters, that its identity tells."""
-
-
-@runtime_checkable
-class PromptAware(Protocol):
-    """A selector that behaves differently after a dense prompt."""
-
-    def after_prompt(self, tokens: int) -> "Selector":
-        """Return the selector for rows after a dense prompt of this many tokens; this one is not changed."""
-        ...
-
-
-@runtime_checkable
-class Sampling(Protocol):
-    """A selector that draws tokens, and counts the rows and heads that it sampled and those that drew none."""
-
-    sampled: int
-    empty: int
 
 
 @dataclass(frozen=True)
@@ -80,9 +63,8 @@ class LoadedMethod:
         Where every row is sparse, the rivals leave the first rows of a text dense. After a dense prompt they have no
         such rows, and MagicPIG centres by the prompt's keys, as in their authors' code.
         """
-        if prompt is None or not isinstance(self.selector, PromptAware):
-            return self.selector
-        return self.selector.after_prompt(prompt)
+        after_prompt: Any = getattr(self.selector, "after_prompt", None)
+        return self.selector if prompt is None or after_prompt is None else after_prompt(prompt)
 
 
 def _load_rival(name: str) -> LoadedMethod:

@@ -89,7 +89,9 @@ def bootstrap(samples: ArrayLike, seed: int) -> list[Estimate]:
     means = values.mean(0)
     if n < 2:
         return [Estimate(float(mean), None, None) for mean in means]
-    low, high = np.percentile(resampled_means(values, seed), [2.5, 97.5], axis=0)
+    # Relative to the first document, so that constant columns give exactly their value.
+    drawn = _resamples(n, seed) @ (values - values[0]) + values[0]
+    low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
     return [Estimate(float(m), float(a), float(b)) for m, a, b in zip(means, low, high, strict=True)]
 
 
@@ -110,10 +112,3 @@ def by_place(
         columns.append(values.reshape(len(values), -1))
         keys += [{"layer": layer, "head": head} for layer in places[1:] for head in range(values.shape[2])]
     yield from zip(keys, bootstrap(np.concatenate(columns, axis=1), seed), strict=True)
-
-
-def resampled_means(samples: ArrayLike, seed: int) -> NDArray[np.float64]:
-    """Draw bootstrap resamples of the documents and average each column: [resamples, columns]."""
-    values = np.asarray(samples, dtype=np.float64)
-    # Relative to the first document, so that constant columns give exactly their value.
-    return _resamples(len(values), seed) @ (values - values[0]) + values[0]

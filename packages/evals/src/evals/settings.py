@@ -142,16 +142,6 @@ class MethodsCommand:
         return Always(self.dense_layers, self.sink, self.recent, self.dense_at, prompt=self.prompt)
 
     @property
-    def own_heads(self) -> bool:
-        """Whether to load methods in the form that `heads` names."""
-        return not self.both_heads
-
-    @property
-    def longest(self) -> tuple[str, int]:
-        """The flag that decides how many tokens the model must accept, and their number."""
-        raise NotImplementedError
-
-    @property
     def dense_prompt(self) -> bool:
         """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
         return self.always_prompted or getattr(self, "phase", None) == "decode"
@@ -174,10 +164,6 @@ class TaskCommand(MethodsCommand):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_counts(self, context=32)
-
-    @property
-    def longest(self) -> tuple[str, int]:
-        return "--context", self.context
 
 
 def settings_of(command: Any, task: str, model: str, *left_out: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hashtrain.config import ModelShape
@@ -52,14 +52,13 @@ def load_model_and_methods(command: MethodsCommand, task: str) -> Ready:
     model, tokenizer = load_model(command.model_path, dtype, str(device))
     require_dtype(device, model.dtype)  # what `auto` selected
     shape = ModelShape.of(model.config)
-    if command.dense_layers >= shape.num_layers:
-        raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     if beyond := [layer for layer in command.dense_at if layer >= shape.num_layers]:
         raise ValueError(f"--dense-at takes layers 0 to {shape.num_layers - 1}, got {beyond[0]}")
     if not command.always.sparse(shape.num_layers):
-        raise ValueError("--dense-layers and --dense-at must leave one sparse layer, got all of them; name fewer")
+        many = f"one of {shape.num_layers} layers sparse"
+        raise ValueError(f"--dense-layers and --dense-at must leave {many}, got all of them; name fewer")
     methods = load_methods(command.methods, command.hashers, model.config)
-    if command.own_heads:
+    if not command.both_heads:
         methods = [method.for_heads(command.heads) for method in methods]
     identities = {method.name: method.identity for method in methods}
     settings = {**command.settings(task), "dtype": str(model.dtype).removeprefix("torch.")}
@@ -72,25 +71,25 @@ def load_with_documents(
     task: str,
     console: Console,
     make: Callable[[PreTrainedTokenizerBase], list[TokenDocument]] | None = None,
+    length: int = 0,
 ) -> Ready:
     """Load and check the inputs of a command.
 
     Args:
-        make: creates the documents; by default they are the contexts of the command's texts.
+        make: creates the documents, of at most `length` tokens; by default they are the contexts of its texts.
     Raises: ValueError or OSError with one sentence.
     """
     ready = load_model_and_methods(command, task)
     config: Any = ready.model.config
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    flag, length = command.longest
+    flag, length = ("--lengths", length) if make else ("--context", cast(TaskCommand, command).context)
     if longest is not None and length > longest:
         raise ValueError(f"{flag} must be at most the model's {longest} tokens, got {length}")
     if make is not None:
         documents = make(ready.tokenizer)
-    elif isinstance(command, TaskCommand):
-        documents = load_documents(command.text, ready.tokenizer, command.context, command.documents, command.seed)
     else:
-        raise TypeError(f"{type(command).__name__} names no text: expected a function that makes its documents")
+        text = cast(TaskCommand, command).text
+        documents = load_documents(text, ready.tokenizer, length, command.documents, command.seed)
     require_vocabulary(ready.model, *(document.ids for document in documents))
     if len(documents) < command.documents:
         console.print(f"{len(documents)} contexts of {length} tokens found; {command.documents} were requested")

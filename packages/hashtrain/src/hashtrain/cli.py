@@ -127,6 +127,3 @@ COMMANDS: dict[str, tuple[Any, Callable[[Any], dict[str, Any]]]] = {
     "convert": (ConvertCommand, _convert),
 }
 """By name, a command's settings, and what runs it and returns the last line of standard output as JSON."""
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -80,7 +80,7 @@ def load_model(
     return model, tokenizer
 
 
-def _is_slow(dtype: torch.dtype | None) -> bool:
+def _is_slow(dtype: Any) -> bool:
     """Return whether the CPU has no instructions for a type of 16 bits: it then takes up to eight times as long."""
     able = torch.cpu.get_capabilities()
     native = able.get("amx_bf16") or able.get("avx512_bf16")

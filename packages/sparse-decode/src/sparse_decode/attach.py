@@ -24,6 +24,7 @@ from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
 from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
+    CACHE_NAMES,
     NAMES,
     NO_COPY,
     Attention,
@@ -121,7 +122,8 @@ class Attachment:
         dense_ones = dense_modules(model, modules)
         self._dense = tuple(found.layer for found in dense_ones)
         if not modules and dense_ones:
-            self._handles.append(dense_ones[0].watch(partial(self._grow_long, dense_ones[0].layer)))
+            watch = partial(self._grow_long, dense_ones[0])
+            self._handles.append(dense_ones[0].module.register_forward_pre_hook(watch, with_kwargs=True))
         ways = (self._config, name), self._held, self._owned, not self._on_host
         for layer, found in modules.items():
             hook = Hook(self._layers[layer], found.arguments, *ways)
@@ -168,10 +170,16 @@ class Attachment:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
-    def _grow_long(self, layer: int, cache: Any, hidden: Tensor) -> None:
-        """Make the layers of a cache grow in place once this one is long."""
-        held: Any = cache.layers[layer] if type(cache) is DynamicCache and layer < len(cache.layers) else None
-        if type(held) is DynamicLayer and held.get_seq_length() >= FROM and may_grow(hidden):
+    def _grow_long(self, found: Attention, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the layers of a cache grow in place once that of this module is long: its forward pre-hook."""
+        if torch.compiler.is_compiling():
+            return
+        given = {**dict(zip(found.arguments, args, strict=False)), **kwargs} if args else kwargs
+        hidden, cache = given.get("hidden_states"), given.get(CACHE_NAMES[0]) or given.get(CACHE_NAMES[1])
+        if hidden is None or not may_grow(hidden) or type(cache) is not DynamicCache:
+            return
+        held = cache.layers[found.layer] if found.layer < len(cache.layers) else None
+        if type(held) is DynamicLayer and held.get_seq_length() >= FROM:
             self._grow(cache)
 
     def _grow(self, cache: Any) -> None:

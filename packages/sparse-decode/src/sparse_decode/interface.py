@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from sparse_decode.attend import without_backward
 from sparse_decode.caches.cache import CodedStaticLayer, Uncached, retype
 from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
-from sparse_decode.compiled import attend_step
 from sparse_decode.dense import (
     IGNORED_KEYWORDS,
     MASKED_PER_HEAD,
@@ -34,7 +33,7 @@ from sparse_decode.inputs import Inputs, require
 from sparse_decode.intervals import intervals_of, is_interval, mask_of_eager, mask_of_flash, mask_of_sdpa, require_width
 from sparse_decode.model import CACHE_NAMES, FLASH, NAMES, NO_COPY, OTHER_STATES
 from sparse_decode.modes import autocasts, no_autocast, readable
-from sparse_decode.step import SparseLayer
+from sparse_decode.step import SparseLayer, attend_step
 
 KEYWORD = "sparse_decode"
 Carry = Callable[[SparseLayer, Any], CacheLayerMixin]

@@ -18,9 +18,7 @@ from hashcore.cuda.program import require_compiler
 from hashtrain import ModelShape
 from hashtrain.config import compresses_keys
 from hashtrain.models import text_decoder
-from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from sparse_decode.inputs import require
@@ -138,25 +136,6 @@ class Attention:
         """Whether it calls attention through transformers' interface and passes on its keyword arguments."""
         code = inspect.unwrap(type(self.module).forward).__code__
         return "get_interface" in code.co_names and bool(code.co_flags & _PASSES_KEYWORDS)
-
-    def watch(self, see: Callable[[Any, Tensor], None]) -> RemovableHandle:
-        """Call `see` with the cache and the hidden states of each call of the module, outside of compiled graphs."""
-        return self.module.register_forward_pre_hook(_Watch(self.arguments, see), with_kwargs=True)
-
-
-class _Watch:
-    """The forward pre-hook of `Attention.watch`."""
-
-    def __init__(self, arguments: tuple[str, ...], see: Callable[[Any, Tensor], None]):
-        self._arguments, self._see = arguments, see
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
-        if not torch.compiler.is_compiling() and (hidden := given.get("hidden_states")) is not None:
-            self._see(given.get(CACHE_NAMES[0]) or given.get(CACHE_NAMES[1]), hidden)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(NO_COPY)
 
 
 def attention_modules(model: PreTrainedModel) -> list[Attention]:

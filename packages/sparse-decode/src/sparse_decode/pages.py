@@ -40,18 +40,11 @@ class Pages(NamedTuple):
         Args:
             slots: int64 [T]: page times S plus position in the page; -1 skips a token.
             k, v: [T, Hkv, D] and [T, Hkv, Dv], in the dtype of the pages; codes: int32 [T, Hkv, W].
-        Raises: ValueError on other shapes or dtypes, or a slot out of range; nothing is written then.
         """
-        pages, _, size, _ = self.k.shape
-        tokens = len(slots)
-        for name, x, target in (("k", k, self.k), ("v", v, self.v), ("codes", codes, self.codes)):
-            wanted = (tokens, target.shape[1], target.shape[3])
-            if x.shape != wanted or x.dtype != target.dtype:
-                raise ValueError(f"{name} must be {target.dtype} {wanted}, got {x.dtype} {tuple(x.shape)}")
-        if slots.dtype != torch.int64 or (tokens and not -1 <= int(slots.min()) <= int(slots.max()) < pages * size):
-            raise ValueError(f"slots must be int64 in -1..{pages * size - 1}, the slots of {pages} pages")
-        for x, target in ((k, self.k), (v, self.v), (codes, self.codes)):
-            _write(slots, x, target)
+        kept, size = slots >= 0, self.k.shape[2]
+        at = slots[kept]
+        for x, target in zip((k, v, codes), self, strict=True):
+            target[at // size, :, at % size] = x[kept]
 
 
 def tail_bytes(block_size: int, heads: int, words: int, others: int) -> int:
@@ -72,7 +65,7 @@ class Step(NamedTuple):
     spans: NDArray[np.int64]
     """What each row sees, and where its last always-read tokens begin: those of `cpu.step_kernels.tasks`, [B, 3]."""
     reads: NDArray[np.int64]
-    """Number of tokens that each row reads, [B, 1], or [B, Hkv] by head."""
+    """Number of tokens that each row reads, [B, 1]."""
     budget: LayerBudget
 
     @classmethod
@@ -96,9 +89,8 @@ class Step(NamedTuple):
         used = np.arange(table.shape[1]) * size < seen[:, None]
         if ((table < 0) | (table >= pages))[used].any():
             raise ValueError(f"blocks must be pages in 0..{pages - 1} up to each row's length, got others")
-        sets = len(budget.by_head or (1.0,))
-        reads = np.array([budget.count_heads(n) for n in seen.tolist()], np.int64).reshape(len(seen), sets)
-        dense = np.all(reads >= seen[:, None], axis=1)  # such a row reads all that it sees, without a search
+        reads = np.array([budget.count_heads(n) for n in seen.tolist()], np.int64).reshape(-1, 1)
+        dense = reads[:, 0] >= seen  # such a row reads all that it sees, without a search
         tail = np.where(dense, 0, np.maximum(seen - budget.recent, 0))
         return cls(np.where(used, table, 0), np.stack([np.zeros_like(seen), tail, seen], 1), reads, budget)
 
@@ -161,10 +153,3 @@ class PagedLayer:
         pool, by_row = codes.numpy().transpose(1, 0, 2, 3)[:, None], (slice(None), None, None)
         how |= {"blocks": step.blocks[by_row], "lengths": lengths[by_row]}
         return hashcore.search(planes.numpy(), pool, k[:, :, None], weights, **how)[1]
-
-
-def _write(slots: Tensor, x: Tensor, target: Tensor) -> None:
-    """Copy tokens [T, H, C] to slots of pages [M, H, S, C]."""
-    kept, size = slots >= 0, target.shape[2]
-    slots = slots[kept]
-    target[slots // size, :, slots % size] = x[kept]

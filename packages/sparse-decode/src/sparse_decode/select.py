@@ -181,7 +181,7 @@ class HashSelector:
         if encode_cuda.supports(own, k):
             heads, words = code_shape(own.layer, self.per_query_head)
             codes = k.new_empty(k.shape[0], heads, k.shape[2], words, dtype=torch.int32)
-            encode_cuda.write_keys(own, k, codes, None)
+            encode_cuda.tokens(own, self.per_query_head, k, codes)
             return codes
         if own.views is None or not encode.supports(k):
             return own.layer.encode_keys(k, per_query_head=self.per_query_head)
@@ -195,7 +195,7 @@ class HashSelector:
             return self.hasher.encode_queries(layer, q)
         own = self.placed(layer, q.device)
         if encode_cuda.supports(own, q):
-            return encode_cuda.queries(own, q, self.per_query_head)
+            return encode_cuda.tokens(own, self.per_query_head, q=q)
         if own.views is None or not encode.supports(q):
             return own.layer.encode_queries(q, per_query_head=self.per_query_head)
         return encode.hash_queries(own.views, q, self.per_query_head)
@@ -207,7 +207,7 @@ class HashSelector:
         """
         if not self.is_ours or not encode_cuda.supports(own := self._of_keys(layer, k), k):
             return False
-        encode_cuda.write_keys(own, k, codes, at)
+        encode_cuda.tokens(own, self.per_query_head, k, codes, at)
         return True
 
     @torch.no_grad()
@@ -218,7 +218,7 @@ class HashSelector:
         """
         if not self.is_ours or not encode_cuda.supports(own := self._of_keys(layer, k), k):
             return None
-        return encode_cuda.step(own, k, codes, q, self.per_query_head)
+        return encode_cuda.tokens(own, self.per_query_head, k, codes, q=q)
 
     def traceable(self, layer: int, x: Tensor) -> bool:
         """Whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph can contain."""

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode.caches.cache import Uncached
-from sparse_decode.caches.cache_encoder import Encoder
-from sparse_decode.compiled import register
+from sparse_decode.caches.cache_encoder import Encoder, register, registered
 from sparse_decode.cpu.step import Block, CpuStep, Precomputed
 from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.cuda.sums import add_token
@@ -51,7 +50,7 @@ class SparseLayer:
         hashes: the selector, if it only applies a `hashtrain.Hasher`. encoder: hashes the layer's keys.
         remainder: coefficients of the remainder; None: none is added.
         reach: the longest context that the hasher was made for; a longer one is warned of, once.
-        number: by which compiled graphs refer to this layer; placeholder: see `compiled.attend_step`.
+        number: by which compiled graphs refer to this layer; placeholder: see `attend_step`.
     """
 
     def __init__(
@@ -102,18 +101,6 @@ class SparseLayer:
         interval = causal(len(q), q.shape[2], n, q.device) if interval is None else interval.expand(len(q), -1, -1)
         seen = int((interval[..., 1] - interval[..., 0]).sum()) * q.shape[1]
         self.tally.add(seen, seen)
-
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, mask: Tensor | None, length: Tensor | None,
-        sinks: Tensor | None, state: list[Tensor], scaling: float, softcap: float | None,
-    ) -> Tensor:  # fmt: skip
-        """Run a step of a compiled graph: what `compiled.attend_step` calls, with its arguments."""
-        n = k.shape[2] if length is None else int(length)
-        x = Inputs(q, k[:, :, :n], v[:, :, :n], scaling, softcap, sinks)
-        if codes is None and self.selector.needs_codes:
-            codes = self.encoder(x.k)
-        held = Uncached(None if codes is None else codes[:, :, :n], Sums.from_tensors(state) if state else None)
-        return self.step(x, intervals_of(mask, q.shape[2], n), held)
 
     def step(self, x: Inputs, interval: Tensor | None, held: Any) -> Tensor:
         """Attend in all rows of a call.
@@ -345,3 +332,23 @@ class SparseLayer:
         # What was computed outside of a capture, or in another one, is not computed again when this one is replayed.
         capture = lane(device) if in_graph(device) else ()
         return self._memo.of(interval, self.layer, (self.budget, batch, hq, n, device, capture), once)
+
+
+@torch.library.custom_op("sparse_decode::attend_step", mutates_args=("sums",))
+def attend_step(
+    q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, mask: Tensor | None, length: Tensor | None,
+    sinks: Tensor | None, sums: list[Tensor], layer: int, scaling: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Run a step of a compiled graph, opaque to the compiler, of the layer registered as `layer`: [B, Q, Hq, Dv].
+
+    Updates `sums`: those of a static cache, if there are any, then a placeholder: inductor rejects an empty list.
+    """
+    own, n = registered[layer], k.shape[2] if length is None else int(length)
+    x = Inputs(q, k[:, :, :n], v[:, :, :n], scaling, softcap, sinks)
+    if codes is None and own.selector.needs_codes:
+        codes = own.encoder(x.k)
+    state = Sums.from_tensors(sums[:-1]) if len(sums) > 1 else None
+    return own.step(x, intervals_of(mask, q.shape[2], n), Uncached(None if codes is None else codes[:, :, :n], state))
+
+
+attend_step.register_fake(lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))

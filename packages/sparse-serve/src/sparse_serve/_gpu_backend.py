@@ -98,7 +98,7 @@ class SpotlightImpl(SparseImpl, FlashAttentionImpl):
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.paged is not None:
             codes = self.paged.encode(key[: len(slot_mapping)])
-            paged_cuda.write_codes(self.pages(kv_cache), slot_mapping, codes)
+            paged_cuda.OPERATORS.place_codes(codes, slot_mapping, self.pages(kv_cache).codes)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,

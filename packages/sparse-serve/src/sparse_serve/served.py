@@ -16,13 +16,9 @@ from sparse_serve.settings import Settings
 def shard_hasher(hasher: Hasher, rank: int, size: int) -> Hasher:
     """Slice a hasher by KV head, for one of `size` tensor-parallel ranks.
 
-    Heads are the first dimension of each of its tensors, in the model's order.
-
-    Raises: ValueError if the heads do not divide evenly; vLLM would give some to several ranks.
+    Heads are the first dimension of each of its tensors, in the model's order. `refusals` has checked that they divide
+    evenly; vLLM would give some to several ranks.
     """
-    for heads in {hkv for _, hkv, _ in hasher.config.shape.per_layer} or {hasher.config.shape.num_kv_heads}:
-        if heads % size:
-            raise ValueError(f"KV heads must be a multiple of the ranks, got {heads} for {size} ranks")
     shares = tuple(own[len(own) // size * rank :][: len(own) // size] for own in hasher.config.head_shares)
     whole = hasher.config.shape
     shape = replace(

@@ -16,7 +16,7 @@ from sparse_decode import Budget
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from evals.attending import attending
+from evals.attending import Attended, attending
 from evals.methods import LoadedMethod
 from evals.settings import ALWAYS, Always
 from evals.tasks.benchmark_settings import SparseRows, Truncation
@@ -43,7 +43,7 @@ class SparseLM(_HFLM):
         truncation_side: the part of a prompt dropped if it is too long to generate from, its "middle" or its "left".
         max_length: most tokens of a pass; None: as many as the model takes.
     Attributes:
-        selected, visible: tokens that sparse rows have attended to, and that were visible, over heads and layers.
+        attended: what the sparse rows of all requests attended to.
     """
 
     def __init__(
@@ -68,20 +68,7 @@ class SparseLM(_HFLM):
         self.budget: Budget = budget
         self.always: Always = always
         self.sparse_rows, self.truncation_side = sparse_rows, truncation_side
-        self.selected: int = 0
-        self.visible: int = 0
-
-    @property
-    def density(self) -> float:
-        """Measured density: tokens attended to / tokens visible, over the sparse rows; 1 for dense attention.
-
-        Raises: ValueError if no row was sparse.
-        """
-        if self.method.selector is None:
-            return 1.0
-        if not self.visible:
-            raise ValueError(f"`{self.method.name}` attended in no row: expected a request first")
-        return self.selected / self.visible
+        self.attended: Attended = Attended()
 
     @contextlib.contextmanager
     def _attending(self, start: int) -> Iterator[None]:
@@ -90,8 +77,8 @@ class SparseLM(_HFLM):
         how = self.method, self.budget, self.always, prompt
         with attending(cast(PreTrainedModel, self.model), *how) as attended:
             yield
-        self.selected += attended.selected
-        self.visible += attended.visible
+        self.attended.selected += attended.selected
+        self.attended.visible += attended.visible
 
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None

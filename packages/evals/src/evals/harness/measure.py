@@ -62,7 +62,8 @@ def measure(
         items = output["samples"][document.name]
         found.append(
             {
-                **{"method": method, "budget": amount, "rule": rule, "task": document.name, "density": lm.density},
+                **{"method": method, "budget": amount, "rule": rule, "task": document.name},
+                "density": lm.attended.density,
                 "results": _results(dict(output["results"][document.name])),
                 "values": _values(items),
                 "texts": _texts(items) if document.task.OUTPUT_TYPE == "generate_until" else [],

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from hashtrain.data.corpus import read_texts
-from hashtrain.data.texts_to_read import room_for
+from hashtrain.data.texts import room_for
 from rich.console import Console
 from sparse_decode import Budget
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ from evals.settings import Always
 from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
 from evals.synthetic import Exercise, assignment, prose
 from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
-from evals.tasks.needle_settings import NeedleCommand
+from evals.tasks.settings import NeedleCommand
 from evals.text import holds, rouge_l
 
 METRICS = ("rouge_l", "substring", "log_prob")
@@ -39,7 +39,7 @@ def run(command: NeedleCommand, console: Console) -> Result:
         ids = (torch.cat([part for x in found for part in (x.prompt, x.answer)]) for found in made)
         return [TokenDocument(f"needle {i + 1}", own) for i, own in enumerate(ids)]
 
-    ready = load_with_documents(command, "needle", console, documents)
+    ready = load_with_documents(command, "needle", console, documents, max(command.lengths))
     sparse = [Cell(m.name, budget) for budget in command.budgets for m in ready.methods if m.selector]
     cells, methods = [Cell(DENSE, None), *sparse], methods_of(ready)
 

@@ -7,10 +7,12 @@ a few rows at a time, in the model's own type, and float32 log-probabilities for
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import torch
 from hashtrain import top_count
+from hashtrain.models import text_decoder
 from hashtrain.run.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget, attach
@@ -18,17 +20,19 @@ from sparse_decode.budget import LayerBudget
 from sparse_decode.dense import CHUNK
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
-from evals.attending import Attended, attending
+from evals.attending import attending
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod, in_table
-from evals.metrics import Estimate, bootstrap, perplexity
+from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
 from evals.results import Result, Row
-from evals.row_logits import RowLogits, row_logits
 from evals.settings import Always, Phase, Prompt
 from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
 from evals.tasks.settings import PplCommand
 
+PIECE_BYTES = 1 << 26
+"""Most bytes of logits that exist at once, in the model's type: of 128K rows over 128K tokens they would take 32 GB."""
 PAPER_MIN_TOKENS = 20
 AS = "as "
 
@@ -95,13 +99,13 @@ def measure(
 
     Args:
         ids: int64 [T]; scored: number of last tokens to score; None for T // 2 ... T - 1.
-        phase: which rows are sparse; see `prompt_of`.
+        phase: which rows are sparse: all, or those after a dense prompt.
     Returns: `scored`, `dense` {nll} and `cells`, in order, with nll and kl (nats per token) and density; for methods
         that sample also `empty`, the share of sampled rows and heads that drew nothing.
     """
     scored = len(ids) - len(ids) // 2 if scored is None else scored
     targets = ids[-scored:].to(model.device)
-    prompt = prompt_of(phase, len(ids), scored)
+    prompt = None if phase == "everywhere" else len(ids) - scored - 1  # the next row predicts the first scored token
     cache = None if prompt is None else prefilled(model, ids[:prompt])
     reference = scored_rows(model, ids, scored, cache)
     dense = {"nll": reference.mean_loss(targets)}
@@ -114,34 +118,14 @@ def measure(
         if cell.rival:  # as much as it selected on this context
             fraction = next(x["density"] for x in found if (x["method"], x["budget"]) == (cell.rival, cell.budget))
         budget = budget_of(cell.rule, fraction, len(ids), always.beside * (always.sink + always.recent))
-        other, attended = sparse_rows(model, ids, scored, methods[cell.method], budget, always, prompt, cache)
+        with attending(model, methods[cell.method], budget, always, prompt) as attended:
+            other = scored_rows(model, ids, scored, cache)
         nll, kl = reference.compare(other, targets)
         measured = {"nll": nll, "kl": kl, "density": attended.density}
         empty = {} if attended.empty is None else {"empty": attended.empty}
         found.append({**cell._asdict(), **measured, **empty})
         step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
     return {"scored": scored, "dense": dense, "cells": found}
-
-
-def prompt_of(phase: Phase, length: int, scored: int) -> int | None:
-    """Return the length of the dense prompt, up to the row that predicts the first scored token, or None."""
-    return None if phase == "everywhere" else length - scored - 1
-
-
-def sparse_rows(
-    model: PreTrainedModel,
-    ids: Tensor,
-    scored: int,
-    method: LoadedMethod,
-    budget: Budget,
-    always: Always,
-    prompt: int | None,
-    cache: Cache | None = None,
-) -> tuple[RowLogits, Attended]:
-    """Return `scored_rows` with every row sparse, or those after a dense prompt, and what these rows attended to."""
-    with attending(model, method, budget, always, prompt) as attended:
-        found = scored_rows(model, ids, scored, cache)
-    return found, attended
 
 
 def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact") -> Cache:
@@ -151,6 +135,77 @@ def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact") -> 
         for chunk in prompt.to(model.device)[None].split(CHUNK, 1):
             model(chunk, past_key_values=cache, logits_to_keep=1)
     return cache
+
+
+class RowLogits:
+    """The logits of rows whose last hidden states are known.
+
+    Args:
+        model: the model that made them. What it does after its decoder (projection, scaling, soft-capping) it does
+            again for each piece.
+        states: last hidden states [R, H].
+        kind: class of what the model's decoder returns.
+    """
+
+    def __init__(self, model: PreTrainedModel, states: Tensor, kind: type[ModelOutput]):
+        self._model = model
+        self._states = states
+        self._kind = kind
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def pieces(self) -> Iterator[slice]:
+        """Yield consecutive rows whose logits take at most `PIECE_BYTES`, at least one row each."""
+        config: Any = self._model.config
+        width = int(config.get_text_config(decoder=True).vocab_size) * self._states.element_size()
+        most = max(1, PIECE_BYTES // width)
+        for first in range(0, len(self), most):
+            yield slice(first, min(first + most, len(self)))
+
+    def at(self, rows: slice) -> Tensor:
+        """Compute the logits of some rows, [r, V], in the model's type."""
+        states = self._states[rows]
+        ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+        out = self._kind(last_hidden_state=states[None])
+        with mock.patch.object(text_decoder(self._model), "forward", return_value=out):
+            return self._model(ids, use_cache=False).logits[0]
+
+    def mean_loss(self, targets: Tensor) -> float:
+        """Return the mean negative log-probability of each row's target, int64 [R], in nats."""
+        return torch.cat([token_losses(self.at(rows), targets[rows]) for rows in self.pieces()]).mean().item()
+
+    def compare(self, other: "RowLogits", targets: Tensor) -> tuple[float, float]:
+        """Return the other rows' mean loss, and the mean of KL(these || those), in nats.
+
+        Args: targets: int64 [R].
+        """
+        losses: list[Tensor] = []
+        divergence = 0.0
+        for rows in self.pieces():
+            found = other.at(rows)
+            losses.append(token_losses(found, targets[rows]))
+            divergence += mean_kl(self.at(rows), found) * len(found)
+        return torch.cat(losses).mean().item(), divergence / len(self)
+
+
+def row_logits(model: PreTrainedModel, ids: Tensor, rows: slice, **how: Any) -> RowLogits:
+    """Run a model over ids [1, T] and return the logits of some of these rows, to be computed later.
+
+    Args: how: as the model takes it, such as `past_key_values`.
+    """
+    kept: list[RowLogits] = []
+
+    def keep(decoder: object, given: object, out: Any) -> None:
+        states = cast(Tensor, out.last_hidden_state)[0, rows].clone()  # a view would keep all rows
+        kept.append(RowLogits(model, states, type(out)))
+
+    hook = text_decoder(model).register_forward_hook(keep)
+    try:
+        model(ids, logits_to_keep=1, **how)
+    finally:
+        hook.remove()
+    return kept[-1]
 
 
 def scored_rows(model: PreTrainedModel, ids: Tensor, scored: int, cache: Cache | None = None) -> RowLogits:

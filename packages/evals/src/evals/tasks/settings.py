@@ -1,24 +1,34 @@
-"""Settings of `ppl`, `iou` and `fidelity`, the tasks on text."""
+"""Settings of the tasks, but those of lm-evaluation-harness (`benchmark_settings`)."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from hashtrain.usage import UsageError, require_counts
+from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
 
 from evals.methods import DENSE, OURS, SELECTION_DEFAULTS, SELECTION_NAMES, in_table
 from evals.settings import (
     Always,
     Budgets,
     Methods,
+    MethodsCommand,
     Phase,
     TaskCommand,
+    each_a_share,
+    each_among,
     each_once,
+    each_positive,
+    settings_of,
 )
+from evals.synthetic import NEEDLE, QUESTION
 
 Rule = Literal["visible", "fixed"]
 Score = Literal["second-half", "all"]
 Ends = Literal["within", "beside"]
+WAYS = ("sdpa", "eager", "planes", "recent")
+DENSE_WAYS = ("sdpa", "eager")
+SMALL = "small"
+"""Name of a shape for two CPU cores (`evals.tasks.throughput`)."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +129,83 @@ class FidelityCommand(TaskCommand):
         require_counts(self, new_tokens=1)
         if self.new_tokens >= self.context:
             raise UsageError(f"--new-tokens must be below --context = {self.context}, got {self.new_tokens}")
+
+
+@dataclass(frozen=True)
+class NeedleCommand(MethodsCommand):
+    """Find one value in a haystack, by length and depth: the answer generated after a dense prefill, and the
+    log-probability of the correct one. With --haystack, a sentence in prose. Example: `evals needle --lengths 2048`."""
+
+    lengths: tuple[int, ...] = (512, 1024, 2048)
+    """Tokens of prompt and answer together."""
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Positions of the value: 0 is the beginning, 1 the end."""
+    documents: int = 5
+    """Needles per length and depth; a run can be continued with more."""
+    haystack: tuple[Path, ...] = ()
+    """Prose to hide a sentence in: text files, or folders of them. Default: lines of Python, with an assignment."""
+    needle: str = NEEDLE
+    """The sentence to hide in --haystack, and the answer expected."""
+    question: str = QUESTION
+    """The question about it."""
+    out: Path = Path("runs/needle")
+
+    always_prompted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        each_positive(self, "lengths")
+        each_once(self, "depths")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise UsageError(f"--depths must be from 0 to 1, got {depth:g}")
+        for name in ("needle", "question"):
+            if not getattr(self, name).strip():
+                raise UsageError(f"--{name} needs some words, got none")
+
+
+@dataclass(frozen=True)
+class ThroughputCommand:
+    """Time the decode steps of a whole model with random weights over synthetic caches: milliseconds, tokens per
+    second, memory. Example: `evals throughput --shape small`."""
+
+    shape: str = SMALL
+    """small, demo, or a folder or hub id with a config.json; weights are random."""
+    methods: Methods = WAYS
+    """Dense: sdpa, eager. Sparse in all layers after the first --dense-layers: planes, recent."""
+    contexts: tuple[int, ...] = (8192, 32768)
+    """Numbers of cached tokens."""
+    batches: tuple[int, ...] = (1,)
+    """Batch sizes: sequences decoded at once."""
+    budget: float = 0.02
+    """Share of the cached tokens to attend to."""
+    dense_layers: int = 0
+    """Number of first layers that stay dense."""
+    repeats: int = 5
+    """Number of turns of each method."""
+    steps: int = 8
+    """Timed steps per turn."""
+    warmup: int = 2
+    """Untimed steps at the start of each turn."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of weights, keys and values."""
+    device: str = "cpu"
+    """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available)."""
+    seed: int = 0
+    """Draws weights, caches and the bootstrap."""
+    out: Path = Path("runs/throughput")
+    """Folder for rows, report and figure."""
+
+    def __post_init__(self) -> None:
+        require_seed(self.seed)
+        require_counts(self, repeats=1, steps=1, warmup=0, dense_layers=0)
+        require_device_name(self.device)
+        for name in ("contexts", "batches"):
+            each_positive(self, name)
+        each_once(self, "methods")
+        each_among(self, "methods", WAYS, "throughput")
+        each_a_share(self, "budget")
+
+    def settings(self, task: str) -> dict[str, Any]:
+        """Return the settings that decide the results, as JSON values without local paths."""
+        return settings_of(self, task, self.shape, "shape", "out")

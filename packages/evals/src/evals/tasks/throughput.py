@@ -3,26 +3,30 @@
 Methods take turns and share one cache, which each turn restores.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.demo import model_path
 from hashtrain.device import device_for
 from hashtrain.models import from_config, load_config
-from hashtrain.training.target import top_count
 from rich.console import Console
 from sparse_decode import Budget, HashSelector, RecentSelector, Selector, attach
 from transformers import DynamicCache, PreTrainedModel, Qwen2Config
 
-from evals.metrics import Estimate
+from evals.metrics import Estimate, bootstrap
 from evals.results import Result, Row, versions, write_json
 from evals.runner import RunFolder, environment_of
 from evals.setup import store
-from evals.tasks.throughput_settings import DENSE_WAYS, SMALL, ThroughputCommand
-from evals.timing import quantiles, read_bandwidth, timed
+from evals.tasks.settings import DENSE_WAYS, SMALL, ThroughputCommand
 
+QUANTILES = {"p50_ms": 50, "p90_ms": 90, "p99_ms": 99}
+PLANES = HasherConfig("transform", ModelShape(1, 1, 1, 128)).planes
+"""Bit planes of a query: those of `transform`, the default hasher of `attach`."""
 # Qwen2.5-7B's groups and heads, 4 layers, little besides attention.
 _SMALL: dict[str, Any] = {
     **{"hidden_size": 896, "intermediate_size": 896, "vocab_size": 1024, "num_hidden_layers": 4, "head_dim": 128},
@@ -45,43 +49,41 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     model: PreTrainedModel = cast(Any, made.eval()).to(command.device)
     with attach(model, RecentSelector(), dense_layers=command.dense_layers):  # rejects models without attention
         pass
-    sizes: Any = {"bits": command.bits, "planes": command.planes, "hidden": command.hidden}
-    hasher = Hasher(HasherConfig("planes", shape, **sizes), command.seed)
-    speed = read_bandwidth(command.device) if command.bandwidth is None else command.bandwidth * 1e9
-    console.print(f"roofline: {speed / 1e9:.1f} GB/s of memory", highlight=False)
+    hasher = Hasher(HasherConfig("planes", shape, planes=PLANES), command.seed)
     rows: list[Row] = []
     for n in command.contexts:
         for batch in command.batches:
-            least = {method: step_bytes(model, shape, method, n, batch, command) for method in command.methods}
-            for method, size in least.items():
-                console.print(f"  {n} tokens x {batch}, {method}: at least {1e3 * size / speed:.3f} ms a step")
-            rows += _measure(command, model, hasher, n, batch, least, speed)
+            console.print(f"  {n} tokens x {batch}", highlight=False)
+            rows += _measure(command, model, hasher, n, batch)
     return store(command.out, Result(settings, environment_of(command.out), rows), console)
 
 
-def step_bytes(
-    model: PreTrainedModel, shape: ModelShape, method: str, n: int, batch: int, command: ThroughputCommand
-) -> int:
-    """Return the bytes that a decode step must at least read: every weight once, and each sequence's attention.
+def timed(
+    step: Callable[[], object],
+    steps: int,
+    warmup: int,
+    device: str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Call `step` `warmup` times, then `steps` times; return the seconds of each of the latter."""
+    times: list[float] = []
+    for _ in range(warmup + steps):
+        began = clock()
+        step()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        times.append(clock() - began)
+    return times[warmup:]
 
-    A dense layer reads all keys and values; a sparse one those of the tokens selected and, if it hashes, all codes and
-    the weights of its hash functions, one per query head and one for the new key.
+
+def quantiles(times: list[list[float]], seed: int) -> dict[str, Estimate]:
+    """Estimate the 50, 90 and 99 % quantiles of a step's milliseconds: the mean over repeats, and its interval.
+
+    With few steps per repeat the 99 % quantile is close to the slowest step.
     """
-    total = sum(p.nbytes for p in model.parameters())
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    assert head is not None
-    if head.weight is not embeddings.weight:  # a step reads only one row of the embeddings per sequence
-        total -= sum(p.nbytes for p in embeddings.parameters())
-    element, k = getattr(torch, command.dtype).itemsize, top_count(n, command.budget)
-    for layer in range(shape.num_layers):
-        own = shape.at(layer)
-        hq, hkv, d = own.num_query_heads, own.num_kv_heads, own.head_dim
-        dense = method in DENSE_WAYS or layer < command.dense_layers
-        total += batch * (n if dense else k) * hkv * 2 * d * element
-        if not dense and method == "planes":
-            weights = d * command.bits + d * command.hidden + command.hidden * command.bits
-            total += 4 * weights * (hq + hkv) + batch * n * hkv * command.bits // 8
-    return total
+    milliseconds = 1000 * np.array(times)
+    columns = np.stack([np.percentile(milliseconds, share, axis=1) for share in QUANTILES.values()], axis=1)
+    return dict(zip(QUANTILES, bootstrap(columns, seed), strict=True))
 
 
 def fill(
@@ -96,15 +98,7 @@ def fill(
         cache.update(k, v, layer)
 
 
-def _measure(
-    command: ThroughputCommand,
-    model: PreTrainedModel,
-    hasher: Hasher,
-    n: int,
-    batch: int,
-    sizes: dict[str, int],
-    speed: float,
-) -> list[Row]:
+def _measure(command: ThroughputCommand, model: PreTrainedModel, hasher: Hasher, n: int, batch: int) -> list[Row]:
     """Time all methods at one context length and batch size: in turns, so that a busy moment affects all of them."""
     selectors: dict[str, Selector] = {"planes": HashSelector(hasher), "recent": RecentSelector()}
     cache = DynamicCache(config=model.config)  # shared by the methods: each turn removes its tokens
@@ -135,10 +129,8 @@ def _measure(
     rows = []
     for method, found in times.items():
         named = quantiles(found, command.seed)
-        p50 = named["p50_ms"].mean / 1e3
         totals = {
-            "tokens_per_s": batch / p50,
-            "share_of_bandwidth": sizes[method] / speed / p50,
+            "tokens_per_s": 1e3 * batch / named["p50_ms"].mean,
             "kv_bytes": memory[method][0],
             "code_bytes": memory[method][1],
         }

@@ -102,23 +102,15 @@ def capture(
     Args:
         reach: contexts are spread over positions 0 to reach - 1; None: all begin at 0.
         torn: whether every second one is torn, as those of training are (`hashtrain.data.offsets`).
-    Raises: OSError, before anything is written, if the disk is too small.
     """
-    stored, shape = Capture(folder, len(contexts)), ModelShape.of(model.config)
-    require_disk(folder, sum(context_bytes(shape, len(ids), dtype) for ids in contexts))
+    stored = Capture(folder, len(contexts))
     for number, ids in enumerate(contexts):
         tensors, header = run_context(model, ids, dtype, where=places(number, len(ids), reach, torn))
         save_tensors(tensors, stored.file(number), metadata=header)
     return stored
 
 
-def context_key(
-    weights: str,
-    ids: Tensor,
-    device: str,
-    kept: Kept = ALL,
-    where: Tensor | None = None,
-) -> str:
+def context_key(weights: str, ids: Tensor, device: str, kept: Kept, where: Tensor) -> str:
     """Return a digest of everything that decides the bits of one context's file.
 
     The model is identified by its weights in memory, so no name or revision has to be trusted: `weights` is
@@ -126,7 +118,7 @@ def context_key(
     """
     versions = [torch.__version__, transformers.__version__]
     sha = hashlib.sha256(json.dumps([weights, device, kept, *versions]).encode())
-    for numbers in (ids, torch.arange(len(ids), device="cpu") if where is None else where):
+    for numbers in (ids, where):
         sha.update(numbers.contiguous().numpy().tobytes())
     return sha.hexdigest()[:32]
 
@@ -193,13 +185,3 @@ def free_disk(folder: Path) -> int:
     """Return the bytes that captures below a folder, which need not exist, may take: ten elevenths of what is free."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     return int(shutil.disk_usage(existing).free / 1.1)
-
-
-def require_disk(folder: Path, needed: int, free: int | None = None) -> None:
-    """Raise OSError if `needed` bytes are more than `free`, or than may be taken of the folder's file system."""
-    free = free_disk(folder) if free is None else free
-    if free < needed:
-        raise OSError(
-            f"not enough free disk at {folder}: expected {needed / 1e9:.2f} GB, got {free / 1e9:.2f} GB; "
-            "free some space, or use fewer or shorter contexts"
-        )

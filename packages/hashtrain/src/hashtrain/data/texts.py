@@ -15,16 +15,20 @@ Everything except plain text is streamed by `datasets` (the extra of that name):
 import codecs
 import collections
 import itertools
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hashtrain.data.texts_to_read import shares
 from hashtrain.files.untrusted import first_line
 from hashtrain.usage import require_package, require_plain_file
 
 HUB = "hub:"
+LEAST = 1 << 20
+"""Fewest bytes read of a file that is read at all; smaller files are read whole."""
+_LEAST_ROOM = 64 << 20
+_BYTES_PER_TOKEN = 8  # English has about 4.3, Python 3.3; some text is lost at the ends of documents
 _PLAIN = {".txt", ".md", ".py"}
 _TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _FIELDS = ("text", "content", "code")
@@ -47,7 +51,7 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
 
     Args:
         at_most: largest number of documents from one table or data set.
-        room: most bytes of text, divided equally among the paths (`hashtrain.data.texts_to_read`); None: no limit.
+        room: most bytes of text, divided equally among the paths (`shares`); None: no limit.
         seed: draws the files if not all are read.
     Raises: ValueError if a path is missing, binary, not UTF-8 or has no text, or is a table and the extra `datasets` is
         missing.
@@ -197,3 +201,29 @@ def _of_rows(
 def _is_hub_id(path: Path) -> bool:
     """Whether a path that does not exist has the form OWNER/NAME of a data set."""
     return len(path.parts) == 2 and not path.is_absolute() and not path.suffix and not str(path).startswith(".")
+
+
+def room_for(tokens: int) -> int:
+    """Return how many bytes of text to read to get this many tokens, with a margin."""
+    return max(_LEAST_ROOM, _BYTES_PER_TOKEN * tokens)
+
+
+def shares(files: Sequence[Path], room: int | None, seed: int = 0) -> dict[Path, int | None]:
+    """Decide how many bytes to read of each file, from its beginning; None: the whole file.
+
+    If all files fit into `room` bytes, or there is no limit, all are read whole, in their order. Otherwise files are
+    drawn at random until the room is used. Each has an equal share of it, at least `LEAST` bytes. Only file sizes are
+    inspected.
+    """
+    sizes = {file: file.stat().st_size for file in files}
+    if room is None or sum(sizes.values()) <= room:
+        return dict.fromkeys(files)
+    drawn = list(files)
+    random.Random(seed).shuffle(drawn)
+    share, left, found = max(LEAST, room // len(drawn)), room, dict[Path, int | None]()
+    for file in drawn:
+        if left <= 0:
+            break
+        found[file] = share if sizes[file] > share else None
+        left -= min(sizes[file], share)
+    return found

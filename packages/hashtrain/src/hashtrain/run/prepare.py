@@ -11,12 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hashtrain.adapters import adapter_of
 from hashtrain.config import ModelShape
-from hashtrain.data.capture import context_key, free_disk, require_disk, weights_hash
-from hashtrain.data.captured import ROWS
+from hashtrain.data.capture import context_key, free_disk, weights_hash
+from hashtrain.data.captured import ALL, ROWS
 from hashtrain.data.corpus import far_contexts, held_out_sources, numbered_contexts, python_sources, split
 from hashtrain.data.offsets import reach_of
-from hashtrain.data.texts import read_texts, require_apart
-from hashtrain.data.texts_to_read import room_for
+from hashtrain.data.texts import read_texts, require_apart, room_for
 from hashtrain.demo import base_model
 from hashtrain.device import here
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
@@ -81,14 +80,13 @@ def prepare(command: TrainCommand) -> Prepared:
     held = sum(of.bytes(range(len(of.contexts))) for of in (validation, far))
     always = held + train.bytes(range(min(MAX_CONTEXTS, len(train.contexts))))
     room = free_disk(command.out) + sum(path.stat().st_size for path in work.glob("[thf]*/*.safetensors"))
-    require_disk(command.out, always, room)
     given = room if command.disk is None else min(room, int(1e9 * command.disk))
     parts = waves(train, command.steps, always, given)
     disk = held + max(train.bytes(train.stored_in(wave)) for wave in parts)
     identity = hashlib.sha256()
     for source in (train, validation, far):
         for number, ids in enumerate(source.contexts):
-            identity.update(context_key(shared["weights"], ids, device[:4], where=source.places(number)).encode())
+            identity.update(context_key(shared["weights"], ids, device[:4], ALL, source.places(number)).encode())
     checked = command, model.config, shape, reach, train, validation, far
     return Prepared(*checked, parts, disk, device, adapter_of(model), identity.hexdigest())
 

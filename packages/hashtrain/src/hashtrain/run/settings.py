@@ -113,8 +113,3 @@ class TrainCommand:
     def model_path(self) -> str:
         """The argument of `from_pretrained`."""
         return model_path(self.model)
-
-    @property
-    def first_row(self) -> int:
-        """Rows before this one are not evaluated (1,024 of 4,096)."""
-        return self.context // 4

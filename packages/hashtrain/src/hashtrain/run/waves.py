@@ -176,7 +176,7 @@ def held_out_rows(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
     generator = torch.Generator("cpu").manual_seed(command.seed)
     for _ in range(contexts):
         size = (command.held_out_rows,)
-        yield torch.randint(command.first_row, command.context, size, generator=generator, device="cpu")
+        yield torch.randint(command.context // 4, command.context, size, generator=generator, device="cpu")
 
 
 def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:

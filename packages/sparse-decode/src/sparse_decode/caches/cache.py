@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
-from sparse_decode.caches.cache_encoder import Encoder
+from sparse_decode.caches.cache_encoder import Encoder, write_codes
 from sparse_decode.caches.growing import GrowingLayer, Owned, Retyped, revert
-from sparse_decode.compiled import write_codes
 from sparse_decode.modes import ordinary_tensors
 from sparse_decode.sums import Sums
 

@@ -1,18 +1,41 @@
-"""Hashes the keys of one layer, some at a time."""
+"""Hashes the keys of one layer, some at a time; also as a custom operator, which `torch.compile` treats as opaque.
 
+A compiled decode step so stays one graph, although it runs Python that the compiler cannot trace. A graph refers to the
+Python object by the number under which it is registered; numbers are never reused.
+"""
+
+import itertools
 import math
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from sparse_decode.compiled import register
 from sparse_decode.modes import no_autocast, readable
 from sparse_decode.select import HashSelector, Selector
 
 _CHUNK = 1 << 26  # bytes of float32 temporaries when hashing a chunk of tokens, at any batch size and context length
 _WIDTHS = 8  # temporary numbers per number or bit of a key, whichever are more: itself, hidden layer, bits, their sums
 _MOST_BITS = 8  # assumed bits of a code per number of its key, until the first code is known
+_numbers = itertools.count(1)
+registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def register(worker: Any) -> int:
+    """Register an `Encoder` or a `SparseLayer` for operators and return its number; the reference is weak."""
+    number = next(_numbers)
+    registered[number] = worker
+    return number
+
+
+@torch.library.custom_op("sparse_decode::write_codes", mutates_args=("codes",))
+def write_codes(codes: Tensor, keys: Tensor, at: Tensor, writer: int) -> None:
+    """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on, an integer."""
+    registered[writer].write(codes, keys, at)
+
+
+write_codes.register_fake(lambda *given, **named: None)
 
 
 class Encoder:

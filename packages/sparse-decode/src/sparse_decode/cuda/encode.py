@@ -43,65 +43,57 @@ def supports(own: Placed, x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in _BF16 and few and own.fits
 
 
-def write_keys(own: Placed, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
-    """Hash keys [B, Hkv, T, D] into codes int32 [B, H, N, W] of `code_shape`, from token `at` on."""
-    OPERATORS.hash_keys(k, own.key, own.digits, codes, at)
+def tokens(
+    own: Placed, per_query_head: bool, k: Tensor | None = None, codes: Tensor | None = None, at: Tensor | None = None,
+    q: Tensor | None = None,
+) -> tuple[Tensor, tuple[int, ...]]:  # fmt: skip
+    """Hash keys k [B, Hkv, T, D] into codes int32 [B, H, N, W] of `code_shape`, from token `at` on, int64 [] (None: 0),
+    or queries q [B, Hq, T, D] to planes [B, H, T, P, W] and their weights, or both.
 
-
-def queries(own: Placed, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
-    """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`, without a check.
-
-    A check would make the host wait. NaN weights have level -1; infinite ones count as the largest float32.
+    Without a check, which would make the host wait: NaN weights have level -1; infinite ones count as the largest
+    float32.
     """
-    found = OPERATORS.hash_queries(q, own.query, own.digits, *own.hows[per_query_head])
-    return found, own.planes[per_query_head]
-
-
-def step(own: Placed, k: Tensor, codes: Tensor, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
-    """Do both at once: keys [B, Hkv, T, D] into all of `codes`, queries [B, Hq, T, D] to planes and their weights."""
-    found = OPERATORS.hash_step(k, own.key, q, own.query, own.digits, codes, *own.hows[per_query_head])
+    found = OPERATORS.hash_tokens(k, own.key, codes, at, q, own.query, own.digits, *own.hows[per_query_head])
     return found, own.planes[per_query_head]
 
 
 def hash_tokens(
-    of_keys: tuple[Tensor, Tensors, Tensor, Tensor | None] | None, of_queries: tuple[Tensor, Tensors, How] | None,
-    digits: Tensors, run: Run | None = None,
-) -> Any:  # fmt: skip
-    """Hash keys or queries, or both with the same number of tokens, none of them empty, in one launch.
+    k: Tensor | None, key_weights: Tensors, to: Tensor | None, at: Tensor | None, q: Tensor | None,
+    query_weights: Tensors, digits: Tensors, bits: int, group: int, planes: int, join: int, run: Run | None = None,
+) -> Tensor:  # fmt: skip
+    """Hash keys or queries, or both with the same number of tokens, none of them empty, in one launch: the operator.
 
     Args:
-        of_keys: k [B, Hkv, T, D], weights, codes int32 [B, H, N, W] to write to, and the token to start at, int64 [];
-            None: the first. Weights are without gaps, see `encode_weights.NAMES`. The words of a code must be
-            contiguous (stride 1). With more heads of codes than functions, each code is written to as many; with fewer,
-            the codes of several functions lie side by side.
-        of_queries: q [B, Hq, T, D], weights, and how planes come from them.
+        k, to, at, q: as k, codes, at and q of `tokens`; the words of a code must be contiguous (stride 1). With more
+            heads of codes than functions, each code is written to as many; with fewer, the codes of several functions
+            lie side by side.
+        key_weights, query_weights: without gaps, see `encode_weights.NAMES`.
         digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
-    Returns: planes of the queries, int32 of shape `planes_shape(q, how)`.
+        bits, group, planes, join: those of `How`.
+    Returns: planes of the queries, int32 of shape `planes_shape(q, how)`; empty without queries.
     """
-    k = q = found = side = None
-    blocks, codes, planes, of_k, of_q = 0, Codes(), Planes(), Functions(), Functions()
-    if of_keys is not None:
-        k, weights, to, at = of_keys
-        k, side = _readable(k), describe(weights, digits)
-        own, join, of_k = _blocks(k, side), to.shape[3] // (side.digits.bits // 32), side.functions
+    how = How(bits, group, planes, join)
+    x, found, side = cast(Tensor, k if q is None else q), _empty_planes(k, q, how), cast(Side, None)
+    blocks, codes, to_planes, of_k, of_q = 0, Codes(), Planes(), Functions(), Functions()
+    if k is not None and to is not None:
+        k, side = _readable(k), describe(key_weights, digits)
+        own, side_by_side, of_k = _blocks(k, side), to.shape[3] // (side.digits.bits // 32), side.functions
         start = None if at is None else at.data_ptr()
-        codes = Codes(to.data_ptr(), *to.stride()[:3], start, to.shape[1] * join // own, join)
+        codes = Codes(to.data_ptr(), *to.stride()[:3], start, to.shape[1] * side_by_side // own, side_by_side)
         blocks += own
-    if of_queries is not None:
-        q, weights, how = of_queries
-        q, side = _readable(q), describe(weights, digits)
-        found, of_q = _empty_planes(q, how), side.functions
-        planes = Planes(found.data_ptr(), None, None, how.group, how.join, found.shape[3], how.planes == 0)
+    if q is not None:
+        q, side = _readable(q), describe(query_weights, digits)
+        of_q = side.functions
+        to_planes = Planes(found.data_ptr(), None, None, how.group, how.join, found.shape[3], how.planes == 0)
         if how.group > 1:
-            planes.tickets = zeroed(TICKETS + q[..., 0].numel() * of_q.out, q.device).data_ptr()
-            planes.numbers = planes.tickets + 4 * TICKETS
+            to_planes.tickets = zeroed(TICKETS + q[..., 0].numel() * of_q.out, q.device).data_ptr()
+            to_planes.numbers = to_planes.tickets + 4 * TICKETS
         blocks += _blocks(q, side)
-    x, side = cast(Tensor, k if q is None else q), cast(Side, side)
     every = x.shape[0] * x.shape[2]
     # A block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
     each = min(MOST_TOKENS, every, -(-every * blocks // _sm_count(x.device)))
     sizes = (ctypes.c_int32(size) for size in (x.shape[2], every, each))
-    arguments = *_tokens(k), codes, of_k, *_tokens(q), planes, of_q, side.digits, *sizes
+    arguments = *_tokens(k), codes, of_k, *_tokens(q), to_planes, of_q, side.digits, *sizes
     macros, grid = (("SPARSE_BF16", _BF16[x.dtype]), ("SPARSE_NARROW", side.narrow)), (-(-every // each), blocks)
     one = make_launch("encode.cu", "hash_tokens", grid, THREADS, arguments, macros, programmatic=True)
     (launch.run if run is None else run)([one], x.device, KERNELS)
@@ -131,26 +123,15 @@ def planes_shape(x: Tensor, how: How) -> tuple[int, ...]:
     return x.shape[0], heads, x.shape[2], slots, how.join * how.bits // 32
 
 
-def _empty_planes(x: Tensor, how: How) -> Tensor:
-    return x.new_empty(*planes_shape(x, how), dtype=torch.int32)
+def _empty_planes(k: Tensor | None, q: Tensor | None, how: How) -> Tensor:
+    if q is None:
+        return cast(Tensor, k).new_empty(0, dtype=torch.int32)
+    return q.new_empty(*planes_shape(q, how), dtype=torch.int32)
 
 
-_HOW = "int bits, int group, int planes, int join"
 operator(
-    "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at) -> ()",
-    lambda *_: None,
-    cuda=lambda x, weights, digits, codes, at: hash_tokens((x, weights, codes, at), None, digits),
-)
-operator(
-    f"hash_queries(Tensor x, Tensor[] weights, Tensor[] digits, {_HOW}) -> Tensor",
-    lambda x, weights, digits, *how: _empty_planes(x, How(*how)),
-    cuda=lambda x, weights, digits, *how: hash_tokens(None, (x, weights, How(*how)), digits),
-)
-operator(
-    "hash_step(Tensor k, Tensor[] key_weights, Tensor q, Tensor[] query_weights, Tensor[] digits, "
-    f"Tensor(a!) codes, {_HOW}) -> Tensor",
-    lambda k, of_keys, q, of_queries, digits, codes, *how: _empty_planes(q, How(*how)),
-    cuda=lambda k, of_k, q, of_q, digits, codes, *how: hash_tokens(
-        (k, of_k, codes, None), (q, of_q, How(*how)), digits
-    ),
+    "hash_tokens(Tensor? k, Tensor[] key_weights, Tensor(a!)? codes, Tensor? at, Tensor? q, Tensor[] query_weights, "
+    "Tensor[] digits, int bits, int group, int planes, int join) -> Tensor",
+    lambda k, of_keys, codes, at, q, of_queries, digits, *how: _empty_planes(k, q, How(*how)),
+    cuda=hash_tokens,
 )

@@ -17,7 +17,8 @@ from hashcore.cuda.source import structure
 from torch import Tensor
 
 from sparse_decode.budget import LayerBudget
-from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, operator
+from sparse_decode.cuda.gather import KERNELS, Run, operator
+from sparse_decode.cuda.gather import OPERATORS as OPERATORS
 from sparse_decode.intervals import seen_on_device
 from sparse_decode.pages import PagedLayer, Pages
 
@@ -37,8 +38,6 @@ class DeviceStep(NamedTuple):
     """Tokens to select besides the first and the last ones, int64 [B, 1, 1]."""
     always: Tensor
     """The first and the last tokens, int64 [B, sink + recent], -1 in unused slots."""
-    counts: Tensor
-    """Tokens that the rows read, and see, in one query head, int64 [2]."""
     width: int
     """Slots of a row's selection."""
     budget: LayerBudget
@@ -54,44 +53,21 @@ class DeviceStep(NamedTuple):
                 be too small for them.
             size: tokens per page.
             longest: upper bound of the lengths, at most T times `size`.
-        Raises: ValueError if shapes or dtypes do not match, or the budget is not supported on CUDA.
         """
-        if blocks.ndim != 2 or lengths.shape != blocks.shape[:1] or blocks.dtype != torch.int32:
-            raise ValueError(
-                f"blocks must be int32 [B, T] and lengths [B], got {blocks.dtype} {tuple(blocks.shape)} and "
-                f"{tuple(lengths.shape)}"
-            )
-        if not 0 < longest <= blocks.shape[1] * size:
-            raise ValueError(
-                f"longest must be in 1..{blocks.shape[1] * size}, the tokens of {blocks.shape[1]} blocks, got {longest}"
-            )
-        if budget.by_head:
-            raise ValueError("pages on CUDA read as many tokens in each head, got a budget by head; leave by_head out")
         own = torch.stack([torch.zeros_like(lengths), lengths], -1).long()[:, None]
-        seen, counts = seen_on_device(own, budget)
+        seen, _ = seen_on_device(own, budget)
         most = max(0, budget.most(longest) - budget.sink - budget.recent)
         rows = lengths[:, None, None]
-        return cls(blocks, rows, seen.counts, seen.always[:, 0], counts, most, budget)
+        return cls(blocks, rows, seen.counts, seen.always[:, 0], most, budget)
 
 
 def place_codes(codes: Tensor, slots: Tensor, pages: Tensor, run: Run | None = None) -> None:
     """Write codes int32 [T, H, W] to pages int32 [M, H, S, W] at slots int64 [T]: page times S plus place in the page.
 
-    Tokens whose slot is out of range, such as -1, are skipped: the host does not see the slots.
-
-    Raises: ValueError on other shapes or dtypes, or if the words of a code in a page are not contiguous.
+    The words of a code in a page are contiguous. Tokens whose slot is out of range, such as -1, are skipped: the host
+    does not see the slots.
     """
     (tokens, heads, words), (count, _, size, _) = codes.shape, pages.shape
-    if pages.shape != (count, heads, size, words) or slots.shape != (tokens,) or slots.dtype != torch.int64:
-        raise ValueError(
-            f"codes [T, H, W] need slots int64 [T] and pages [M, H, S, W], got {tuple(codes.shape)}, {slots.dtype} "
-            f"{tuple(slots.shape)} and {tuple(pages.shape)}"
-        )
-    if codes.dtype != torch.int32 or pages.dtype != torch.int32 or (pages.stride(3) != 1 and words > 1):
-        raise ValueError(
-            f"codes and pages must be int32, with contiguous words in the pages, got {codes.dtype} and {pages.dtype} "
-            f"with strides {pages.stride()}"
-        )
     total = tokens * heads * words
     if not total:
         return
@@ -104,11 +80,6 @@ def place_codes(codes: Tensor, slots: Tensor, pages: Tensor, run: Run | None = N
 
 
 operator("place_codes(Tensor codes, Tensor slots, Tensor(a!) pages) -> ()", lambda *_: None, cuda=place_codes)
-
-
-def write_codes(pages: Pages, slots: Tensor, codes: Tensor) -> None:
-    """Write codes int32 [T, Hkv, W] to slots int64 [T]; tokens whose slot is out of range, such as -1, are skipped."""
-    OPERATORS.place_codes(codes, slots, pages.codes)
 
 
 def decode(layer: PagedLayer, q: Tensor, pages: Pages, step: DeviceStep) -> Tensor:
