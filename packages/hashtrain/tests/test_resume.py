@@ -163,13 +163,14 @@ READERS = [(remainder, "MAX_CONTEXTS"), (transform, "CONTEXTS"), (choose, "CONTE
 def one_whole(monkeypatch):
     """Runs store only their first context whole, no start, choice or calibration reads another one, and contexts of 512
     tokens keep every eighth query."""
-    for module, name in ((prepare_module, "MAX_CONTEXTS"), *READERS):
+    for module, name in ((prepare_module, "MAX_CONTEXTS"), (prepare_module, "STARTED_FROM"), *READERS):
         monkeypatch.setattr(module, name, 1)
     monkeypatch.setattr(captured, "FEW", 60)
 
 
 def test_what_is_read_whole_is_stored_whole():
-    assert max(getattr(*of) for of in READERS) <= prepare_module.MAX_CONTEXTS
+    calibrating, *others = (getattr(*of) for of in READERS)
+    assert max(others) <= prepare_module.STARTED_FROM <= calibrating <= prepare_module.MAX_CONTEXTS
 
 
 def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypatch):

@@ -109,6 +109,19 @@ def numbered_contexts(
     Returns: for each context the index of its document, and int64 tokens [length].
     Raises: ValueError if no document is long enough.
     """
+    found, longest = _cut(documents, tokenizer, length, count, seed)
+    if not found:
+        raise ValueError(
+            f"every text is shorter than the context: expected at least {length} tokens in one document, "
+            f"got at most {longest}; give longer text or a smaller --context"
+        )
+    return found
+
+
+def _cut(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None
+) -> tuple[list[tuple[int, Tensor]], int]:
+    """Return what `numbered_contexts` does, none if no document is long enough, and the longest document's tokens."""
     first, later, longest = list[tuple[int, Tensor]](), dict[int, list[tuple[int, Tensor]]](), 0
     order = list(range(len(documents)))
     if seed is not None:
@@ -122,12 +135,7 @@ def numbered_contexts(
         later.setdefault(documents[number].corpus, []).extend(pieces[1:])
         if len(first) == count:
             break
-    if not first:
-        raise ValueError(
-            f"every text is shorter than the context: expected at least {length} tokens in one document, "
-            f"got at most {longest}; give longer text or a smaller --context"
-        )
-    return [(number, ids.long()) for number, ids in [*first, *_in_turn(list(later.values()))][:count]]
+    return [(number, ids.long()) for number, ids in [*first, *_in_turn(list(later.values()))][:count]], longest
 
 
 def far_contexts(
@@ -147,10 +155,8 @@ def far_contexts(
     starts = sorted({0, (len(found) - each) // 2, len(found) - each}) if each > 1 else []
     others = [torch.cat(list(found[start : start + each])) for start in starts]
     long = [one for one in documents if len(one.text.encode()) >= _BYTES * length]
-    try:
-        return [*contexts(long, tokenizer, length, FAR_CONTEXTS, seed), *others][:FAR_CONTEXTS]
-    except ValueError:  # all are shorter
-        return others
+    found_long, _ = _cut(long, tokenizer, length, FAR_CONTEXTS, seed)
+    return [*(ids for _, ids in found_long), *others][:FAR_CONTEXTS]
 
 
 def _in_turn(lists: list[list[T]]) -> Iterator[T]:

@@ -20,6 +20,7 @@ from hashtrain.demo import base_model
 from hashtrain.device import here
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.hasher import require_own
+from hashtrain.layers.transform import CONTEXTS as STARTED_FROM
 from hashtrain.models import require_vocabulary, text_decoder
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import Source, loaded, waves
@@ -74,11 +75,12 @@ def prepare(command: TrainCommand) -> Prepared:
     require_vocabulary(model, *itertools.chain(*texts))
     shared: dict[str, Any] = {"shape": shape, "weights": weights_hash(model), "device": device, "reach": reach}
     work = command.out / ".work"
-    train = Source("train", work / "train", texts[0], MAX_CONTEXTS, torn=True, **shared)
+    whole = STARTED_FROM if texts[2] else MAX_CONTEXTS  # calibration reads training contexts if there are no others
+    train = Source("train", work / "train", texts[0], whole, torn=True, **shared)
     validation = Source("held", work / "held", texts[1], len(texts[1]), **shared)
     far = Source("far", work / "far", texts[2], len(texts[2]), first=ROWS, **shared)
     held = sum(of.bytes(range(len(of.contexts))) for of in (validation, far))
-    always = held + train.bytes(range(min(MAX_CONTEXTS, len(train.contexts))))
+    always = held + train.bytes(range(min(whole, len(train.contexts))))
     room = free_disk(command.out) + sum(path.stat().st_size for path in work.glob("[thf]*/*.safetensors"))
     given = room if command.disk is None else min(room, int(1e9 * command.disk))
     parts = waves(train, command.steps, always, given)

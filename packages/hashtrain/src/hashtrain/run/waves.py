@@ -43,7 +43,7 @@ class Source:
     name: str
     folder: Path
     contexts: Sequence[Tensor]
-    whole_contexts: int
+    first_contexts: int
     """Number of first contexts of which more is stored than a step of training reads."""
     shape: ModelShape
     weights: str
@@ -67,7 +67,7 @@ class Source:
 
     def kept(self, number: int) -> Kept:
         """Return what is stored of a context."""
-        return self.first if number < self.whole_contexts else STEPS
+        return self.first if number < self.first_contexts else STEPS
 
     def key(self, number: int) -> str:
         """Return what identifies the capture of a context."""
@@ -83,7 +83,7 @@ class Source:
         """Return the contexts that are stored during a wave of steps."""
         count = len(self.contexts)
         read = range(count) if len(wave) >= count else (step % count for step in wave)
-        return sorted({*range(min(self.whole_contexts, count)), *read})
+        return sorted({*range(min(self.first_contexts, count)), *read})
 
     def lacking(self, numbers: Iterable[int]) -> list[int]:
         """Return those of these contexts that are not captured yet."""
@@ -104,7 +104,7 @@ def waves(train: Source, steps: int, always: int, room: int) -> list[range]:
         always: bytes that are stored all the time; room: bytes for all captures.
     Raises: OSError if there is no room for one context beside what is always stored.
     """
-    others = range(train.whole_contexts, len(train.contexts))
+    others = range(train.first_contexts, len(train.contexts))
     if always + train.bytes(others) <= room:
         return [range(steps)]
     fitting = (room - always) // max(1, train.bytes(others[:1]))
