@@ -247,8 +247,8 @@ def tasks(
     for the same time. No task waits for another: one that attends before its selection is ready selects itself.
 
     Args:
-        form, call: int64, in the order of FORM, and of ROWS to V_REACH. like: an array of words as wide as those of keys
-            and values.
+        form, call: int64, in the order of FORM, and of ROWS to V_REACH.
+        like: an array of words as wide as those of keys and values.
         spans: for each row the start and end of what it sees, with where the always-read last tokens begin between
             them: int64 [R, 3].
         reads: numbers of tokens that sets read, int64 [R or 1, SETS or 1]; without a given selection.
