@@ -51,9 +51,9 @@ def macros(
     return tuple((name, str(value)) for name, value in named.items())
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
-    """Raise ValueError if the kernel does not support these tensors."""
-    require(torch.device("cuda"), q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
+def check(q: Tensor, k: Tensor, v: Tensor, sets: int) -> None:
+    """Raise ValueError if the kernels of this package do not support these tensors; sets: index sets of a row."""
+    require(torch.device("cuda"), q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // sets)
     for name, x in (("keys", k), ("values", v)):
         if q.is_cuda and not (x.is_cuda or x.is_pinned()):
             raise ValueError(f"{name} in host memory must be pinned for CUDA to read them; call .pin_memory()")
@@ -87,14 +87,14 @@ def gather(
     device, strides, tables = q.device, (k.stride(), v.stride()), None
     places = k.data_ptr() | v.data_ptr() | 2 * functools.reduce(or_, (*strides[0][:3], *strides[1][:3]))
     if places % 16 or (q.is_cuda and not (k.is_cuda and v.is_cuda)):
-        check(q, k, v, indices)
+        check(q, k, v, indices.shape[1])
     n, width, kind = v.shape[2], indices.shape[3], (k.shape[1], k.shape[3])
     if blocks is not None:
         tables, kind = page_tables(blocks, (q.shape[0],)), k.shape
         n *= tables.blocks.shape[-1]
     sink, recent = (min(sink, n), min(recent, n - min(sink, n))) if always is None else (always.shape[1], 0)
     if not sink + width + recent or not q.numel() or not n:
-        check(q, k, v, indices)
+        check(q, k, v, indices.shape[1])
         return _empty(q, k, v).zero_()
     tasks = q.shape[0] * indices.shape[1] * q.shape[2]
     slots, splits = split(tasks, sink + width + recent, sm_count(device), _per_sm(q, k, v, indices))
