@@ -11,6 +11,7 @@ import pytest
 import torch
 from gather_cases import CLOSE, KINDS, expected, in_pages, make, poisoned, rest_of
 from hashcore.cpu import threads
+from hashcore.cuda import tensors
 from hashcore.cuda.kept import Table
 from hashcore.cuda.source import read_source
 from hostsim import check_slack, guarded
@@ -42,7 +43,7 @@ def both(backend, inputs, order=0, pages=0, always=None, ends=(0, 0), rest=None,
         ours = attend(q, k, v, indices, scaling, **how)
         torch.testing.assert_close(attend_reference(q, *inputs[1:], scaling, **how), theirs, **TOLERANCES[q.dtype])
     else:
-        gather.check(*inputs)
+        gather.check(*inputs[:3], indices.shape[1])
         if pages:
             k, v, blocks = in_pages(k, v, pages)
             how["blocks"] = inside(blocks)
@@ -227,7 +228,7 @@ def test_wrong_arguments_are_named():
 def test_the_split_changes_nothing_but_rounding(monkeypatch, sms, group, width):
     """The last: more splits than a thread reads at once (8 of 8 threads), and more than there are threads."""
     monkeypatch.setattr(gather, "LEAST_SLOTS", 16)
-    monkeypatch.setattr(gather, "SIMULATED_SMS", sms)
+    monkeypatch.setattr(tensors, "SIMULATED_SMS", sms)
     monkeypatch.setattr(gather, "_calls", Table())
     assert gather.split(1, 16 * 270, 200) == (16, 270)
     for kind in KINDS[:3:2]:
@@ -280,6 +281,10 @@ def test_both_kernels_start_early_and_wait_before_they_read():
 
 def test_what_the_kernel_is_not_made_for_is_refused():
     sizes = "keys and values on CUDA must have a multiple of 16 components, at most 256, got"
+
+    def check(q, k, v, indices):
+        gather.check(q, k, v, indices.shape[1])
+
     for options, message in (
         ({"kind": (128, 128, F32)}, "needs bfloat16 or float16, got torch.float32; convert the model"),
         ({"group": 17}, "supports up to 16 query heads per index set, got 17"),
@@ -287,13 +292,13 @@ def test_what_the_kernel_is_not_made_for_is_refused():
         ({"kind": (64, 272, torch.float16)}, f"{sizes} 272"),
     ):
         with pytest.raises(ValueError, match=message):
-            gather.check(*make(**options))
+            check(*make(**options))
     q, k, v, indices = make()
     wide = torch.zeros(1, 2, 90, 132, dtype=k.dtype)
     with pytest.raises(ValueError, match=r"rows of keys on CUDA must be aligned to 16 bytes.*call \.clone\(\)"):
-        gather.check(q, wide[..., :128], v, indices)
+        check(q, wide[..., :128], v, indices)
     with pytest.raises(ValueError, match="rows of values on CUDA must be aligned to 16 bytes"):
-        gather.check(q, k, torch.zeros(1, 2, 90, 136, dtype=k.dtype)[..., 4:132], indices)
+        check(q, k, torch.zeros(1, 2, 90, 136, dtype=k.dtype)[..., 4:132], indices)
     k, v, blocks = in_pages(k, v, 24)
     with pytest.raises(ValueError, match=r"power of two of tokens, below 2\^31 in all, got 6 pages of 24"):
         on_cuda(q, k, v, indices, blocks=blocks)

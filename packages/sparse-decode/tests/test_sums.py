@@ -125,7 +125,7 @@ def test_a_step_on_cuda_equals_the_cpus(dim, value_dim, group, tokens, new, orde
         assert all(torch.equal(mine, held) for mine, held in zip(state, sums.tensors, strict=True))
 
 
-def test_neither_the_order_of_threads_nor_the_places_of_numbers_change_anything():
+def test_neither_the_order_of_threads_nor_the_place_of_queries_changes_anything_and_unaligned_rows_are_refused():
     """At addresses that are no multiples of 16, too."""
     x = {"q": torch.randn(2, 4, 64), "k": torch.randn(2, 2, 20, 64), "v": torch.randn(2, 2, 20, 48)}
     x = {name: y.bfloat16() for name, y in x.items()}
@@ -137,7 +137,14 @@ def test_neither_the_order_of_threads_nor_the_places_of_numbers_change_anything(
         given = x["q"], torch.ones(4), x["k"], x["v"], *state, None, None, 20 - FOLD, None
         return [*launch_sums(*given, run=device(order)), *state]
 
-    expected = run(0)
-    for order, which in ((1, "q"), (5, "k"), (9, "v")):
-        x[which] = torch.empty(x[which].numel() + 1, dtype=torch.bfloat16)[1:].view(x[which].shape).copy_(x[which])
+    def moved(x):
+        return torch.empty(x.numel() + 1, dtype=torch.bfloat16)[1:].view(x.shape).copy_(x)
+
+    expected, x["q"] = run(0), moved(x["q"])
+    for order in (1, 5, 9):
         assert all(torch.equal(a, b) for a, b in zip(run(order), expected, strict=True))
+    for which, name in (("k", "keys"), ("v", "values")):
+        aligned, x[which] = x[which], moved(x[which])
+        with pytest.raises(ValueError, match=rf"rows of {name} on CUDA must be aligned to 16 bytes.*call \.clone\(\)"):
+            run(0)
+        x[which] = aligned

@@ -11,11 +11,10 @@ constexpr float TINY = 0x1p-126f;  // the smallest normal float32: the scale of 
 constexpr u32 HUGE_BITS = 0x7f7fffffu;  // the largest float32, which replaces infinity; NaN counts as 0
 
 // The scale of a row: its levels are odd multiples of it.
-template <class T>
-__device__ __forceinline__ float row_scale(const T* w, i64 size, int lane, float top) {
+__device__ __forceinline__ float row_scale(const float* w, i64 size, int lane, float top) {
   u32 peak = 0;  // magnitudes order like their bits, with NaN above infinity
   for (i64 i = lane; i < size; i += 32) {
-    u32 magnitude = __float_as_uint(real(w[i])) & 0x7fffffffu;
+    u32 magnitude = __float_as_uint(w[i]) & 0x7fffffffu;
     magnitude = magnitude > HUGE_BITS + 1 ? 0 : magnitude > HUGE_BITS ? HUGE_BITS : magnitude;
     peak = peak > magnitude ? peak : magnitude;
   }
@@ -38,9 +37,8 @@ __device__ __forceinline__ int plane_digits(float w, float scale, float top) {
 }
 
 // The planes' words, `apart` words from each other, of 32 numbers of a row, by one warp.
-template <class T>
-__device__ __forceinline__ void quantise_word(const T* w, float scale, i32 count, int lane, u32* to, i64 apart) {
-  const int digits = plane_digits(real(w[lane]), scale, float((1 << count) - 1));
+__device__ __forceinline__ void quantise_word(const float* w, float scale, i32 count, int lane, u32* to, i64 apart) {
+  const int digits = plane_digits(w[lane], scale, float((1 << count) - 1));
   for (int p = 0; p < count; p++) {
     const u32 word = __ballot_sync(FULL_WARP, digits >> p & 1);
     if (lane == p) to[p * apart] = word;

@@ -63,7 +63,7 @@ __device__ __forceinline__ u32 find_floor(const Sample& sample, const Keys& keys
   __shared__ u32 bins[SAMPLE_BINS];
   __shared__ u32 found;
   if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
-  __syncthreads();  // and the floor of the previous call was read
+  __syncthreads();
   if (threadIdx.x == 0) found = 0;
 #pragma unroll
   for (int u = 0; u < PICKED; u++) {

@@ -1,13 +1,8 @@
 """Numba kernel of `dense.attend_all` for bfloat16 where the CPU has AVX512_BF16: a third of `dense_kernels`'.
 
-The equations are those of dense_kernels.py, and a task is one (batch row, KV head, SPAN tokens), in parts of CHUNK:
-
-    1. l_xj = scaling q_x . k_j, soft-capped, for the tokens j of a part: BLOCK keys at once, not widened
-    2. m = max(m_x, max_j l_xj);  s_x and o_x times exp(m_x - m);  m_x = m;  w_xj = exp(l_xj - m) in bfloat16
-    3. s_x += sum_j w_xj,  o_x += sum_j w_xj v_j
-
-Sums are float32. s_x adds up the rounded weights, so that they are shares of one. `dense_kernels.combine` does the
-rest. The result is the same bit for bit whatever the number of threads, and a row's whatever the other rows.
+A task is one (batch row, KV head, SPAN tokens). For each part of CHUNK tokens it takes the three steps of
+prompt_kernels.py, with BLOCK keys or values at once, not widened; `dense_kernels.combine` does the rest. The result is
+the same bit for bit whatever the number of threads, and a row's whatever the other rows.
 
 Bytes read: N (D + Dv) elements per KV head. Memory bandwidth is the limit up to about X = 8 lines of 64 components on
 two cores of an AMD EPYC; then it is X (D + Dv) / 32 vector products per token, and a sixth more for exponentials.

@@ -168,9 +168,9 @@ def _summing(fresh: bool) -> Any:
                 for row in range(count):
                     left = code.element(a, code.sum(a_at, code.times(a_step, row), loop.index), WORDS)
                     for i in range(VECTORS):
-                        sums[row, i].set(_paired(code, sums[row, i].get(), left, right[i]))
+                        code.store(_paired(code, code.load(sums[row, i]), left, right[i]), sums[row, i])
             for cell, place in places.items():
-                total = sums[cell].get()
+                total = code.load(sums[cell])
                 code.write(code.fmul(total, code.spread(factor)) if fresh else total, c, place)
 
         code.by_rows(rows, emit)
@@ -291,8 +291,8 @@ def _soften(code: Code, x: Any, at: Any, count: Any, top: Any, factor: Any) -> A
         places = [code.sum(at, code.times(loop.index, WIDTH), half) for half in (0, LANES)]
         words = _rounded(code, *(_power(code, code.fused(code.read(x, place), scale, less)) for place in places))
         code.write(words, x, code.sum(at, code.times(loop.index, LANES)))
-        total.set(_paired(code, total.get(), words, _ONES))
-    return code.joined(total.get(), code.fadd)
+        code.store(_paired(code, code.load(total), words, _ONES), total)
+    return code.joined(code.load(total), code.fadd)
 
 
 @emitted()
@@ -318,8 +318,8 @@ def raised(
         with code.loop(lines) as line:
             place = code.sum(code.times(step, line.index), code.times(loop.index, LANES))
             number = code.fneg(code.element(less, code.sum(first, line.index)))
-            most.set(join(most.get(), code.fused(code.read(x, place), scale, number)))
-        found, place = code.joined(most.get(), join), code.gep(best, [loop.index])
+            code.store(join(code.load(most), code.fused(code.read(x, place), scale, number)), most)
+        found, place = code.joined(code.load(most), join), code.gep(best, [loop.index])
         code.store(join(code.load(place), found), place)
 
 

@@ -1,9 +1,5 @@
 """Dense softmax attention on the CPU: of decode steps, and of prompts, which may read a fraction of the tokens.
 
-    out_h = sum_{j visible} exp(l_j) v_j / (exp(s_h) + sum_{j visible} exp(l_j)),  l_j = scaling q_h . k_j, soft-capped
-
-    q [B, Hq, R, D]   k, v [B, Hkv, N, D]   an interval for each row   out [B, R, Hq, Dv]
-
 The equation is that of `sparse_decode.attend` with all visible tokens selected, without a list of indices. For few rows
 each key and value is read once, for all heads that share it: torch's own attention repeats the keys for each query
 head, or uses too few threads. For many rows products take most of the time, not reading keys.

@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -85,11 +85,9 @@ class Code:
         one = self.insert_element(undefined, number, ir.Constant(WORD, 0))
         return self.shuffle_vector(one, undefined, ir.Constant(WORDS, [0] * LANES))
 
-    def held(self, value: Any) -> "Held":
-        """Return a variable with a value."""
-        place = cgutils.alloca_once_value(self._builder, value)
-        self.store(value, place)
-        return Held(self, place)
+    def held(self, value: Any) -> Any:
+        """Return the place of a variable with a value."""
+        return cgutils.alloca_once_value(self._builder, value)
 
     def instruct(self, name: str, returns: Any, *given: Any) -> Any:
         """Call an intrinsic of LLVM."""
@@ -125,19 +123,6 @@ class Code:
         for count in range(1, MOST_ROWS + 1):
             with self.if_then(self.icmp_signed("==", rows, offset(count))):
                 emit(count)
-
-
-class Held(NamedTuple):
-    """A variable of emitted code."""
-
-    code: Code
-    place: Any
-
-    def get(self) -> Any:
-        return self.code.load(self.place)
-
-    def set(self, value: Any) -> None:
-        self.code.store(value, self.place)
 
 
 def offset(x: Any) -> Any:
@@ -219,10 +204,10 @@ def weighed(
             for row in range(count):
                 factor = code.element(a, code.sum(a_at, code.times(a_step, row), loop.index))
                 for half in range(2):
-                    total = sums[row, half]
-                    total.set(code.fused(factor, lines[half], total.get()))
+                    total = code.fused(factor, lines[half], code.load(sums[row, half]))
+                    code.store(total, sums[row, half])
         for cell in cells:
-            code.write(sums[cell].get(), c, places[cell])
+            code.write(code.load(sums[cell]), c, places[cell])
 
     code.by_rows(rows, emit)
 
@@ -266,12 +251,12 @@ def dots(
             for row in range(count):
                 query = _wide(code, a, code.sum(a_at, code.times(a_step, row), i))
                 for token in range(TOKENS):
-                    total = sums[row, token].get()
+                    total = code.load(sums[row, token])
                     for half in range(2):
                         total = code.fused(query[half], keys[token][half], total)
-                    sums[row, token].set(total)
+                    code.store(total, sums[row, token])
         undefined = ir.Constant(FLOATS, ir.Undefined)
-        found = _summed(code, [sums[cell].get() for cell in cells] + [undefined] * (LANES - len(cells)))
+        found = _summed(code, [code.load(sums[cell]) for cell in cells] + [undefined] * (LANES - len(cells)))
         for row in range(count):
             line = code.shuffled(found, undefined, [TOKENS * row + i for i in range(TOKENS)])
             code.write(line, c, code.sum(c_at, code.times(c_step, row)))
@@ -333,8 +318,8 @@ def _exponentials(code: Code, x: Any, at: Any, count: Any, top: Any) -> Any:
         place = code.sum(at, code.times(loop.index, LANES))
         found = _exp(code, code.fsub(code.read(x, place), most))
         code.write(found, x, place)
-        total.set(code.fadd(total.get(), found))
-    return code.joined(total.get(), code.fadd)
+        code.store(code.fadd(code.load(total), found), total)
+    return code.joined(code.load(total), code.fadd)
 
 
 def larger(code: Code, a: Any, b: Any) -> Any:
@@ -348,9 +333,9 @@ def _largest(code: Code, x: Any, at: Any, count: Any) -> Any:
     with code.loop(count, BLOCK) as loop:
         for i, held in enumerate(most):
             line = code.read(x, code.sum(at, code.times(loop.index, BLOCK), LANES * i))
-            held.set(larger(code, held.get(), line))
+            code.store(larger(code, code.load(held), line), held)
     join = functools.partial(larger, code)
-    return code.joined(functools.reduce(join, [held.get() for held in most]), join)
+    return code.joined(functools.reduce(join, [code.load(held) for held in most]), join)
 
 
 # Functions of their own, not inlined by numba: fastmath of a caller would change the order of sums.

@@ -181,7 +181,7 @@ class CpuStep:
 
 
 def _place(given: Precomputed, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the arguments of a call for what is given, in the order of CALL, and the owners of the addresses."""
+    """Return the arguments of a call for what is given, in order, and the owners of the addresses."""
     indices = given.indices.contiguous()
     means = [] if given.means is None else [x.contiguous() for x in given.means]
     at = [x.data_ptr() for x in means] or [0, 0]

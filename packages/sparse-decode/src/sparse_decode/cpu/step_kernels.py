@@ -35,20 +35,13 @@ FORM = (
     CODE_TOKEN, QUERY_R, _QUERY_W1, _QUERY_B1, _QUERY_W2, _QUERY_B2, KEY_R, _KEY_W1, _KEY_B1, _KEY_W2, _KEY_B2,
     COORDINATE, POWER, LIMIT, COEFFICIENTS, SLOPES, SEARCH, HASH,
 ) = range(len(FORM))  # fmt: skip
-CALL = (
-    *("ROWS", "Q_AT", "K_AT", "V_AT", "CODES_AT", "OUT_AT", "SINKS_AT", "PENDING", "SUMMED", "KEYS_AT", "VALUES_AT"),
-    *("LEVELS_AT", "SCALES_AT", "MEAN_KEYS_AT", "RESTS_AT", "GIVEN_AT", "WIDTH", "TABLE_AT", "PAGES", "PAGE"),
-    *("K_REACH", "V_REACH"),
-)
-"""Names of the int64 arguments that differ from call to call, in order; addresses are 0 for what is not given.
-
-ROWS: rows of a sequence. PENDING: 1 if the last key has to be hashed. SUMMED: tokens in the sums. WIDTH: of the given
-selection. Keys in pages: TABLE_AT: page tables [B, PAGES]; PAGE: tokens of a page; REACH: elements of all pages.
-"""
+# The int64 arguments that differ from call to call, in order; addresses are 0 for what is not given. ROWS: rows of
+# a sequence. PENDING: 1 if the last key has to be hashed. SUMMED: tokens in the sums. WIDTH: of the given selection.
+# Keys in pages: TABLE_AT: page tables [B, PAGES]; PAGE: tokens of a page; REACH: elements of all pages.
 (
     ROWS, Q_AT, K_AT, V_AT, CODES_AT, OUT_AT, SINKS_AT, PENDING, SUMMED, KEYS_AT, VALUES_AT, LEVELS_AT, SCALES_AT,
     MEAN_KEYS_AT, RESTS_AT, GIVEN_AT, WIDTH, TABLE_AT, PAGES, PAGE, K_REACH, V_REACH,
-) = range(len(CALL))  # fmt: skip
+) = range(22)  # fmt: skip
 _COLUMNS = len(launch_plan.COLUMNS)
 _ROOM = launch_plan.CHUNK + launch_plan.MORE
 _I, _F = types.int64, types.float32
@@ -147,8 +140,11 @@ def _select(form, call, b, s, span, low, count, q, key, code, planes, scores, in
 
 
 @inner
-def _centre(n, before, x, sums, mean, drift, far):  # pragma: no cover - compiled
-    """Write the mean of sums [D] and new tokens x [T, D], how far it moves, and the new tokens' deviations."""
+def _centre(n, before, x, sums, mean, of_drift, far):  # pragma: no cover - compiled
+    """Write the mean of sums [D] and new tokens x [T, D], and these tokens' deviations to far [T + 1, D].
+
+    The last row of far is how far the mean moves, times of_drift.
+    """
     for d in range(len(sums)):
         total = sums[d]
         old = total / before
@@ -156,21 +152,16 @@ def _centre(n, before, x, sums, mean, drift, far):  # pragma: no cover - compile
             far[t, d] = np.float32(x[t, d] - old)
             total += x[t, d]
         mean[d] = np.float32(total / n)
-        drift[d] = np.float32(total / n - old)
+        far[len(x), d] = np.float32(of_drift * (total / n - old))
 
 
 @inner(fastmath={"contract", "nsz"})
-def _lean(q, slope, levels, scales, n, far_k, far_v, drift_k, drift_v, out):  # pragma: no cover - compiled
-    """Add the terms in q of the equation of `_means` to out [Dv]."""
-    along = np.float32(0)
+def _lean(q, slope, levels, scales, n, far_k, far_v, out):  # pragma: no cover - compiled
+    """Add the terms in q of the equation of `_means` to out [Dv]; the last row of far_k is -n d_k, of far_v d_v."""
     for d in range(len(q)):
         weight, row = np.float32(q[d] * slope / n) * scales[d], levels[d]
-        along += q[d] * drift_k[d]
         for i in range(len(out)):
             out[i] += weight * np.float32(row[i])
-    along *= slope
-    for i in range(len(out)):
-        out[i] -= along * drift_v[i]
     for t in range(len(far_k)):
         dot = np.float32(0)
         for d in range(len(q)):
@@ -192,14 +183,13 @@ def _means(n, k, v, keys, values, levels, scales, q, slopes, mean_key, rest):  #
     k, v: the last tokens [T, D] and [T, Dv], which are not in the sums: keys [D], values [Dv], levels [D, Dv] and
     scales [D].
     """
-    far_k, far_v = np.empty(k.shape, np.float32), np.empty(v.shape, np.float32)
-    drift_k, drift_v = np.empty(len(keys), np.float32), np.empty(len(values), np.float32)
+    far_k, far_v = np.empty((len(k) + 1, len(keys)), np.float32), np.empty((len(k) + 1, len(values)), np.float32)
     mean_v, before = np.empty(len(values), np.float32), max(float(n - len(k)), 1.0)
-    _centre(float(n), before, k, keys, mean_key, drift_k, far_k)
-    _centre(float(n), before, v, values, mean_v, drift_v, far_v)
+    _centre(float(n), before, k, keys, mean_key, -float(n), far_k)
+    _centre(float(n), before, v, values, mean_v, 1.0, far_v)
     for g in range(len(q)):
         copy(mean_v, rest[g])
-        _lean(q[g], slopes[g], levels, scales, np.float32(n), far_k, far_v, drift_k, drift_v, rest[g])
+        _lean(q[g], slopes[g], levels, scales, np.float32(n), far_k, far_v, rest[g])
 
 
 @inner
@@ -257,7 +247,8 @@ def tasks(
     for the same time. No task waits for another: one that attends before its selection is ready selects itself.
 
     Args:
-        form, call: int64, in the order of FORM and CALL. like: an array of words as wide as those of keys and values.
+        form, call: int64, in the order of FORM, and of ROWS to V_REACH.
+        like: an array of words as wide as those of keys and values.
         spans: for each row the start and end of what it sees, with where the always-read last tokens begin between
             them: int64 [R, 3].
         reads: numbers of tokens that sets read, int64 [R or 1, SETS or 1]; without a given selection.

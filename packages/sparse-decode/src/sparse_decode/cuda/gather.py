@@ -16,6 +16,7 @@ from hashcore.cuda.kernels import Launch, make_launch
 from hashcore.cuda.layout import Pages
 from hashcore.cuda.operands import Tables, page_tables
 from hashcore.cuda.source import structure
+from hashcore.cuda.tensors import sm_count
 from torch import Tensor
 
 from sparse_decode.inputs import MAX_GROUP, require
@@ -28,7 +29,6 @@ LEAST_SLOTS = THREADS // 32 * SLOTS  # per split: one step for each warp, becaus
 MOST_SPLITS = 512  # of a task: their weights are in shared memory
 BLOCKS_PER_SM = 3
 LARGE_BLOCKS_PER_SM = 2  # with more than 8 heads, or 256 components of keys and values together, for their registers
-SIMULATED_SMS = 2
 _TYPES = {torch.bfloat16: 1, torch.float16: 0}
 
 
@@ -51,9 +51,9 @@ def macros(
     return tuple((name, str(value)) for name, value in named.items())
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
-    """Raise ValueError if the kernel does not support these tensors."""
-    require(torch.device("cuda"), q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
+def check(q: Tensor, k: Tensor, v: Tensor, sets: int) -> None:
+    """Raise ValueError if the kernels of this package do not support these tensors; sets: index sets of a row."""
+    require(torch.device("cuda"), q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // sets)
     for name, x in (("keys", k), ("values", v)):
         if q.is_cuda and not (x.is_cuda or x.is_pinned()):
             raise ValueError(f"{name} in host memory must be pinned for CUDA to read them; call .pin_memory()")
@@ -87,17 +87,17 @@ def gather(
     device, strides, tables = q.device, (k.stride(), v.stride()), None
     places = k.data_ptr() | v.data_ptr() | 2 * functools.reduce(or_, (*strides[0][:3], *strides[1][:3]))
     if places % 16 or (q.is_cuda and not (k.is_cuda and v.is_cuda)):
-        check(q, k, v, indices)
+        check(q, k, v, indices.shape[1])
     n, width, kind = v.shape[2], indices.shape[3], (k.shape[1], k.shape[3])
     if blocks is not None:
         tables, kind = page_tables(blocks, (q.shape[0],)), k.shape
         n *= tables.blocks.shape[-1]
     sink, recent = (min(sink, n), min(recent, n - min(sink, n))) if always is None else (always.shape[1], 0)
     if not sink + width + recent or not q.numel() or not n:
-        check(q, k, v, indices)
+        check(q, k, v, indices.shape[1])
         return _empty(q, k, v).zero_()
     tasks = q.shape[0] * indices.shape[1] * q.shape[2]
-    slots, splits = split(tasks, sink + width + recent, _sm_count(device), _per_sm(q, k, v, indices))
+    slots, splits = split(tasks, sink + width + recent, sm_count(device), _per_sm(q, k, v, indices))
     options = scaling, softcap, sinks is None, coefficients is None, always is None
     paged = None if tables is None else (tables.blocks.shape[-1], tables.width)
     form = q.shape, kind, v.shape[3], indices.shape[1], splits, q.dtype, device, options, paged
@@ -194,10 +194,6 @@ def split(tasks: int, width: int, sms: int, per_sm: int = BLOCKS_PER_SM) -> tupl
 def _per_sm(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> int:
     small = k.shape[3] + v.shape[3] <= 256 and q.shape[1] // indices.shape[1] <= 8
     return BLOCKS_PER_SM if small else LARGE_BLOCKS_PER_SM
-
-
-def _sm_count(device: torch.device) -> int:
-    return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:

@@ -8,8 +8,7 @@ from hashcore.cuda.kernels import make_launch
 from hashcore.cuda.source import structure
 from torch import Tensor
 
-from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, macros, operator
-from sparse_decode.inputs import require
+from sparse_decode.cuda.gather import KERNELS, OPERATORS, Run, check, macros, operator
 from sparse_decode.sums import FOLD, Sums
 
 THREADS = 256
@@ -31,7 +30,7 @@ def add_token(
 
     Args:
         q: its queries, [B, Hq, D]; slopes: float32 [Hq], times the factor on the logits; k [B, Hkv, N, D] and v
-            [B, Hkv, N, Dv], bfloat16 or float16 like q, with contiguous components.
+            [B, Hkv, N, Dv], bfloat16 or float16 like q, with contiguous components and rows aligned to 16 bytes.
         sums: cover all tokens but the last few; interval: what rows see, int64 [B, 2]; None: all N tokens.
     Returns: mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]. If the sums are not of the
         visible tokens of a row but the last few, both are NaN, and so are sums that are written then: the host could
@@ -55,8 +54,9 @@ def launch_sums(
     results, (batch, heads, n, dim), value_dim = empty_means(q, slopes, k, v, keys), k.shape, v.shape[3]
     if not batch:
         return results
+    check(q, k, v, heads)
     q, group, device = q.contiguous(), q.shape[1] // heads, q.device
-    require(torch.device("cuda"), q.dtype, (dim, value_dim), group)
+    q = q.clone() if q.data_ptr() % 16 else q
     interval = None if interval is None else interval.contiguous()
     arguments = (
         TOKEN(*_at(k, v), *k.stride()[:3], *v.stride()[:3], *_at(q, slopes), heads, group, n, covered),

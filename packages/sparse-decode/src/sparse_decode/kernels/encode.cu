@@ -20,18 +20,11 @@
 //   (3) all its tokens go through a product, a sum over a group and a quantisation together. The last block of a group
 //       writes its planes.
 //
-// Every operation is one that IEEE 754 defines, with fused multiply-adds and sums in the order written here, so that
-// the tests' reference gets the same bits.
+// Fused multiply-adds and sums are in the order written here.
 //
 // D, C, M and bits: at most MOST; C and M are multiples of 4, and matrices aligned to 16 bytes. Macros: functions.cuh.
 #include "functions.cuh"
 #include "planes.cuh"
-
-struct Rows {
-  i64 batch;  // strides in elements
-  i64 head;
-  i64 token;
-};
 
 struct Digits {
   const i64* coordinate;  // null: every number is a bit

@@ -58,20 +58,6 @@ struct Raw {
 };
 #endif
 
-// exp to about one unit in the last place (the polynomial is that of Cephes' expf); infinite above 88.
-__device__ __forceinline__ float exp_of(float x) {
-  const float inside = fminf(fmaxf(x, -87.0f), 88.0f), n = rintf(inside * 1.44269504f);
-  const float r = fmaf(n, 2.12194440e-4f, fmaf(n, -0.693359375f, inside));
-  float sum = 1.9875691500e-4f;
-  sum = fmaf(sum, r, 1.3981999507e-3f);
-  sum = fmaf(sum, r, 8.3334519073e-3f);
-  sum = fmaf(sum, r, 4.1665795894e-2f);
-  sum = fmaf(sum, r, 1.6666665459e-1f);
-  sum = fmaf(sum, r, 5.0000001201e-1f);
-  const float found = (fmaf(sum, r * r, r) + 1.0f) * __uint_as_float(u32(int(n) + 127) << 23);
-  return x > 88.0f ? __uint_as_float(0x7f800000u) : found;
-}
-
 // A matrix [rows][columns]: a thread has four columns of every parts-th row.
 struct Matrix {
   const Weight* from;  // of this thread
@@ -154,7 +140,7 @@ __device__ __forceinline__ void add_product(const float (*x)[MOST], const Matrix
 }
 static_assert(AT_ONCE == 2);  // t is 0 or 1 above
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + exp_of(-x)); }
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
 // Field by field: an index would put the matrices into local memory.
 __device__ __forceinline__ Matrix pick(bool first, const Matrix& a, const Matrix& b) {

@@ -16,6 +16,12 @@ using Half = BFloat16;
 using Half = Float16;
 #endif
 
+struct Rows {
+  i64 batch;  // strides in elements
+  i64 head;
+  i64 token;
+};
+
 #ifdef HOSTSIM
 
 inline u16 narrow(float x) {  // to the nearest, ties to even

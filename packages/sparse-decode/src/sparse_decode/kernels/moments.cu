@@ -8,9 +8,9 @@
 //     S' = S + sum of (k - m_k)(v - m_v)^T - n d_k d_v^T
 //
 // Sums f64 [B][Hkv][D] and [B][Hkv][Dv], spread f32 [B][Hkv][D][Dv], levels i8 of the same shape, scales f32
-// [B][Hkv][D]; q [B][Hq][D] contiguous; k and v with strides; mean_keys f32 [B][Hkv][D], rest f32 [B][Hq][Dv]. Spread
-// and levels start at multiples of 16 bytes, as torch allocates them; q, k and v may lie anywhere, but are read faster
-// if their rows start at such. New sums are written in place: a block reads and writes those of its head alone.
+// [B][Hkv][D]; q [B][Hq][D] contiguous; k and v with strides; mean_keys f32 [B][Hkv][D], rest f32 [B][Hq][Dv]. Spread,
+// levels, and the rows of q, k and v start at multiples of 16 bytes. New sums are written in place: a block reads and
+// writes those of its head alone.
 //
 // With padding, a row sees tokens from its start on. The sums must begin there, too, and cover all but the last few. If
 // not, results are NaN, and so are sums written then: the host could only recompute them after waiting for the device.
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (has_q[j]) slope[j] = token.slopes[head * token.group + g];
   }
   uint4 queries[QUERIES], pieces[PIECES];
-  load(from_q, has_q, is_aligned(token.q), queries);
+  load(from_q, has_q, queries);
   i64 first, end, start = 0, begin = 0;
   int count = 0;
   // The branches are for waits: values in one register cannot be told apart, and a step whose length the host knows

@@ -86,37 +86,14 @@ struct Fresh {
   }
 };
 
-__device__ __forceinline__ bool is_aligned(const void* at) { return reinterpret_cast<i64>(at) % 16 == 0; }
-
-// Eight numbers.
-template <bool ALIGNED>
-__device__ __forceinline__ uint4 eight(const Half* from) {
-  if constexpr (ALIGNED) {
-    return *reinterpret_cast<const uint4*>(from);
-  } else {
-    u32 x[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = u32(from[2 * i].bits) | u32(from[2 * i + 1].bits) << 16;
-    return {x[0], x[1], x[2], x[3]};
-  }
-}
-
-// The pieces of a thread that it has; the others are zeros.
+// The pieces of a thread that it has, 8 numbers each; the others are zeros.
 template <int COUNT>
-__device__ __forceinline__ void load(const Half* const (&from)[COUNT], const bool (&has)[COUNT], bool aligned,
-                                     uint4 (&to)[COUNT]) {
+__device__ __forceinline__ void load(const Half* const (&from)[COUNT], const bool (&has)[COUNT], uint4 (&to)[COUNT]) {
 #pragma unroll
   for (int j = 0; j < COUNT; j++) to[j] = {0, 0, 0, 0};
-  if (aligned) {
 #pragma unroll
-    for (int j = 0; j < COUNT; j++) {
-      if (has[j]) to[j] = eight<true>(from[j]);
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < COUNT; j++) {
-      if (has[j]) to[j] = eight<false>(from[j]);
-    }
+  for (int j = 0; j < COUNT; j++) {
+    if (has[j]) to[j] = *reinterpret_cast<const uint4*>(from[j]);
   }
 }
 
@@ -136,9 +113,7 @@ __device__ __forceinline__ void load_fresh(const Token& token, int batch, int he
     from[j] = (is_key ? token.k : token.v) + (row + c - (is_key ? 0 : DIM));
     has[j] = int(t) < count;
   }
-  const i64 keys = token.key_batch | token.key_head | token.key_token;
-  const i64 values = token.value_batch | token.value_head | token.value_token;
-  load(from, has, is_aligned(token.k) && is_aligned(token.v) && (keys | values) % 8 == 0, to);
+  load(from, has, to);
 }
 
 // A thread's 4 columns of levels of its rows; zeros after the last row.

@@ -35,16 +35,8 @@ __device__ __forceinline__ void read(const Half* from, bool used, u32 (&to)[WORD
 #pragma unroll
   for (int w = 0; w < WORDS; w++) to[w] = 0;  // of unused slots: 0 * NaN is NaN
 #ifdef HOSTSIM
-  if (!used) return;
-  if constexpr (WORDS == 4) {
-    const uint4 x = *reinterpret_cast<const uint4*>(from);
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-  } else if constexpr (WORDS == 2) {
-    const uint2 x = *reinterpret_cast<const uint2*>(from);
-    to[0] = x.x, to[1] = x.y;
-  } else {
-    to[0] = *reinterpret_cast<const u32*>(from);
-  }
+  if (reinterpret_cast<u64>(from) % (4 * WORDS)) __builtin_trap();
+  for (int w = 0; used && w < WORDS; w++) to[w] = reinterpret_cast<const u32*>(from)[w];
 #else
   // volatile: in the order of the program, so before the products
   if constexpr (WORDS == 4) {

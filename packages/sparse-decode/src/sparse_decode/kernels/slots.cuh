@@ -8,12 +8,6 @@
 constexpr int DIM = SPARSE_DIM, VALUE_DIM = SPARSE_VALUE_DIM;
 static_assert(DIM % 16 == 0 && DIM >= 16 && DIM <= 256 && VALUE_DIM % 16 == 0 && VALUE_DIM >= 16 && VALUE_DIM <= 256);
 
-struct Rows {
-  i64 batch;  // strides in elements
-  i64 head;
-  i64 token;
-};
-
 struct Shape {
   i32 sets;
   i32 queries;
