@@ -66,7 +66,10 @@ def reach(results: pathlib.Path) -> Figure:
     axes = figure.subplots()
     made, *runs = stored(results, f"{REACH[0]}/training"), *(load(results, f"{REACH[0]}/{name}") for name in REACH[1:])
     lengths = [run.config["context"] for run in runs]
-    for method, (label, colour) in {**METHODS, f"8k/{OURS}": ("the same, made from contexts of 8,192", GREEN)}.items():
+    for method, (label, colour) in {
+        **METHODS,
+        f"8k/{OURS}": ("the same, made from contexts twice as long", GREEN),
+    }.items():
         found = [(run.config["context"], value(run, method, "kl")) for run in runs if method in run.config["methods"]]
         axes.plot(*zip(*found, strict=True), label=label, color=colour, marker="o", linestyle="-:"["/" in method])
     axes.axvline(made["context"], color="#bbbbbb", zorder=0)

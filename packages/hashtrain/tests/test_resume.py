@@ -169,8 +169,7 @@ def one_whole(monkeypatch):
 
 
 def test_what_is_read_whole_is_stored_whole():
-    calibrating, *others = (getattr(*of) for of in READERS)
-    assert max(others) <= prepare_module.STARTED_FROM <= calibrating <= prepare_module.MAX_CONTEXTS
+    assert choose.CONTEXTS <= transform.CONTEXTS == prepare_module.STARTED_FROM <= remainder.MAX_CONTEXTS
 
 
 def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Dense attention on the CPU: each kernel, of steps and of prompts, against the reference; which calls they serve."""
 
 import os
+import platform
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -315,16 +316,20 @@ def test_the_instruction_is_used_where_numba_compiles_for_it():
     subprocess.run([sys.executable, "-c", code], env=plain, check=True)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
 @pytest.mark.parametrize("tiles", ["", ",+amx-tile,+amx-bf16"])
 def test_prompts_compile_for_processors_with_and_without_amx(tiles, tmp_path):
     """A kernel has both ways, and LLVM ends the process over an instruction that the processor lacks."""
     code = """
 import numba, torch
 from sparse_decode.cpu import dense
+names = []
 def compile_only(kernel, tasks, work, *arguments):
+    names.append(kernel.__name__)
     dense.compiled(kernel).compile(tuple(map(numba.typeof, (0, 0, *arguments))))
 dense.run, x = compile_only, torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
 dense.attend_rows(x, x, x, 1.0)
+assert names == ["lay_out", "lay_out", "attend"], names
 """
     features = "+avx2,+fma,+f16c,+bmi2,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512bf16" + tiles
     other = {"NUMBA_CPU_NAME": "x86-64-v4", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}

@@ -47,7 +47,7 @@ def attending(
         yield found
         return
     counting: Any = selector if hasattr(selector, "sampled") else None
-    if counting:
+    if counting is not None:
         counting.sampled = counting.empty = 0
     start = 0 if prompt is None else prompt
     budget = replace(budget, sink=always.sink, recent=always.recent)
@@ -59,5 +59,5 @@ def attending(
         for selected, visible in attachment.counts().values():
             found.selected += selected
             found.visible += visible
-    if counting:
+    if counting is not None:
         found.empty = counting.empty / max(counting.sampled, 1)

@@ -107,7 +107,7 @@ class MethodsCommand:
     """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available). Stored with the run's environment; not part
     of the protocol."""
     dtype: Dtype = "float32"
-    """Type of the model's weights, queries, keys and values; `auto`: the stored type if the CPU multiplies it."""
+    """Type of the model's weights, queries, keys and values; `auto`: the stored one (`load_model`)."""
     out: Path = Path("runs/evals")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +35,11 @@ from hashtrain.usage import file_kind
 
 _ATTENTIONS = (None, "eager", "sdpa")
 """Allowed attention implementations. Any other name is a package or a kernel on the Hub, and so code."""
+_NATIVE = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+"""Capabilities of a CPU, as torch names them, one of which multiplies a type of 16 bits."""
 _COUNTED = re.compile(r"(num|n)_(\w+_)?(layers?|experts)")
 _MOST_COUNTED = 1024
 """Limit on layers and experts: each is created before any weight is read. The largest known models have about 130 and
@@ -55,11 +60,12 @@ def load_model(
 
     Args:
         name: a local folder, of a model or of a LoRA adapter (`hashtrain.adapters`), or a hub id.
-        dtype: of its weights; None keeps their own, but on a CPU that cannot multiply it takes float32.
+        dtype: of its weights; None keeps their own, but takes float32 on a CPU without instructions for it.
         device: where it runs; None is the CPU.
     Raises: ValueError if there is no loadable model of that name, or it does not fit.
     """
-    stored = load_config(name).dtype  # rejects configs that must not be built
+    config = load_config(name)  # rejects configs that must not be built
+    stored: Any = config.dtype or config.get_text_config(decoder=True).dtype
     if dtype is None and device in (None, "cpu") and _is_slow(stored):
         dtype = torch.float32
     base = base_of(name) if is_adapter(name) else name
@@ -81,10 +87,9 @@ def load_model(
 
 
 def _is_slow(dtype: Any) -> bool:
-    """Return whether the CPU has no instructions for a type of 16 bits: it then takes up to eight times as long."""
-    able = torch.cpu.get_capabilities()
-    native = able.get("amx_bf16") or able.get("avx512_bf16")
-    return dtype == torch.float16 or (dtype == torch.bfloat16 and not native)
+    """Return whether the CPU has no instructions for a type of 16 bits: prompts then take several times as long."""
+    able: Mapping[str, Any] = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return dtype in _NATIVE and not any(able.get(name) for name in _NATIVE[dtype])
 
 
 def load_config(name: str) -> PretrainedConfig:

@@ -38,7 +38,7 @@ class Pages(NamedTuple):
         """Write tokens to their slots.
 
         Args:
-            slots: int64 [T]: page times S plus position in the page; -1 skips a token.
+            slots: int64 [T]: page times S plus position in the page, below the pages' end; below 0 skips a token.
             k, v: [T, Hkv, D] and [T, Hkv, Dv], in the dtype of the pages; codes: int32 [T, Hkv, W].
         """
         kept, size = slots >= 0, self.k.shape[2]

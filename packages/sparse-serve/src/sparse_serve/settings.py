@@ -33,6 +33,8 @@ class Settings:
             raise ValueError(f"{KEY}.hasher must be the folder of a stored hasher, got {hasher!r}")
         if not isinstance(cast(object, self.budget), LayerBudget):
             raise ValueError(f"{KEY}'s budget must be a LayerBudget, got {self.budget!r}; use Settings.of")
+        if self.budget.by_head:
+            raise ValueError(f"{KEY} reads as many tokens in each head, got a budget by head; leave by_head out")
         if layers is not None and (type(layers) is not tuple or any(type(x) is not int or x < 0 for x in layers)):
             raise ValueError(f"{KEY}.dense_layers must be a list of indices of layers, got {layers!r}")
 

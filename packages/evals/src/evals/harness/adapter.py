@@ -43,7 +43,7 @@ class SparseLM(_HFLM):
         truncation_side: the part of a prompt dropped if it is too long to generate from, its "middle" or its "left".
         max_length: most tokens of a pass; None: as many as the model takes.
     Attributes:
-        attended: what the sparse rows of all requests attended to.
+        attended: tokens that the sparse rows of all requests attended to, and that were visible.
     """
 
     def __init__(

@@ -59,6 +59,8 @@ def measure(
             output = cast(Any, evaluate(cast(Any, lm), tasks, **asked, bootstrap_iters=_RESAMPLES))
         if output is None:
             raise ValueError("lm-evaluation-harness returned nothing: expected a single process, not one of several")
+        if lm.method.selector is not None and not lm.attended.visible:
+            raise ValueError(f"`{method}` attended in no row: expected a request")
         items = output["samples"][document.name]
         found.append(
             {

@@ -14,8 +14,8 @@ Parameters = Mapping[str, int]
 class Rival(NamedTuple):
     """One rival.
 
-    Its selector has `after_prompt` if it behaves differently after a dense prompt, and counts the rows and heads that
-    it `sampled`, and those of them that stayed `empty`, if it draws its tokens. Its `kept_bits` are those that it
+    Its selector has `after_prompt` if it behaves differently after a dense prompt. If it draws its tokens, it counts
+    the rows and heads that it `sampled`, and how many of them stayed `empty`. Its `kept_bits` are those that it
     stores per token and KV head, its `code_bits` those of codes among them.
     """
 

@@ -3,14 +3,13 @@
 import hashcore
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hashtrain.config import SOFTSIGN_GAMMA
 
 
-def softsign(x: Tensor) -> Tensor:
+def softsign(x: Tensor, gamma: float = SOFTSIGN_GAMMA) -> Tensor:
     """Return gamma x / (1 + gamma |x|), a smooth sign used only in training."""
-    return F.softsign(SOFTSIGN_GAMMA * x)
+    return _Softsign.apply(x, gamma)
 
 
 def signs(x: Tensor) -> Tensor:
@@ -46,6 +45,23 @@ def digits(z: Tensor, coordinate: Tensor, power: Tensor, limit: Tensor) -> Tenso
     Returns: float32 [B, H, T, bits].
     """
     return _Digits.apply(z, coordinate, power, limit)
+
+
+class _Softsign(torch.autograd.Function):
+    """In fewer passes than torch's own derivative of a quotient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gamma: float) -> Tensor:
+        scaled = gamma * x
+        below = scaled.abs().add_(1)
+        ctx.save_for_backward(below)
+        ctx.gamma = gamma
+        return scaled.div_(below)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] of one result
+        (below,) = ctx.saved_tensors
+        return (ctx.gamma * grad).div_(below.square()), None
 
 
 class _StraightThroughSign(torch.autograd.Function):

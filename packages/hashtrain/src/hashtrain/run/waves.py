@@ -111,8 +111,8 @@ def waves(train: Source, steps: int, always: int, room: int) -> list[range]:
     if fitting < 1:
         needed = (always + train.bytes(others[:1])) / 1e9
         raise OSError(
-            f"not enough free disk for captures: expected {needed:.2f} GB, got {room / 1e9:.2f} GB; free some space, "
-            "or use fewer or shorter held-out contexts, or a smaller --reach"
+            f"not enough free disk for captures in {train.folder.parent}: expected {needed:.2f} GB, got "
+            f"{room / 1e9:.2f} GB; free some space, or use fewer or shorter contexts, or a smaller --reach"
         )
     return [range(start, min(start + fitting, steps)) for start in range(0, steps, fitting)]
 

@@ -54,7 +54,8 @@ def tokens(
     Without a check, which would make the host wait: NaN weights have level -1; infinite ones count as the largest
     float32.
     """
-    found = OPERATORS.hash_tokens(k, own.key, codes, at, q, own.query, own.digits, *own.hows[per_query_head])
+    of_keys, of_queries = [] if k is None else own.key, [] if q is None else own.query
+    found = OPERATORS.hash_tokens(k, of_keys, codes, at, q, of_queries, own.digits, *own.hows[per_query_head])
     return found, own.planes[per_query_head]
 
 
