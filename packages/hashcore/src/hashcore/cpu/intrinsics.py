@@ -154,12 +154,6 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
     return builder.shuffle_vector(builder.insert_element(nothing, value, HALF(0)), nothing, _indices([0] * lanes))
 
 
-def _popcount(builder: Any, x: Any) -> Any:
-    kind = x.type
-    name = f"llvm.ctpop.v{kind.count}i{kind.element.width}"
-    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name), [x])
-
-
 def _prefetch(builder: Any, address: Any, level: int = 3) -> None:
     byte = BYTE.as_pointer()
     function = ir.FunctionType(ir.VoidType(), [byte, HALF, HALF, HALF])
