@@ -294,7 +294,9 @@ def test_pages_that_do_not_fit_are_refused(rng):
         with pytest.raises((ValueError, TypeError), match=words):
             hashcore.search(torch.zeros(1, 4).int().to("meta"), pool, 1, blocks=blocks)
     pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
-    memory = np.zeros((1, pool.codes.shape[1], 32 * 4 + 1), np.int32)
-    pool.codes = np.lib.stride_tricks.as_strided(memory, pool.codes.shape, (memory.nbytes, 129 * 4, 16, 4))
-    with pytest.raises(ValueError, match=r"aligned to 16 bytes, got strides .*copy the pages"):
-        pool.finds(Device(), query, 20, PLANES, lengths=np.array([[300]]))
+    shape = pool.codes.shape
+    for page, key in ((32 * 4 + 1, 4), (32 * 5, 5)):  # words from one to the next
+        memory = np.zeros((1, shape[1], page), np.int32)
+        pool.codes = np.lib.stride_tricks.as_strided(memory, shape, (memory.nbytes, 4 * page, 4 * key, 4))
+        with pytest.raises(ValueError, match=r"aligned to 16 bytes, and rows .* got strides .*copy the pages"):
+            pool.finds(Device(), query, 20, PLANES, lengths=np.array([[300]]))

@@ -44,17 +44,18 @@ class Operands(NamedTuple):
     query: torch.Tensor
     keys: torch.Tensor
     map: Any
+    direct: bool  # none of them is a copy
 
 
 def as_operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> Operands:
     """Return the operands in a layout that the kernels support, copied only if necessary."""
     layout.require_rows(math.prod(lead))
-    query, keys = _rows(query), _rows(keys, apart=True)
+    given, query, keys = (query, keys), _rows(query), _rows(keys, apart=True)
     for attempt in range(3):
         query_lead, keys_lead = query.expand(*lead, *query.shape[-2:]), keys.expand(*lead, *keys.shape[-2:])
         found = layout.collapse(lead, query_lead.stride()[:-2], keys_lead.stride()[:-2], keys_lead.stride(-2))
         if found is not None:
-            return Operands(query, keys, found)
+            return Operands(query, keys, found, query is given[0] and keys is given[1])
         if attempt == 0:
             query = query_lead.contiguous()  # small; keys are copied only if that does not help
         else:

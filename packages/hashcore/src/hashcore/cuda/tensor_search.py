@@ -6,7 +6,7 @@ torch_ops has checked the arguments, as for `hashcore.cuda.tensors`.
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -59,7 +59,7 @@ def search(
     if not found.direct:
         placed = _placed(query, keys, weights, lead, tables is not None)
         held = *held, placed
-        at, keys_at = placed.at.query.data_ptr(), placed.at.keys.data_ptr()
+        at, keys_at = placed.query.data_ptr(), placed.keys.data_ptr()
     found.query.value, found.keys.value, found.pages.table = at, keys_at, tables and tables.blocks.data_ptr()
     found.values.value, found.indices.value = scores.data_ptr(), indices.data_ptr()
     launch.run(launches, device)
@@ -73,8 +73,8 @@ class _Search:
         self, query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int],
         tables: Tables | None,
     ):  # fmt: skip
-        at, self.direct = _placed(query, keys, weights, lead, tables is not None)
-        self.map, self.rows = at.map, math.prod(lead)
+        at = _placed(query, keys, weights, lead, tables is not None)
+        self.map, self.direct, self.rows = at.map, at.direct, math.prod(lead)
         self.sms, words, weights = sm_count(query.device), keys.shape[-1], weights or (1,)
         self.query, self.keys, self.values, self.indices = (ctypes.c_void_p() for _ in range(4))
         self.interval, self.wanted, top = layout.Window(), layout.Selection(), 32 * words * sum(weights)
@@ -121,39 +121,22 @@ def _pages(keys: torch.Tensor, tables: Tables) -> Any:
     return layout.Pages(None, keys.stride(-3), tables.width, tables.per, size.bit_length() - 1, count - 1)
 
 
-class _Placed(NamedTuple):
-    """Operands for planes, and whether none of them is a copy."""
-
-    at: Operands
-    direct: bool
-
-
 def _placed(
     query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int], paged: bool = False
-) -> _Placed:
+) -> Operands:
     """Return the operands of a search: without weights each of the Q queries is one plane of weight 1.
 
     Args:
-        paged: keys are in pages [..., M, S, W]; the operand is the first page.
+        paged: keys are in pages [..., M, S, W], which are read where they lie; the operand is the first page.
     """
-    if paged:
-        _require_in_place(keys)
-        keys = keys.select(-3, 0)
+    pool, unit = keys, math.gcd(keys.shape[-1], 4)
+    keys = keys.select(-3, 0) if paged else keys
     if weights is None:
         query, keys = query.unsqueeze(-2), keys.unsqueeze(-3)
     at = as_operands(query, keys, lead)
-    if paged and at.keys is not keys:
-        raise ValueError(f"on CUDA the rows of a search in pages may have at most four strides, got rows {[*lead]}")
-    return _Placed(at, at.query is query and at.keys is keys)
-
-
-def _require_in_place(pages: torch.Tensor) -> None:
-    """Raise ValueError unless the kernels can read keys in pages [..., M, S, W] where they lie."""
-    unit = math.gcd(pages.shape[-1], 4)
-    steps = zip(pages.stride()[:-1], pages.shape[:-1], strict=True)
-    apart = pages.stride(-1) != 1 and pages.shape[-1] > 1
-    if apart or pages.data_ptr() % (4 * unit) or any(step % unit for step, size in steps if size > 1):
+    if paged and (at.keys is not keys or (pool.shape[-3] > 1 and pool.stride(-3) % unit)):
         raise ValueError(
-            f"on CUDA the words of a key in pages must be contiguous and aligned to {4 * unit} bytes, got strides "
-            f"{[4 * step for step in pages.stride()]}; copy the pages to such a layout"
+            f"on CUDA keys in pages must have contiguous words, aligned to {4 * unit} bytes, and rows of at most four "
+            f"strides, got strides {[4 * step for step in pool.stride()]}; copy the pages to such a layout"
         )
+    return at
