@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
 from hashcore.cuda import kept, layout, operands, tensor_search, tensors  # noqa: E402
-from simulated import ORDERS, Device, assert_finds, assert_same, empty, inside, orders, running  # noqa: E402
+from simulated import ORDERS, Device, assert_finds, assert_same, empty, inside, limits, orders, running  # noqa: E402
 
 torch = simulated.torch
 LENGTHS = [1, 7, 8, 9, 31, 33, 127, 128, 129, 2048, 2049, 4097, 9001]  # around vectors, warps, chunks and tiles
@@ -123,7 +123,7 @@ def test_a_search_keeps_its_launches_also_of_a_cache_that_grows(rng, monkeypatch
     for n in (900, 777, 778, 777, 760, 900):
         out = empty(2, 70), empty(2, 70, dtype=np.int64)
         with running(Device()):
-            tensor_search.search(query, cache[:, :n], 70, PLANES, operands.Bounds(), *out)
+            tensor_search.search(query, cache[:, :n], PLANES, limits(70, n), *out)
         assert_same(out, reference.search(query.numpy(), cache[:, :n].numpy(), 70, PLANES, order="index"))
         monkeypatch.setattr(tensors.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
         monkeypatch.setattr(kept.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
@@ -149,9 +149,9 @@ def test_bounds_beyond_int32_are_clamped_too(rng, far):
     query, keys = random_codes(rng, 4, 3, 4), random_codes(rng, 4, 300, 4)
     rows = {"k": [far, 9, 9, 9], "lengths": [300, far, 300, 300], "starts": [0, 0, 0, far]}
     k, lengths, starts = (torch.from_numpy(np.array(values)) for values in rows.values())
-    out, bounds = (empty(4, 300), empty(4, 300, dtype=np.int64)), operands.Bounds(lengths, starts, 1, 1)
+    out, wanted = (empty(4, 300), empty(4, 300, dtype=np.int64)), limits(300, 300, k, lengths, starts, 1, 1)
     with running(Device()):
-        tensor_search.search(inside(query), inside(keys), k, PLANES, bounds, *out)
+        tensor_search.search(inside(query), inside(keys), PLANES, wanted, *out)
     clamped = {name: np.array(value).clip(0, 300) for name, value in rows.items()}
     expected = reference.topk(reference.score(query, keys, PLANES), **clamped, sink=1, recent=1)
     for ours, theirs, other in zip(out, expected, (0, -1), strict=True):
@@ -165,7 +165,7 @@ def test_more_than_the_kernels_can_count_is_refused():
     def launched(*_):
         pytest.fail("nothing may be launched")
 
-    one, far, bounds = torch.zeros(1, 1, 4, dtype=torch.int32), 2**29 + 1, operands.Bounds()
+    one, far, first = torch.zeros(1, 1, 4, dtype=torch.int32), 2**29 + 1, limits(1, 1)
     keys, scores = one.expand(1, far, 4), torch.zeros(1, 1, dtype=torch.int32).expand(1, far)
     out = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     many = [x.expand(2**31, *x.shape[1:]) for x in (one, one, *out)]
@@ -173,10 +173,10 @@ def test_more_than_the_kernels_can_count_is_refused():
     long = f"on CUDA a row may have at most {layout.MAX_POSITIONS} positions, got 536870913; split the keys"
     rows = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
     for words, call in (
-        (long, lambda: tensor_search.search(one, keys, 1, (1,), bounds, *out)),
+        (long, lambda: tensor_search.search(one, keys, (1,), first, *out)),
         (long, lambda: tensors.score(one, keys, (1,), scores)),
         (long, lambda: tensors.score(one, keys, None, scores[:, None])),
-        (rows, lambda: tensor_search.search(many[0], one, 1, (1,), bounds, *many[2:])),
+        (rows, lambda: tensor_search.search(many[0], one, (1,), first, *many[2:])),
         (rows, lambda: tensors.planes(wide, 3, False, planes)),
     ):
         with running(launched), pytest.raises(ValueError, match=words):

@@ -12,16 +12,16 @@ import torch
 
 from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.layout import SearchSpace
-from hashcore.cuda.operands import Bounds, Operands, Tables, as_operands, page_tables, set_wanted
+from hashcore.cuda.operands import Operands, Tables, as_operands, page_tables, set_rows
 from hashcore.cuda.tensors import counts_bits, sm_count
+from hashcore.validation import RowLimits
 
 
 def search(
     query: torch.Tensor,
     keys: torch.Tensor,
-    k: int | torch.Tensor,
     weights: Sequence[int] | None,
-    bounds: Bounds,
+    rows: RowLimits,
     scores: torch.Tensor,
     indices: torch.Tensor,
     blocks: torch.Tensor | None = None,
@@ -31,7 +31,7 @@ def search(
     Args:
         query: planes [..., P, W], or without weights codes [..., Q, W].
         keys: [..., N, W]; with blocks pages [..., M, S, W], S a power of two and M above 0.
-        k: one count, or an integer tensor on the device that broadcasts to the rows.
+        rows: of which k, lengths and starts are integer tensors on the device that broadcast to the rows.
         scores, indices: contiguous int32 and int64 [rows..., K]; unused slots get 0 and -1.
         blocks: page tables int32 or int64 [..., T], which broadcast to the rows; N = T S. Page numbers out of range
             count as M - 1.
@@ -53,7 +53,7 @@ def search(
     form = query.shape, query.stride(), *lengths, keys.stride(), n == 1, lead, how
     found = _searches.found.get(form) or _searches.keep(form, _Search(query, keys, weights, lead, tables))
     launches = found.launches(n)
-    held = bounds.interval(found.interval, lead, n), set_wanted(found.wanted, k, lead, scores.shape[-1])
+    held: Any = set_rows(found.interval, found.wanted, rows, lead, n)
     memory = kept.scratch(found.plan.words, device)
     found.plan.place(found.space, memory.data_ptr())
     if not found.direct:
