@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
-from hashcore.cuda import kept, layout, operands, tensor_search, tensors  # noqa: E402
+from hashcore.cuda import kept, launch, layout, operands, tensor_search, tensors  # noqa: E402
 from simulated import ORDERS, Device, assert_finds, assert_same, empty, inside, limits, orders, running  # noqa: E402
 
 torch = simulated.torch
@@ -91,7 +91,7 @@ def searches(draw):
 @given(searches(), orders(), st.booleans(), st.sampled_from([None, 0, -1, 2**30]))
 def test_search_equals_the_reference(case, device, products_of_bits, left):
     """Also twice in the same workspace, whatever is left there, and inside of it."""
-    with mock.patch.object(tensors, "SIMULATED_TENSOR", products_of_bits):
+    with mock.patch.object(launch, "counts_bits", return_value=products_of_bits):
         if left is None:
             assert_finds(device, **case)
             return
@@ -214,7 +214,7 @@ def test_lists_of_the_longest_rows_have_offsets_of_16_bits(n):
 
 
 def test_more_candidates_than_a_block_holds_are_read_in_turns(rng, monkeypatch):
-    monkeypatch.setattr(tensors, "SIMULATED_SMS", 6)
+    monkeypatch.setattr(launch, "sm_count", lambda _: 6)
     forget(monkeypatch)
     for order in ORDERS[1:]:
         assert_finds(Device(order), random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4), 13_000, PLANES)

@@ -13,7 +13,6 @@ import torch
 from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.layout import SearchSpace
 from hashcore.cuda.operands import Operands, Tables, as_operands, page_tables, set_rows
-from hashcore.cuda.tensors import counts_bits, sm_count
 from hashcore.validation import RowLimits
 
 
@@ -47,7 +46,7 @@ def search(
     tables = None if blocks is None else page_tables(blocks, lead)
     n = keys.shape[-2] * (1 if tables is None else tables.blocks.shape[-1])
     layout.require_positions(n)
-    how = device, at % 16, keys_at % 16, weights, counts_bits(device)
+    how = device, at % 16, keys_at % 16, weights, launch.counts_bits(device)
     # Not the number of keys: a cache that grows by a token needs no new launches.
     lengths = (keys.shape[:-2], keys.shape[-1]) if tables is None else (keys.shape, *tables[1:])
     form = query.shape, query.stride(), *lengths, keys.stride(), n == 1, lead, how
@@ -75,14 +74,14 @@ class _Search:
     ):  # fmt: skip
         at = _placed(query, keys, weights, lead, tables is not None)
         self.map, self.direct, self.rows = at.map, at.direct, math.prod(lead)
-        self.sms, words, weights = sm_count(query.device), keys.shape[-1], weights or (1,)
+        self.sms, words, weights = launch.sm_count(query.device), keys.shape[-1], weights or (1,)
         self.query, self.keys, self.values, self.indices = (ctypes.c_void_p() for _ in range(4))
         self.interval, self.wanted, top = layout.Window(), layout.Selection(), 32 * words * sum(weights)
         self.space = layout.Space(shift=layout.sample_shift(top), top=top)
         self.codes = layout.Codes(layout.Weights(tuple(weights)), len(weights), words)
         self.pages = layout.Pages() if tables is None else _pages(keys, tables)
         self.paged = () if tables is None else (self.pages,)
-        self.macros = kernels.score_macros(words, weights, counts_bits(query.device))
+        self.macros = kernels.score_macros(words, weights, launch.counts_bits(query.device))
         self.made: dict[tuple[int, int], list[kernels.Launch]] = {}
         self.n, self.plan = 0, SearchSpace.plan(self.rows, 1, self.sms)
 

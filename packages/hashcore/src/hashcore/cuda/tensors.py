@@ -24,8 +24,6 @@ PACKED = {
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 MAX_GRID_Y = 65_535
 NO_ENTRY = -(1 << 63)  # below every entry of a selection
-SIMULATED_SMS = 3  # SMs of the simulated device; small, so that tests cover several chunks and turns
-SIMULATED_TENSOR = True  # a test sets it to False, for the counter that other devices use
 
 
 def pack(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -98,7 +96,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None
     addresses = (c_void_p(x.data_ptr()) for x in (at.query, at.keys, out))
     arguments = *addresses, at.map, layout.Weights(tuple(weights)), c_int32(n)
     grid = math.prod(lead), min(-(-n // layout.TILE), MAX_GRID_Y)
-    macros = kernels.score_macros(words, weights, counts_bits(out.device))
+    macros = kernels.score_macros(words, weights, launch.counts_bits(out.device))
     launch.run([kernels.make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, macros)], out.device)
 
 
@@ -126,13 +124,3 @@ def topk(scores: torch.Tensor, rows: RowLimits, values: torch.Tensor, indices: t
 def _each_row(values: torch.Tensor | None, number: int, most: int) -> int | torch.Tensor:
     """Return the integer of all rows, or one of each row [..., 1] in 0..most."""
     return number if values is None else integers(values).clamp(0, most).unsqueeze(-1)
-
-
-def sm_count(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device, or of the simulated one."""
-    return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS
-
-
-def counts_bits(device: torch.device) -> bool:
-    """Whether a device's tensor cores multiply bits; those of the simulated one do."""
-    return launch.counts_bits(device) if device.type == "cuda" else SIMULATED_TENSOR

@@ -24,7 +24,7 @@ from sparse_decode.cuda.encode_weights import (
     Side,
     describe,
 )
-from sparse_decode.cuda.gather import KERNELS, OPERATORS, Rows, Run, _sm_count, operator
+from sparse_decode.cuda.gather import KERNELS, OPERATORS, Rows, Run, operator
 
 Tensors = Sequence[Tensor]
 THREADS = 512
@@ -99,7 +99,7 @@ def hash_tokens(
     x, side = cast(Tensor, k if q is None else q), cast(Side, side)
     every = x.shape[0] * x.shape[2]
     # A block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
-    each = min(MOST_TOKENS, every, -(-every * blocks // _sm_count(x.device)))
+    each = min(MOST_TOKENS, every, -(-every * blocks // launch.sm_count(x.device)))
     sizes = (ctypes.c_int32(size) for size in (x.shape[2], every, each))
     arguments = *_tokens(k), codes, of_k, *_tokens(q), planes, of_q, side.digits, *sizes
     macros, grid = (("SPARSE_BF16", _BF16[x.dtype]), ("SPARSE_NARROW", side.narrow)), (-(-every // each), blocks)

@@ -28,7 +28,6 @@ LEAST_SLOTS = THREADS // 32 * SLOTS  # per split: one step for each warp, becaus
 MOST_SPLITS = 512  # of a task: their weights are in shared memory
 BLOCKS_PER_SM = 3
 LARGE_BLOCKS_PER_SM = 2  # with more than 8 heads, or 256 components of keys and values together, for their registers
-SIMULATED_SMS = 2
 _TYPES = {torch.bfloat16: 1, torch.float16: 0}
 
 
@@ -97,7 +96,7 @@ def gather(
         check(q, k, v, indices)
         return _empty(q, k, v).zero_()
     tasks = q.shape[0] * indices.shape[1] * q.shape[2]
-    slots, splits = split(tasks, sink + width + recent, _sm_count(device), _per_sm(q, k, v, indices))
+    slots, splits = split(tasks, sink + width + recent, launch.sm_count(device), _per_sm(q, k, v, indices))
     options = scaling, softcap, sinks is None, coefficients is None, always is None
     paged = None if tables is None else (tables.blocks.shape[-1], tables.width)
     form = q.shape, kind, v.shape[3], indices.shape[1], splits, q.dtype, device, options, paged
@@ -194,10 +193,6 @@ def split(tasks: int, width: int, sms: int, per_sm: int = BLOCKS_PER_SM) -> tupl
 def _per_sm(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> int:
     small = k.shape[3] + v.shape[3] <= 256 and q.shape[1] // indices.shape[1] <= 8
     return BLOCKS_PER_SM if small else LARGE_BLOCKS_PER_SM
-
-
-def _sm_count(device: torch.device) -> int:
-    return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
