@@ -98,10 +98,9 @@ def launched():
 
 def test_a_kernel_that_starts_early_waits_before_it_reads():
     """Else it would read what is not there yet: a host simulator runs one after the other."""
-    bodies = {"list_candidates": "list_candidates", "select_64": "select_row"}
     for one in launched():
         assert one.programmatic
-        before = before_the_wait(one.source, bodies[one.kernel])
+        before = before_the_wait(one.source, one.kernel)
         bounds, rest = before.split("wait_for_bounds(window, selection);")
         assert not re.search(r"\w\(", bounds)
         assert not re.search(r"__ld|load_|\bHeld|\bQuery\b|\.read\(|atomic|(values|indices|lists|counts)\[", rest)

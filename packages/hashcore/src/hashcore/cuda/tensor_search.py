@@ -80,8 +80,8 @@ class _Search:
         self.space = layout.Space(shift=layout.sample_shift(top), top=top)
         self.codes = layout.Codes(layout.Weights(tuple(weights)), len(weights), words)
         self.pages = layout.Pages() if tables is None else _pages(keys, tables)
-        self.paged = () if tables is None else (self.pages,)
-        self.macros = kernels.score_macros(words, weights, launch.counts_bits(query.device))
+        self.paged = [] if tables is None else [("HASHCORE_PAGES", "1")]
+        self.macros = [*kernels.score_macros(words, weights, launch.counts_bits(query.device)), *self.paged]
         self.made: dict[tuple[int, int], list[kernels.Launch]] = {}
         self.n, self.plan = 0, SearchSpace.plan(self.rows, 1, self.sms)
 
@@ -101,14 +101,11 @@ class _Search:
     def _turn(self, first: int) -> tuple[kernels.Launch, kernels.Launch]:
         """Return the launches for as many rows as one turn has, from `first` on."""
         grid = min(self.plan.slots, self.rows - first), self.plan.splits
-        paged, start = [("HASHCORE_PAGES", "1")] if self.paged else [], ctypes.c_int32(first)
-        read = self.query, self.keys, self.map, self.interval, self.wanted
-        given = *read, self.codes.weights, self.space, start, *self.paged
-        macros = [*self.macros, *paged]
-        one = kernels.make_launch("score.cu", "list_candidates", grid, layout.THREADS, given, macros, True)
-        results = self.query, self.keys, self.values, self.indices, *read[2:]
-        given = *results, self.codes, self.space, start, *self.paged
-        return one, kernels.make_launch("choose.cu", "select_64", grid, layout.THREADS, given, paged, True)
+        rows, last = (self.map, self.interval, self.wanted), (self.space, ctypes.c_int32(first), self.pages)
+        given = self.query, self.keys, *rows, self.codes.weights, *last
+        one = kernels.make_launch("score.cu", "list_candidates", grid, layout.THREADS, given, self.macros, True)
+        given = self.query, self.keys, self.values, self.indices, *rows, self.codes, *last
+        return one, kernels.make_launch("choose.cu", "select_64", grid, layout.THREADS, given, self.paged, True)
 
 
 _searches: kept.Table[_Search] = kept.Table()

@@ -160,7 +160,7 @@ def _prepare(
     at = _Arguments(*(ctypes.c_void_p() for _ in range(10)), left_out=LeftOut())
     rows, like = (Rows(), Rows()), q.new_empty(batch, queries, hq, value_dim)
     shape = Shape(sets, queries, 0, group, hq // hkv, n, 0, 0, 0, scaling, softcap or 0.0)
-    first = (*at[:7], *rows, shape, at.always, *(() if tables is None else (pages,)))
+    first = (*at[:7], *rows, shape, at.always, pages)
     second = (*at[4:7], at.sinks, at.out, ctypes.c_int32(splits), shape, at.q, at.left_out)
     defined = macros(dim, value_dim, q.dtype, tables is not None, group)
     launches = [
