@@ -210,12 +210,12 @@ def calls(rng: np.random.Generator) -> dict[str, float]:
     tensors, sizes = (torch.from_numpy(query), torch.from_numpy(keys)), torch.tensor([k])
     flat = faiss.IndexBinaryFlat(32 * WORDS)
     flat.add(keys.view(np.uint8))
-    every = None, None, None, None, SHORT, 0, 0, 0, True, None  # no values per row; best first; no pages
+    every = None, True, None, k, None, None, None, SHORT, 0, 0, 0  # best first; no pages; no values per row
     works: Works = {
         "arrays": lambda i: hashcore.search(query, keys, k),
         "tensors": lambda i: hashcore.search(*tensors, k),
         "a k for each row": lambda i: hashcore.search(*tensors, sizes),
-        "operator": lambda i: torch.ops.hashcore.search(*tensors, k, *every),
+        "operator": lambda i: torch.ops.hashcore.search(*tensors, *every),
         "faiss": lambda i: flat.search(query.view(np.uint8), k),
     }
     spent = {name: microseconds(times) for name, times in in_turn(works, [0] * 20 * HOT).items()}

@@ -120,5 +120,5 @@ def operator_samples(device: str):
         "group_planes": (codes(2, 7, 4),),
         "score": (query, keys, weights),
         "topk": (scores, 5, None, *ranges),
-        "search": (query, keys, 9, k, weights, bound, *ranges[1:], True, None),
+        "search": (query, keys, weights, True, None, 9, k, bound, *ranges[1:]),
     }

@@ -12,11 +12,12 @@ import pytest
 from hashcore import reference
 from hashcore.cuda.kernels import Launch
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
+from hashcore.validation import RowLimits
 from hostsim import Simulator, check_slack, compiler, guarded
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
-from hashcore.cuda import operands, tensor_search  # noqa: E402
+from hashcore.cuda import tensor_search  # noqa: E402
 
 ORDERS = [0, 1, 7]  # ascending, descending, a seed
 
@@ -44,8 +45,15 @@ def assert_same(tensor, expected) -> None:
     np.testing.assert_array_equal(tensor.numpy(), expected)
 
 
-def tensor_or(value):
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+def limits(width, n, k=None, lengths=None, starts=None, sink=0, recent=0) -> RowLimits:
+    """What rows of n positions want and see, given as numbers of all rows, or as arrays."""
+    given = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in (k, lengths, starts)]
+    arrays = [x if isinstance(x, torch.Tensor) else None for x in given]
+    length, start = (
+        default if x is None or x is array else x
+        for x, array, default in zip(given[1:], arrays[1:], (n, 0), strict=True)
+    )
+    return RowLimits(width, *arrays, length, start, sink, recent)
 
 
 @functools.cache
@@ -106,10 +114,10 @@ def search(device, query, keys, k, weights, blocks=None, **ranges):
     rows = rows if weights else (*rows, query.shape[-2])
     width = max(1, int(np.max(k)))
     values, indices = empty(*rows, width), empty(*rows, width, dtype=np.int64)
-    bounds = operands.Bounds(**{name: tensor_or(bound) for name, bound in ranges.items()})
-    given = inside(query), inside(keys) if blocks is None else torch.from_numpy(keys), tensor_or(k), weights
+    n = keys.shape[-2] * (1 if blocks is None else blocks.shape[-1])
+    given = inside(query), inside(keys) if blocks is None else torch.from_numpy(keys), weights
     with running(device):
-        tensor_search.search(*given, bounds, values, indices, blocks)
+        tensor_search.search(*given, limits(width, n, k, **ranges), values, indices, blocks)
     return values, indices
 
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 simulated = pytest.importorskip("simulated", reason="needs torch and g++")
-from hashcore.cuda import kept, layout, operands, tensor_search, tensors  # noqa: E402
-from simulated import ORDERS, Device, assert_finds, assert_same, empty, inside, orders, running  # noqa: E402
+from hashcore.cuda import kept, launch, layout, operands, tensor_search, tensors  # noqa: E402
+from simulated import ORDERS, Device, assert_finds, assert_same, empty, inside, limits, orders, running  # noqa: E402
 
 torch = simulated.torch
 LENGTHS = [1, 7, 8, 9, 31, 33, 127, 128, 129, 2048, 2049, 4097, 9001]  # around vectors, warps, chunks and tiles
@@ -91,7 +91,7 @@ def searches(draw):
 @given(searches(), orders(), st.booleans(), st.sampled_from([None, 0, -1, 2**30]))
 def test_search_equals_the_reference(case, device, products_of_bits, left):
     """Also twice in the same workspace, whatever is left there, and inside of it."""
-    with mock.patch.object(tensors, "SIMULATED_TENSOR", products_of_bits):
+    with mock.patch.object(launch, "counts_bits", return_value=products_of_bits):
         if left is None:
             assert_finds(device, **case)
             return
@@ -123,7 +123,7 @@ def test_a_search_keeps_its_launches_also_of_a_cache_that_grows(rng, monkeypatch
     for n in (900, 777, 778, 777, 760, 900):
         out = empty(2, 70), empty(2, 70, dtype=np.int64)
         with running(Device()):
-            tensor_search.search(query, cache[:, :n], 70, PLANES, operands.Bounds(), *out)
+            tensor_search.search(query, cache[:, :n], PLANES, limits(70, n), *out)
         assert_same(out, reference.search(query.numpy(), cache[:, :n].numpy(), 70, PLANES, order="index"))
         monkeypatch.setattr(tensors.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
         monkeypatch.setattr(kept.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
@@ -149,9 +149,9 @@ def test_bounds_beyond_int32_are_clamped_too(rng, far):
     query, keys = random_codes(rng, 4, 3, 4), random_codes(rng, 4, 300, 4)
     rows = {"k": [far, 9, 9, 9], "lengths": [300, far, 300, 300], "starts": [0, 0, 0, far]}
     k, lengths, starts = (torch.from_numpy(np.array(values)) for values in rows.values())
-    out, bounds = (empty(4, 300), empty(4, 300, dtype=np.int64)), operands.Bounds(lengths, starts, 1, 1)
+    out, wanted = (empty(4, 300), empty(4, 300, dtype=np.int64)), limits(300, 300, k, lengths, starts, 1, 1)
     with running(Device()):
-        tensor_search.search(inside(query), inside(keys), k, PLANES, bounds, *out)
+        tensor_search.search(inside(query), inside(keys), PLANES, wanted, *out)
     clamped = {name: np.array(value).clip(0, 300) for name, value in rows.items()}
     expected = reference.topk(reference.score(query, keys, PLANES), **clamped, sink=1, recent=1)
     for ours, theirs, other in zip(out, expected, (0, -1), strict=True):
@@ -165,7 +165,7 @@ def test_more_than_the_kernels_can_count_is_refused():
     def launched(*_):
         pytest.fail("nothing may be launched")
 
-    one, far, bounds = torch.zeros(1, 1, 4, dtype=torch.int32), 2**29 + 1, operands.Bounds()
+    one, far, first = torch.zeros(1, 1, 4, dtype=torch.int32), 2**29 + 1, limits(1, 1)
     keys, scores = one.expand(1, far, 4), torch.zeros(1, 1, dtype=torch.int32).expand(1, far)
     out = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     many = [x.expand(2**31, *x.shape[1:]) for x in (one, one, *out)]
@@ -173,10 +173,10 @@ def test_more_than_the_kernels_can_count_is_refused():
     long = f"on CUDA a row may have at most {layout.MAX_POSITIONS} positions, got 536870913; split the keys"
     rows = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
     for words, call in (
-        (long, lambda: tensor_search.search(one, keys, 1, (1,), bounds, *out)),
+        (long, lambda: tensor_search.search(one, keys, (1,), first, *out)),
         (long, lambda: tensors.score(one, keys, (1,), scores)),
         (long, lambda: tensors.score(one, keys, None, scores[:, None])),
-        (rows, lambda: tensor_search.search(many[0], one, 1, (1,), bounds, *many[2:])),
+        (rows, lambda: tensor_search.search(many[0], one, (1,), first, *many[2:])),
         (rows, lambda: tensors.planes(wide, 3, False, planes)),
     ):
         with running(launched), pytest.raises(ValueError, match=words):
@@ -214,7 +214,7 @@ def test_lists_of_the_longest_rows_have_offsets_of_16_bits(n):
 
 
 def test_more_candidates_than_a_block_holds_are_read_in_turns(rng, monkeypatch):
-    monkeypatch.setattr(tensors, "SIMULATED_SMS", 6)
+    monkeypatch.setattr(launch, "sm_count", lambda _: 6)
     forget(monkeypatch)
     for order in ORDERS[1:]:
         assert_finds(Device(order), random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4), 13_000, PLANES)
@@ -294,7 +294,9 @@ def test_pages_that_do_not_fit_are_refused(rng):
         with pytest.raises((ValueError, TypeError), match=words):
             hashcore.search(torch.zeros(1, 4).int().to("meta"), pool, 1, blocks=blocks)
     pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
-    memory = np.zeros((1, pool.codes.shape[1], 32 * 4 + 1), np.int32)
-    pool.codes = np.lib.stride_tricks.as_strided(memory, pool.codes.shape, (memory.nbytes, 129 * 4, 16, 4))
-    with pytest.raises(ValueError, match=r"aligned to 16 bytes, got strides .*copy the pages"):
-        pool.finds(Device(), query, 20, PLANES, lengths=np.array([[300]]))
+    shape = pool.codes.shape
+    for page, key in ((32 * 4 + 1, 4), (32 * 5, 5)):  # words from one to the next
+        memory = np.zeros((1, shape[1], page), np.int32)
+        pool.codes = np.lib.stride_tricks.as_strided(memory, shape, (memory.nbytes, 4 * page, 4 * key, 4))
+        with pytest.raises(ValueError, match=r"aligned to 16 bytes, and rows .* got strides .*copy the pages"):
+            pool.finds(Device(), query, 20, PLANES, lengths=np.array([[300]]))

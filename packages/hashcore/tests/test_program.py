@@ -10,11 +10,12 @@ from unittest import mock
 
 import pytest
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
+from hashcore.validation import RowLimits
 
 torch = pytest.importorskip("torch", reason="launches go to torch's stream")
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
 program = pytest.importorskip("hashcore.cuda.program")
-from hashcore.cuda import kept, kernels, launch, operands, tensor_search  # noqa: E402
+from hashcore.cuda import kept, kernels, launch, tensor_search  # noqa: E402
 
 Program, CompileError = program.Program, program.CompileError
 
@@ -91,16 +92,15 @@ def launched():
     query, keys = torch.zeros(8, 3, 4, dtype=torch.int32), torch.zeros(8, 9000, 4, dtype=torch.int32)
     out = torch.zeros(8, 5, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int64)
     with mock.patch("hashcore.cuda.launch.run", lambda one, _: found.extend(one)):
-        tensor_search.search(query, keys, 5, (1, 2, 4), operands.Bounds(), *out)
+        tensor_search.search(query, keys, (1, 2, 4), RowLimits(5, None, None, None, 9000, 0, 0, 0), *out)
     return found
 
 
 def test_a_kernel_that_starts_early_waits_before_it_reads():
     """Else it would read what is not there yet: a host simulator runs one after the other."""
-    bodies = {"list_candidates": "list_candidates", "select_64": "select_row"}
     for one in launched():
         assert one.programmatic
-        before = before_the_wait(one.source, bodies[one.kernel])
+        before = before_the_wait(one.source, one.kernel)
         bounds, rest = before.split("wait_for_bounds(window, selection);")
         assert not re.search(r"\w\(", bounds)
         assert not re.search(r"__ld|load_|\bHeld|\bQuery\b|\.read\(|atomic|(values|indices|lists|counts)\[", rest)

@@ -15,7 +15,6 @@ import numba
 import numpy as np
 import pytest
 from hashcore.cpu import team, threads
-from hashcore.cpu.intrinsics import observe, publish
 from hashcore_samples import assert_same, random_codes
 
 
@@ -178,26 +177,6 @@ def test_where_torch_has_no_such_threads_there_is_no_team(change, monkeypatch, o
         threads.run(count_tasks, 9, 2, (ran,))
     np.testing.assert_array_equal(ran, 1)
     team._start.cache_clear()
-
-
-def follow(first, last, ready, told, seen):
-    """Task 0 tells numbers one after the other; task 1 looks how far it got, and what it then finds."""
-    for task in range(first, last):
-        for i in range(1, len(told)):
-            if task == 0:
-                told[i] = 10 * i
-                publish(ready, 0, i)
-            else:
-                at = observe(ready, 0)
-                seen[i] = told[at] - 10 * at
-
-
-def test_who_observes_a_number_sees_what_was_written_before_it(of_torch):
-    for _ in range(20):
-        ready, told, seen = np.zeros(1, np.int64), np.zeros(3000, np.int64), np.ones(3000, np.int64)
-        threads.run(follow, 2, 2, (ready, told, seen))
-        assert ready[0] == 2999
-        assert not seen[1:].any()
 
 
 # ---- Plans that are kept change the time of a call and nothing else -------------------------------------------------

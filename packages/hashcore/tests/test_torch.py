@@ -11,8 +11,6 @@ from hashcore_samples import assert_same, operator_samples, random_codes
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 torch_ops = pytest.importorskip("hashcore.torch_ops", reason="torch is an optional extra of hashcore")
 
-RANGE = (None, None, 33, 0, 1, 2)  # lengths, starts, length, start, sink, recent
-
 
 def codes(*shape: int):
     return torch.from_numpy(random_codes(np.random.default_rng(len(shape)), *shape))
@@ -52,9 +50,9 @@ def test_no_function_waits_for_a_gpu():
         w, x, counts = torch.empty(2, 3, 128), torch.empty(5, 64), torch.ones(2, 3, dtype=torch.int64)
         keys = torch.empty(2, 3, 300, 4, dtype=torch.int32)
         found = [*decode_step(w, keys, x, counts)]
-        bounds = None, counts, 300, 0, 0, 0
-        found += torch.ops.hashcore.search(keys[..., :3, :], keys, 9, counts, (1, 2, 4), *bounds, True, None)
-        found += torch.ops.hashcore.topk(keys[..., 0], 9, counts, *bounds)
+        rows = 9, counts, None, counts, 300, 0, 0, 0
+        found += torch.ops.hashcore.search(keys[..., :3, :], keys, (1, 2, 4), True, None, *rows)
+        found += torch.ops.hashcore.topk(keys[..., 0], *rows)
         assert {tensor.device.type for tensor in found if isinstance(tensor, torch.Tensor)} == {"cuda"}
         with pytest.raises(fake.DataDependentOutputException):  # it returns as many columns as the largest count
             hashcore.topk(keys[..., 0], counts)
@@ -77,7 +75,7 @@ def test_a_cache_that_fills_up_compiles_twice_at_most():
 @pytest.mark.parametrize("most", [4, 9])
 def test_slots_beyond_the_widest_row_stay_empty(most):
     query, keys, k = codes(2, 3, 4), codes(1, 33, 4), torch.tensor([[3, 0, 4], [1, 1, 1]])
-    found = torch.ops.hashcore.search(query, keys, most, k, None, *RANGE[:2], 33, 0, 0, 0, True, None)
+    found = torch.ops.hashcore.search(query, keys, None, True, None, most, k, None, None, 33, 0, 0, 0)
     expected = reference.search(query.numpy(), keys.numpy(), k.numpy())
     for actual, array, empty in zip(found, expected, (0, -1), strict=True):
         assert_same(actual[..., :4], array)

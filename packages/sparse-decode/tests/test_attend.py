@@ -11,7 +11,7 @@ import pytest
 import torch
 from gather_cases import CLOSE, KINDS, expected, in_pages, make, poisoned, rest_of
 from hashcore.cpu import threads
-from hashcore.cuda import tensors
+from hashcore.cuda import launch
 from hashcore.cuda.kept import Table
 from hashcore.cuda.source import read_source
 from hostsim import check_slack, guarded
@@ -228,7 +228,7 @@ def test_wrong_arguments_are_named():
 def test_the_split_changes_nothing_but_rounding(monkeypatch, sms, group, width):
     """The last: more splits than a thread reads at once (8 of 8 threads), and more than there are threads."""
     monkeypatch.setattr(gather, "LEAST_SLOTS", 16)
-    monkeypatch.setattr(tensors, "SIMULATED_SMS", sms)
+    monkeypatch.setattr(launch, "sm_count", lambda _: sms)
     monkeypatch.setattr(gather, "_calls", Table())
     assert gather.split(1, 16 * 270, 200) == (16, 270)
     for kind in KINDS[:3:2]:

@@ -6,14 +6,17 @@ The backends: the CPU's kernels, and the operators of CUDA with their kernels un
 import functools
 from types import SimpleNamespace
 
+import numba
+import numpy as np
 import pytest
 import torch
-from hashcore.cpu import threads
+from hashcore.cpu import team, threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import HashSelector, step
 from sparse_decode.budget import LayerBudget
 from sparse_decode.caches.cache import Uncached, retype
 from sparse_decode.caches.growing import Owned
+from sparse_decode.cpu.lanes import observe, publish
 from sparse_decode.cuda import gather as cuda_gather
 from sparse_decode.cuda import sums as cuda_sums
 from sparse_decode.inputs import Inputs
@@ -177,6 +180,30 @@ def test_a_changed_padding_is_noticed(backend):
     else:
         assert out[1].isnan().all()
         assert not out[0].isnan().any()
+
+
+def follow(first, last, ready, told, seen):
+    """Task 0 tells numbers one after the other; task 1 looks how far it got, and what it then finds."""
+    for task in range(first, last):
+        for i in range(1, len(told)):
+            if task == 0:
+                told[i] = 10 * i
+                publish(ready, 0, i)
+            else:
+                at = observe(ready, 0)
+                seen[i] = told[at] - 10 * at
+
+
+@pytest.mark.usefixtures("real_threads")
+def test_who_observes_a_number_sees_what_was_written_before_it():
+    if team.runtime() is None:
+        pytest.skip("torch uses no OpenMP here")
+    kernel = numba.njit(nogil=True, no_cfunc_wrapper=True)(follow)
+    for _ in range(20):
+        ready, told, seen = np.zeros(1, np.int64), np.zeros(3000, np.int64), np.ones(3000, np.int64)
+        team.run(kernel, 2, 2, (ready, told, seen))
+        assert ready[0] == 2999
+        assert not seen[1:].any()
 
 
 def test_a_wide_search_is_divided_among_threads(monkeypatch):

@@ -276,4 +276,4 @@ def search(
     query, keys, compared = runner.compared(query, keys, weights, blocks)
     validation.searched(compared, blocks)
     wanted = validation.rows(runner, compared.shape, (*rows, sink, recent))
-    return runner.run("search", query, keys, *wanted[:2], weights, *wanted[2:], best, blocks, compared=compared)
+    return runner.run("search", query, keys, weights, best, blocks, *wanted, compared=compared)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from hashcore import arguments, ops, quantiser, validation
-from hashcore.cuda import operands, tensor_search, tensors
-from hashcore.validation import Comparison
+from hashcore.cuda import tensor_search, tensors
+from hashcore.validation import Comparison, RowLimits
 
 OPERATORS: Any = torch.ops.hashcore
 DEVICES = ("cpu", "cuda", "meta")
@@ -50,19 +50,14 @@ def _rows(query: Tensor, keys: Tensor, weights: Any, blocks: Tensor | None = Non
     return (*lead, query.shape[-2]) if weights is None else (*lead,)
 
 
-def _bounds(lengths: Any, starts: Any, length: int, start: int, sink: int, recent: int) -> operands.Bounds:
-    return operands.Bounds(length if lengths is None else lengths, start if starts is None else starts, sink, recent)
-
-
-def _topk_on_cuda(x: Tensor, count: int, k: Tensor | None, *more: Any) -> None:
+def _topk_on_cuda(x: Tensor, *more: Any) -> None:
     *limits, scores, indices = more
-    tensors.topk(x, count if k is None else k, _bounds(*limits), scores, indices)
+    tensors.topk(x, RowLimits(*limits), scores, indices)
 
 
-def _search_on_cuda(query: Tensor, keys: Tensor, count: int, k: Any, weights: Any, *more: Any) -> None:
-    *limits, best, blocks, scores, indices = more
-    bounds = _bounds(*limits)
-    tensor_search.search(query, keys, count if k is None else k, weights, bounds, scores, indices, blocks=blocks)
+def _search_on_cuda(query: Tensor, keys: Tensor, weights: Any, best: bool, blocks: Any, *more: Any) -> None:
+    *limits, scores, indices = more
+    tensor_search.search(query, keys, weights, RowLimits(*limits), scores, indices, blocks)
     if best:  # stable: ties stay in index order, and empty slots, with the lowest score, at the end
         values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
         indices.copy_(indices.gather(-1, order))
@@ -81,10 +76,9 @@ def _topk_on_host(scores: Any, *rows: Any) -> Any:
     return ops.topk(scores, **_rows_on_host(*rows))
 
 
-def _search_on_host(query: Any, keys: Any, count: int, k: Any, weights: Any, *more: Any) -> Any:
-    *limits, best, blocks = more
-    rows = _rows_on_host(count, k, *limits)
-    return ops.search(query, keys, weights=weights, order="best" if best else "index", blocks=blocks, **rows)
+def _search_on_host(query: Any, keys: Any, weights: Any, best: bool, blocks: Any, *rows: Any) -> Any:
+    how: Any = {"order": "best" if best else "index", "blocks": blocks}
+    return ops.search(query, keys, weights=weights, **how, **_rows_on_host(*rows))
 
 
 class Operation(NamedTuple):
@@ -131,10 +125,10 @@ OPERATIONS = {
         _topk_on_cuda,
     ),
     "search": Operation(
-        f"Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, Tensor? blocks",
+        f"Tensor query, Tensor keys, int[]? weights, bool best, Tensor? blocks, SymInt count, Tensor? k, {_RANGE}",
         2,
-        lambda query, keys, count, k, weights, *more: _selected(
-            query, torch.int32, *_rows(query, keys, weights, more[7]), count
+        lambda query, keys, weights, best, blocks, count, *_: _selected(
+            query, torch.int32, *_rows(query, keys, weights, blocks), count
         ),
         _search_on_host,
         _search_on_cuda,

@@ -281,9 +281,8 @@ class SparseLayer:
             return found.masked_fill((found < first + self._sink) | (found >= last - self._recent), -1)
         codes, planes, weights = self._encoded(x, held)
         bounds = (None, None) if seen is None else (seen.ends, seen.starts)
-        how = *bounds, n, 0, self._sink, self._recent, False, None
-        width = max(known) if seen is None else width
-        return SEARCH.search(planes, codes[:, :, None, :n], width, counts, weights, *how)[1]
+        rows = max(known) if seen is None else width, counts, *bounds, n, 0, self._sink, self._recent
+        return SEARCH.search(planes, codes[:, :, None, :n], weights, False, None, *rows)[1]
 
     def _encoded(self, x: Inputs, held: Any) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """Hash the queries, and the new keys if they are not yet; return codes, planes and the planes' weights."""

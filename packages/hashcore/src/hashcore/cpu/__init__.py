@@ -28,7 +28,7 @@ this Python code would take as long as the kernel.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,30 +56,22 @@ def _planned(make: Any, compared: Comparison, *given: Any) -> Plan:
     return own(make, compared, *given, threads.most())
 
 
-class RowBounds(NamedTuple):
-    """k, and start and end of the eligible positions: int64 [rows], or an int for all rows."""
-
-    k: Any
-    low: Any
-    high: Any
-
-
-def row_bounds(rows: RowLimits, n: int) -> RowBounds:
-    """Return what rows of n positions want and see.
+def row_bounds(rows: RowLimits, n: int) -> tuple[Any, Any, Any]:
+    """Return k, and start and end of the eligible positions: int64 [rows], or an int for all rows.
 
     Raises: ValueError if a row's start is behind its end.
     """
     k = rows.width if rows.k is None else rows.k
     if rows.lengths is rows.starts is None:  # numpy is ten times slower for single numbers
         low = min(rows.start + rows.sink, n)
-        return RowBounds(k, low, max(rows.length - rows.recent, low))  # empty if they cross
+        return k, low, max(rows.length - rows.recent, low)  # empty if they cross
     starts, lengths = rows.start if rows.starts is None else rows.starts, rows.lengths
     start, end = np.broadcast_arrays(starts, rows.length if lengths is None else lengths)
     if (start > end).any():
         at = int(np.argmax(start > end))
         validation.ordered(start[at], end[at], at)
     low = np.minimum(start + rows.sink, n)
-    return RowBounds(k, low, np.maximum(end - rows.recent, low))
+    return k, low, np.maximum(end - rows.recent, low)
 
 
 def score(query: Codes, keys: Codes, weights: Any, compared: Comparison) -> Codes:
@@ -111,10 +103,10 @@ def topk(scores: NDArray[Any], *wanted: Any, compared: None = None) -> Pair:
 def search(
     query: Codes,
     keys: Codes,
-    count: int,
-    k: Any,
     weights: Any,
-    *more: Any,
+    best: bool,
+    blocks: Any,
+    *limits: Any,
     compared: Comparison,
     allowed: NDArray[np.int64] | None = None,
 ) -> Pair:
@@ -125,13 +117,12 @@ def search(
     With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So little is
     done for integers that are the same for all rows.
     """
-    *limits, best, blocks = more
-    rows = RowLimits(count, k, *limits)
+    rows = RowLimits(*limits)
     wanted = row_bounds(rows, compared.shape[-1])
     if rows.k is rows.lengths is rows.starts is None:
-        made = _planned(launch_plan.search, compared, count, wanted, best)
+        made = _planned(launch_plan.search, compared, rows.width, wanted, best)
     else:
-        made = _planned(launch_plan.search, compared, count, (0, 0, 0), best)
+        made = _planned(launch_plan.search, compared, rows.width, (0, 0, 0), best)
         made = made._replace(rows=launch_plan.filled(made.rows, wanted))
     if blocks is not None:
         made = _paged(made, keys, blocks)

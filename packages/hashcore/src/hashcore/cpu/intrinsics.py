@@ -1,4 +1,4 @@
-"""LLVM operations that numba does not expose: memory by address, atomics, a few instructions.
+"""LLVM operations that numba does not expose: memory by address, a few instructions.
 
 All addresses are int64 and need only the alignment of 32-bit words.
 """
@@ -112,29 +112,6 @@ def stay_a_function(typing_context: Any):
     return types.void(), emit
 
 
-@intrinsic
-def publish(typing_context: Any, x: Any, at: Any, value: Any) -> Any:
-    """Write x[at] = value so that a thread that `observe`s it sees all that was written before; x is int64 [n]."""
-    _one_dimensional(x)
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.store_atomic(values[2], _place(context, builder, signature, values), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(x, types.intp, types.int64), emit
-
-
-@intrinsic
-def observe(typing_context: Any, x: Any, at: Any) -> Any:
-    """Read x[at], which another thread may `publish`; x is int64 [n]."""
-    _one_dimensional(x)
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.load_atomic(_place(context, builder, signature, values), "acquire", 8)
-
-    return types.int64(x, types.intp), emit
-
-
 def _add(builder: Any, address: Any, offset: int) -> Any:
     return builder.add(address, WORD(offset))
 
@@ -154,25 +131,9 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
     return builder.shuffle_vector(builder.insert_element(nothing, value, HALF(0)), nothing, _indices([0] * lanes))
 
 
-def _popcount(builder: Any, x: Any) -> Any:
-    kind = x.type
-    name = f"llvm.ctpop.v{kind.count}i{kind.element.width}"
-    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name), [x])
-
-
 def _prefetch(builder: Any, address: Any, level: int = 3) -> None:
     byte = BYTE.as_pointer()
     function = ir.FunctionType(ir.VoidType(), [byte, HALF, HALF, HALF])
     read, levels, data = HALF(0), HALF(level), HALF(1)
     arguments = [builder.inttoptr(address, byte), read, levels, data]
     builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0"), arguments)
-
-
-def _one_dimensional(x: Any) -> None:
-    if x.layout != "C" or x.ndim != 1 or x.dtype != types.int64:
-        raise TypeError(f"expected a contiguous one-dimensional int64 array, got {x}")
-
-
-def _place(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-    """Return the address of values[0][values[1]]."""
-    return builder.gep(context.make_array(signature.args[0])(context, builder, values[0]).data, [values[1]])

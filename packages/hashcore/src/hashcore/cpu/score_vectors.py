@@ -14,19 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hashcore.cpu.intrinsics import (
-    BYTE,
-    HALF,
-    LANES,
-    POSITION,
-    WORD,
-    _add,
-    _indices,
-    _load,
-    _popcount,
-    _prefetch,
-    _splat,
-)
+from hashcore.cpu.intrinsics import BYTE, HALF, LANES, POSITION, WORD, _add, _indices, _load, _prefetch, _splat
 
 TILE_KEYS = 32  # keys per tile, whose two 64-bit words each fill eight AVX-512 registers
 AHEAD = 8192  # prefetch distance in bytes: two memory pages
@@ -156,6 +144,12 @@ def _matching_bytes(builder: Any, quarters: Any, pair: Any) -> Any:
     matches = builder.bitcast(builder.add(first, second), ir.VectorType(BYTE, LANES))
     places = [16 * (i % 4) + 8 * (i // 32) + i % 32 // 4 for i in range(LANES)]
     return builder.shuffle_vector(matches, matches, _indices(places))
+
+
+def _popcount(builder: Any, x: Any) -> Any:
+    kind = x.type
+    name = f"llvm.ctpop.v{kind.count}i{kind.element.width}"
+    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name), [x])
 
 
 def _shift_in(builder: Any, x: Any, merged: Any) -> Any:

@@ -75,14 +75,14 @@ _threads = _Threads()
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Return the number of SMs (multiprocessors) of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Return the number of SMs of a device; of the simulated one 3, so that tests cover several chunks and turns."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @functools.cache
 def counts_bits(device: torch.device) -> bool:
-    """Whether a device's tensor cores multiply bits (kernels/tensor.cuh); from 10.0 on that is emulated, and slow."""
-    return (8, 0) <= torch.cuda.get_device_capability(device) < (10, 0)
+    """Whether tensor cores multiply bits (tensor.cuh), as the simulated device's; from 10.0 on that is emulated."""
+    return device.type != "cuda" or (8, 0) <= torch.cuda.get_device_capability(device) < (10, 0)
 
 
 def architecture(index: int) -> str:

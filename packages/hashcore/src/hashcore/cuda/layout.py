@@ -83,12 +83,7 @@ class SearchSpace(NamedTuple):
 
     @classmethod
     def plan(cls, rows: int, n: int, sms: int) -> Self:
-        """Plan the workspace of a search of rows of n keys each, or of one turn, on a device with `sms` SMs.
-
-        Raises: ValueError if there are more rows or positions than the kernels can count.
-        """
-        require_rows(rows)
-        require_positions(n)
+        """Plan the workspace of a search of rows of n keys each, or of one turn, on a device with `sms` SMs."""
         slots = max(1, min(rows, MAX_SLOTS, MAX_WORKSPACE // (4 * n)))
         splits = max(1, min(sms // slots, -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
         counts = slots + slots * splits * BINS

@@ -8,53 +8,25 @@ from typing import Any, NamedTuple
 import torch
 
 from hashcore.cuda import layout
-
-Bound = int | torch.Tensor | None
-
-
-class Bounds(NamedTuple):
-    """The eligible positions of a row: [start + sink, length - recent)."""
-
-    lengths: Bound = None
-    starts: Bound = None
-    sink: int = 0
-    recent: int = 0
-
-    def interval(self, interval: Any, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
-        """Set the kernels' argument, a Window, and return the tensors that it points to."""
-        lengths, interval.lengths_per, interval.length, first = _bound(self.lengths, lead, n, n)
-        starts, interval.starts_per, interval.start, second = _bound(self.starts, lead, n, 0)
-        interval.lengths, interval.starts = lengths, starts
-        interval.wide = _is_wide(first) | _is_wide(second) << 1
-        interval.sink, interval.recent, interval.n = min(self.sink, n), min(self.recent, n), n
-        return first, second
-
-
-def _bound(bound: Bound, lead: Sequence[int], n: int, default: int) -> tuple[int | None, int, int, torch.Tensor | None]:
-    """Return address, rows per entry, the value for all rows, and the tensor at the address."""
-    if bound is None:
-        return None, 1, default, None
-    if isinstance(bound, int):
-        return None, 1, bound, None
-    values, per = per_row(integers(bound), lead)
-    return values.data_ptr(), per, default, values
+from hashcore.validation import RowLimits
 
 
 class Operands(NamedTuple):
     query: torch.Tensor
     keys: torch.Tensor
     map: Any
+    direct: bool  # none of them is a copy
 
 
 def as_operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> Operands:
     """Return the operands in a layout that the kernels support, copied only if necessary."""
     layout.require_rows(math.prod(lead))
-    query, keys = _rows(query), _rows(keys, apart=True)
+    given, query, keys = (query, keys), _rows(query), _rows(keys, apart=True)
     for attempt in range(3):
         query_lead, keys_lead = query.expand(*lead, *query.shape[-2:]), keys.expand(*lead, *keys.shape[-2:])
         found = layout.collapse(lead, query_lead.stride()[:-2], keys_lead.stride()[:-2], keys_lead.stride(-2))
         if found is not None:
-            return Operands(query, keys, found)
+            return Operands(query, keys, found, query is given[0] and keys is given[1])
         if attempt == 0:
             query = query_lead.contiguous()  # small; keys are copied only if that does not help
         else:
@@ -72,15 +44,17 @@ def _rows(codes: torch.Tensor, apart: bool = False) -> torch.Tensor:
     return codes if dense and aligned else codes.clone(memory_format=torch.contiguous_format)
 
 
-def set_wanted(wanted: Any, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
-    """Set the kernels' argument, a Selection, and return the tensor that it points to."""
-    wanted.width = width
-    if isinstance(k, int):
-        wanted.k, wanted.k_per, wanted.count, wanted.wide = None, 1, k, 0
-        return None
-    counts, per = per_row(integers(k), lead)
-    wanted.k, wanted.k_per, wanted.count, wanted.wide = counts.data_ptr(), per, 0, _is_wide(counts)
-    return counts
+def set_rows(window: Any, wanted: Any, rows: RowLimits, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
+    """Set the kernels' arguments, a Window and a Selection, and return the tensors that they point to."""
+    given = rows.lengths, rows.starts, rows.k
+    pairs = [(None, 1) if x is None else per_row(integers(x), lead) for x in given]
+    (lengths, window.lengths_per), (starts, window.starts_per), (k, wanted.k_per) = pairs
+    window.lengths, window.starts, wanted.k = (x if x is None else x.data_ptr() for x in (lengths, starts, k))
+    window.length, window.start, window.n = rows.length, rows.start, n
+    window.sink, window.recent = min(rows.sink, n), min(rows.recent, n)
+    window.wide, wanted.wide = _is_wide(lengths) | _is_wide(starts) << 1, _is_wide(k)
+    wanted.count = wanted.width = rows.width
+    return lengths, starts, k
 
 
 def per_row(values: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, int]:

@@ -6,22 +6,21 @@ torch_ops has checked the arguments, as for `hashcore.cuda.tensors`.
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.layout import SearchSpace
-from hashcore.cuda.operands import Bounds, Operands, Tables, as_operands, page_tables, set_wanted
-from hashcore.cuda.tensors import counts_bits, sm_count
+from hashcore.cuda.operands import Operands, Tables, as_operands, page_tables, set_rows
+from hashcore.validation import RowLimits
 
 
 def search(
     query: torch.Tensor,
     keys: torch.Tensor,
-    k: int | torch.Tensor,
     weights: Sequence[int] | None,
-    bounds: Bounds,
+    rows: RowLimits,
     scores: torch.Tensor,
     indices: torch.Tensor,
     blocks: torch.Tensor | None = None,
@@ -31,7 +30,7 @@ def search(
     Args:
         query: planes [..., P, W], or without weights codes [..., Q, W].
         keys: [..., N, W]; with blocks pages [..., M, S, W], S a power of two and M above 0.
-        k: one count, or an integer tensor on the device that broadcasts to the rows.
+        rows: of which k, lengths and starts are integer tensors on the device that broadcast to the rows.
         scores, indices: contiguous int32 and int64 [rows..., K]; unused slots get 0 and -1.
         blocks: page tables int32 or int64 [..., T], which broadcast to the rows; N = T S. Page numbers out of range
             count as M - 1.
@@ -47,19 +46,19 @@ def search(
     tables = None if blocks is None else page_tables(blocks, lead)
     n = keys.shape[-2] * (1 if tables is None else tables.blocks.shape[-1])
     layout.require_positions(n)
-    how = device, at % 16, keys_at % 16, weights, counts_bits(device)
+    how = device, at % 16, keys_at % 16, weights, launch.counts_bits(device)
     # Not the number of keys: a cache that grows by a token needs no new launches.
     lengths = (keys.shape[:-2], keys.shape[-1]) if tables is None else (keys.shape, *tables[1:])
     form = query.shape, query.stride(), *lengths, keys.stride(), n == 1, lead, how
     found = _searches.found.get(form) or _searches.keep(form, _Search(query, keys, weights, lead, tables))
     launches = found.launches(n)
-    held = bounds.interval(found.interval, lead, n), set_wanted(found.wanted, k, lead, scores.shape[-1])
+    held: Any = set_rows(found.interval, found.wanted, rows, lead, n)
     memory = kept.scratch(found.plan.words, device)
     found.plan.place(found.space, memory.data_ptr())
     if not found.direct:
         placed = _placed(query, keys, weights, lead, tables is not None)
         held = *held, placed
-        at, keys_at = placed.at.query.data_ptr(), placed.at.keys.data_ptr()
+        at, keys_at = placed.query.data_ptr(), placed.keys.data_ptr()
     found.query.value, found.keys.value, found.pages.table = at, keys_at, tables and tables.blocks.data_ptr()
     found.values.value, found.indices.value = scores.data_ptr(), indices.data_ptr()
     launch.run(launches, device)
@@ -73,16 +72,16 @@ class _Search:
         self, query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int],
         tables: Tables | None,
     ):  # fmt: skip
-        at, self.direct = _placed(query, keys, weights, lead, tables is not None)
-        self.map, self.rows = at.map, math.prod(lead)
-        self.sms, words, weights = sm_count(query.device), keys.shape[-1], weights or (1,)
+        at = _placed(query, keys, weights, lead, tables is not None)
+        self.map, self.direct, self.rows = at.map, at.direct, math.prod(lead)
+        self.sms, words, weights = launch.sm_count(query.device), keys.shape[-1], weights or (1,)
         self.query, self.keys, self.values, self.indices = (ctypes.c_void_p() for _ in range(4))
         self.interval, self.wanted, top = layout.Window(), layout.Selection(), 32 * words * sum(weights)
         self.space = layout.Space(shift=layout.sample_shift(top), top=top)
         self.codes = layout.Codes(layout.Weights(tuple(weights)), len(weights), words)
         self.pages = layout.Pages() if tables is None else _pages(keys, tables)
-        self.paged = () if tables is None else (self.pages,)
-        self.macros = kernels.score_macros(words, weights, counts_bits(query.device))
+        self.paged = [] if tables is None else [("HASHCORE_PAGES", "1")]
+        self.macros = [*kernels.score_macros(words, weights, launch.counts_bits(query.device)), *self.paged]
         self.made: dict[tuple[int, int], list[kernels.Launch]] = {}
         self.n, self.plan = 0, SearchSpace.plan(self.rows, 1, self.sms)
 
@@ -102,14 +101,11 @@ class _Search:
     def _turn(self, first: int) -> tuple[kernels.Launch, kernels.Launch]:
         """Return the launches for as many rows as one turn has, from `first` on."""
         grid = min(self.plan.slots, self.rows - first), self.plan.splits
-        paged, start = [("HASHCORE_PAGES", "1")] if self.paged else [], ctypes.c_int32(first)
-        read = self.query, self.keys, self.map, self.interval, self.wanted
-        given = *read, self.codes.weights, self.space, start, *self.paged
-        macros = [*self.macros, *paged]
-        one = kernels.make_launch("score.cu", "list_candidates", grid, layout.THREADS, given, macros, True)
-        results = self.query, self.keys, self.values, self.indices, *read[2:]
-        given = *results, self.codes, self.space, start, *self.paged
-        return one, kernels.make_launch("choose.cu", "select_64", grid, layout.THREADS, given, paged, True)
+        rows, last = (self.map, self.interval, self.wanted), (self.space, ctypes.c_int32(first), self.pages)
+        given = self.query, self.keys, *rows, self.codes.weights, *last
+        one = kernels.make_launch("score.cu", "list_candidates", grid, layout.THREADS, given, self.macros, True)
+        given = self.query, self.keys, self.values, self.indices, *rows, self.codes, *last
+        return one, kernels.make_launch("choose.cu", "select_64", grid, layout.THREADS, given, self.paged, True)
 
 
 _searches: kept.Table[_Search] = kept.Table()
@@ -121,39 +117,22 @@ def _pages(keys: torch.Tensor, tables: Tables) -> Any:
     return layout.Pages(None, keys.stride(-3), tables.width, tables.per, size.bit_length() - 1, count - 1)
 
 
-class _Placed(NamedTuple):
-    """Operands for planes, and whether none of them is a copy."""
-
-    at: Operands
-    direct: bool
-
-
 def _placed(
     query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int], paged: bool = False
-) -> _Placed:
+) -> Operands:
     """Return the operands of a search: without weights each of the Q queries is one plane of weight 1.
 
     Args:
-        paged: keys are in pages [..., M, S, W]; the operand is the first page.
+        paged: keys are in pages [..., M, S, W], which are read where they lie; the operand is the first page.
     """
-    if paged:
-        _require_in_place(keys)
-        keys = keys.select(-3, 0)
+    pool, unit = keys, math.gcd(keys.shape[-1], 4)
+    keys = keys.select(-3, 0) if paged else keys
     if weights is None:
         query, keys = query.unsqueeze(-2), keys.unsqueeze(-3)
     at = as_operands(query, keys, lead)
-    if paged and at.keys is not keys:
-        raise ValueError(f"on CUDA the rows of a search in pages may have at most four strides, got rows {[*lead]}")
-    return _Placed(at, at.query is query and at.keys is keys)
-
-
-def _require_in_place(pages: torch.Tensor) -> None:
-    """Raise ValueError unless the kernels can read keys in pages [..., M, S, W] where they lie."""
-    unit = math.gcd(pages.shape[-1], 4)
-    steps = zip(pages.stride()[:-1], pages.shape[:-1], strict=True)
-    apart = pages.stride(-1) != 1 and pages.shape[-1] > 1
-    if apart or pages.data_ptr() % (4 * unit) or any(step % unit for step, size in steps if size > 1):
+    if paged and (at.keys is not keys or (pool.shape[-3] > 1 and pool.stride(-3) % unit)):
         raise ValueError(
-            f"on CUDA the words of a key in pages must be contiguous and aligned to {4 * unit} bytes, got strides "
-            f"{[4 * step for step in pages.stride()]}; copy the pages to such a layout"
+            f"on CUDA keys in pages must have contiguous words, aligned to {4 * unit} bytes, and rows of at most four "
+            f"strides, got strides {[4 * step for step in pool.stride()]}; copy the pages to such a layout"
         )
+    return at

@@ -13,7 +13,8 @@ import torch
 
 from hashcore import quantiser
 from hashcore.cuda import kernels, launch, layout
-from hashcore.cuda.operands import Bound, Bounds, as_operands, integers
+from hashcore.cuda.operands import as_operands, integers
+from hashcore.validation import RowLimits
 
 PACKED = {
     **{torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64"},
@@ -23,8 +24,6 @@ PACKED = {
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 MAX_GRID_Y = 65_535
 NO_ENTRY = -(1 << 63)  # below every entry of a selection
-SIMULATED_SMS = 3  # SMs of the simulated device; small, so that tests cover several chunks and turns
-SIMULATED_TENSOR = True  # a test sets it to False, for the counter that other devices use
 
 
 def pack(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -97,13 +96,11 @@ def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None
     addresses = (c_void_p(x.data_ptr()) for x in (at.query, at.keys, out))
     arguments = *addresses, at.map, layout.Weights(tuple(weights)), c_int32(n)
     grid = math.prod(lead), min(-(-n // layout.TILE), MAX_GRID_Y)
-    macros = kernels.score_macros(words, weights, counts_bits(out.device))
+    macros = kernels.score_macros(words, weights, launch.counts_bits(out.device))
     launch.run([kernels.make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, macros)], out.device)
 
 
-def topk(
-    scores: torch.Tensor, k: int | torch.Tensor, bounds: Bounds, values: torch.Tensor, indices: torch.Tensor
-) -> None:
+def topk(scores: torch.Tensor, rows: RowLimits, values: torch.Tensor, indices: torch.Tensor) -> None:
     """Select from integer scores of at most 32 bits, [..., N], into values and indices [..., K] (eq. 6).
 
     Score and index make one int64, so no two are equal, and torch's selection has one result.
@@ -112,30 +109,18 @@ def topk(
     if not values.numel():
         return
     position = torch.arange(n, dtype=torch.int64, device=scores.device)
-    low, high = (_each_row(x, default, n) for x, default in ((bounds.starts, 0), (bounds.lengths, n)))
-    seen = (position >= low + bounds.sink) & (position < high - bounds.recent)
+    low, high = _each_row(rows.starts, rows.start, n), _each_row(rows.lengths, rows.length, n)
+    seen = (position >= low + rows.sink) & (position < high - rows.recent)
     entries = (scores.to(torch.int64) << 32 | (n - position)).masked_fill(~seen, NO_ENTRY)
     best = entries.topk(width, dim=-1).values
     slot = torch.arange(width, dtype=torch.int64, device=scores.device)
-    unused = (best == NO_ENTRY) | (slot >= _each_row(k, width, width))
+    unused = (best == NO_ENTRY) | (slot >= _each_row(rows.k, width, width))
     found = (n - (best & 0xFFFFFFFF)).masked_fill(unused, n).sort(dim=-1).values
     unused = found == n
     values.copy_(scores.gather(-1, found.masked_fill(unused, 0)).masked_fill(unused, 0))
     indices.copy_(found.masked_fill(unused, -1))
 
 
-def _each_row(value: Bound, default: int, most: int) -> int | torch.Tensor:
-    """Return an integer of all rows, or one of each row [..., 1] in 0..most."""
-    if isinstance(value, torch.Tensor):
-        return integers(value).clamp(0, most).unsqueeze(-1)
-    return default if value is None else value
-
-
-def sm_count(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device, or of the simulated one."""
-    return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS
-
-
-def counts_bits(device: torch.device) -> bool:
-    """Whether a device's tensor cores multiply bits; those of the simulated one do."""
-    return launch.counts_bits(device) if device.type == "cuda" else SIMULATED_TENSOR
+def _each_row(values: torch.Tensor | None, number: int, most: int) -> int | torch.Tensor:
+    """Return the integer of all rows, or one of each row [..., 1] in 0..most."""
+    return number if values is None else integers(values).clamp(0, most).unsqueeze(-1)

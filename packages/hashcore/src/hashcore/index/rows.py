@@ -181,8 +181,8 @@ def best(
         queries, weights = queries[..., None, :], (1,)
     query, keys, compared = ops.Host(np.asarray).compared(queries, content.codes[: content.count], weights)
     validation.searched(compared, None)
-    wanted = k, None, weights, None, None, content.count, 0, 0, 0, True, None
-    return ops.backend().search(query, keys, *wanted, compared=compared, allowed=allowed)
+    rows = validation.RowLimits(k, None, None, None, content.count, 0, 0, 0)
+    return ops.backend().search(query, keys, weights, True, None, *rows, compared=compared, allowed=allowed)
 
 
 # ---- Ids that were passed ------------------------------------------------------------------------------------------

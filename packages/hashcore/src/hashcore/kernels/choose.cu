@@ -238,9 +238,10 @@ __device__ __forceinline__ void emit(const Row& row, const Threshold& threshold,
   }
 }
 
-__device__ __forceinline__ void select_row(const u32* query, const u32* keys, const RowMap& map, const Window& window,
-                                           const Selection& selection, const Codes& codes, const Space& space,
-                                           i32 first, const Pages& pages, i32* values, i64* indices) {
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
+    select_64(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,
+              i64* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes, Space space,
+              i32 first, Pages pages) {
   __shared__ u16 lengths[MAX_LISTS];
   __shared__ i32 weights[8];
   wait_for_bounds(window, selection);
@@ -281,11 +282,4 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
     emit(of, find_threshold(of, digits, high, live, u32(wanted)), own, values, indices);
   }
   fill(values, indices, wanted, selection.width);
-}
-
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
-    select_64(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,
-              i64* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes, Space space,
-              i32 first PAGES_PARAMETER) {
-  select_row(query, keys, map, window, selection, codes, space, first, PAGES, values, indices);
 }

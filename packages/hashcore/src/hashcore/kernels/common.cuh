@@ -119,7 +119,6 @@ struct BFloat16 {
   u16 bits;
 };
 
-__device__ __forceinline__ float real(float x) { return x; }
 __device__ __forceinline__ float real(BFloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
 __device__ __forceinline__ float real(Float16 x) {
   // The product moves the exponent's bias from 15 to 127; subnormals come out exact, too.

@@ -9,7 +9,7 @@ constexpr bool PAGED = false;
 #endif
 
 // Tables of pages of 2^shift keys: key i of a row is key i % 2^shift of page table[i >> shift]. The host cannot see page
-// numbers; those out of range count as the last page, so that nothing outside the pool is read.
+// numbers; those out of range count as the last page, so that nothing outside the pool is read. Unused if not PAGED.
 struct Pages {
   const i32* table;
   i64 page;   // words from one page to the next
@@ -18,15 +18,6 @@ struct Pages {
   i32 shift;
   u32 last;   // the highest page number
 };
-
-// A kernel that may be compiled for pages has PAGES_PARAMETER as its last parameter and passes PAGES on.
-#ifdef HASHCORE_PAGES
-#define PAGES_PARAMETER , Pages pages
-#define PAGES pages
-#else
-#define PAGES_PARAMETER
-#define PAGES Pages()
-#endif
 
 // The keys of a row.
 struct Keys {

@@ -101,7 +101,7 @@ __device__ __forceinline__ u32 append(const int (&score)[KEYS], u32 valid, const
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     list_candidates(const u32* __restrict__ query, const u32* __restrict__ keys, RowMap map, Window window,
-                    Selection selection, Weights weights, Space space, i32 first_row PAGES_PARAMETER) {
+                    Selection selection, Weights weights, Space space, i32 first_row, Pages pages) {
   wait_for_bounds(window, selection);
   const int slot = blockIdx.x, row = first_row + slot;
   const Range range = eligible(window, row);
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
   const int lane = threadIdx.x & 31, list = blockIdx.y * WARPS + int(threadIdx.x >> 5), part = lane % LANES;
   const Range mine = cut.keys(list);
   const Operands at = operands(query, keys, map, row);
-  const Keys all(at.keys, map.key, PAGES, row);
+  const Keys all(at.keys, map.key, pages, row);
   Sample sample(range);
   const int wanted = selected(selection, range, row);
 

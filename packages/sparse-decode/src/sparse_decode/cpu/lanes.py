@@ -1,4 +1,4 @@
-"""SIMD operations on LANES numbers for numba: products of rows, exponentials and maxima of lines of logits.
+"""SIMD operations on LANES numbers for numba: products of rows, exponentials and maxima of lines of logits; atomics.
 
 For such loops LLVM's auto-vectoriser would sum within vectors, which takes longer than the products, or use narrower
 registers. LLVM splits vectors of LANES numbers into the
@@ -171,6 +171,18 @@ def emitted(returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
 def prefetch(code: Code, x: Any, at: Any) -> None:
     """Prefetch the cache line of x[at]."""
     code.prefetch(x, at, 3)
+
+
+@emitted()
+def publish(code: Code, x: Any, at: Any, value: Any) -> None:
+    """Write x[at] = value so that a thread that `observe`s it sees all that was written before; x is int64 [n]."""
+    code.store_atomic(value, code.gep(x, [at]), "release", 8)
+
+
+@emitted(types.int64)
+def observe(code: Code, x: Any, at: Any) -> Any:
+    """Read x[at], which another thread may `publish`; x is int64 [n]."""
+    return code.load_atomic(code.gep(x, [at]), "acquire", 8)
 
 
 # ---- Products --------------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from typing import Any
 import numba
 import numpy as np
 from hashcore.cpu import kernel_calls, launch_plan, search_kernels
-from hashcore.cpu.intrinsics import observe, pointer, publish
+from hashcore.cpu.intrinsics import pointer
 from hashcore.cpu.parts import copy, inner
 from numba import types
 
 from sparse_decode.cpu import attend_kernels, encode
 from sparse_decode.cpu.attend_kernels import _widen
+from sparse_decode.cpu.lanes import observe, publish
 
 FORM = (
     *("SETS", "GROUP", "SHARE", "DIM", "DIM_V", "KIND", "BITS", "PLANES", "COORDINATES", "SPREAD", "QUERY_HIDDEN"),

@@ -13,7 +13,6 @@ from hashcore.cuda import launch
 from hashcore.cuda.kept import zeroed
 from hashcore.cuda.kernels import make_launch
 from hashcore.cuda.source import structure
-from hashcore.cuda.tensors import sm_count
 from torch import Tensor
 
 from sparse_decode.cpu.encode import MAX_TOKENS
@@ -93,7 +92,7 @@ def hash_tokens(
         blocks += _blocks(q, side)
     every = x.shape[0] * x.shape[2]
     # A block occupies a multiprocessor, and most of its time is that of the weights: no more blocks than fit at once.
-    each = min(MOST_TOKENS, every, -(-every * blocks // sm_count(x.device)))
+    each = min(MOST_TOKENS, every, -(-every * blocks // launch.sm_count(x.device)))
     sizes = (ctypes.c_int32(size) for size in (x.shape[2], every, each))
     arguments = *_tokens(k), codes, of_k, *_tokens(q), to_planes, of_q, side.digits, *sizes
     macros, grid = (("SPARSE_BF16", _BF16[x.dtype]), ("SPARSE_NARROW", side.narrow)), (-(-every // each), blocks)

@@ -16,7 +16,6 @@ from hashcore.cuda.kernels import Launch, make_launch
 from hashcore.cuda.layout import Pages
 from hashcore.cuda.operands import Tables, page_tables
 from hashcore.cuda.source import structure
-from hashcore.cuda.tensors import sm_count
 from torch import Tensor
 
 from sparse_decode.inputs import MAX_GROUP, require
@@ -97,7 +96,7 @@ def gather(
         check(q, k, v, indices.shape[1])
         return _empty(q, k, v).zero_()
     tasks = q.shape[0] * indices.shape[1] * q.shape[2]
-    slots, splits = split(tasks, sink + width + recent, sm_count(device), _per_sm(q, k, v, indices))
+    slots, splits = split(tasks, sink + width + recent, launch.sm_count(device), _per_sm(q, k, v, indices))
     options = scaling, softcap, sinks is None, coefficients is None, always is None
     paged = None if tables is None else (tables.blocks.shape[-1], tables.width)
     form = q.shape, kind, v.shape[3], indices.shape[1], splits, q.dtype, device, options, paged
@@ -161,7 +160,7 @@ def _prepare(
     at = _Arguments(*(ctypes.c_void_p() for _ in range(10)), left_out=LeftOut())
     rows, like = (Rows(), Rows()), q.new_empty(batch, queries, hq, value_dim)
     shape = Shape(sets, queries, 0, group, hq // hkv, n, 0, 0, 0, scaling, softcap or 0.0)
-    first = (*at[:7], *rows, shape, at.always, *(() if tables is None else (pages,)))
+    first = (*at[:7], *rows, shape, at.always, pages)
     second = (*at[4:7], at.sinks, at.out, ctypes.c_int32(splits), shape, at.q, at.left_out)
     defined = macros(dim, value_dim, q.dtype, tables is not None, group)
     launches = [

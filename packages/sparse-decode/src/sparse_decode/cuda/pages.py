@@ -103,5 +103,5 @@ def choose(layer: PagedLayer, rows: Tensor, codes: Tensor, step: DeviceStep) -> 
     pool, tables = codes.transpose(0, 1)[:, None], step.blocks[:, None, None]
     n, budget = step.blocks.shape[1] * codes.shape[2], step.budget
     # The operator takes the number of slots as an argument; `hashcore.search` would read the largest count.
-    bounds = step.lengths, None, n, 0, budget.sink, budget.recent
-    return SEARCH.search(planes, pool, step.width, step.wanted, weights, *bounds, False, tables)[1]
+    limits = step.width, step.wanted, step.lengths, None, n, 0, budget.sink, budget.recent
+    return SEARCH.search(planes, pool, weights, False, tables, *limits)[1]

@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
     gather(const Half* __restrict__ q, const Half* __restrict__ k, const Half* __restrict__ v,
            const i64* __restrict__ indices, float* __restrict__ outs, float* __restrict__ stats,
            i32* __restrict__ counts, Rows key_rows, Rows value_rows, Shape shape,
-           const i64* __restrict__ always PAGES_PARAMETER) {
+           const i64* __restrict__ always, Pages table) {
   __shared__ __align__(16) u32 query[STEPS][32][2 * SIDES];
   __shared__ __align__(16) float merged[WARPS][8][SUMS_ROW];  // of 8 heads at a time
   __shared__ float tops[WARPS][HEADS], totals[WARPS][HEADS], logits[WARPS][HEADS];
@@ -133,7 +133,6 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const int first_head = task.set * shape.group, heads = shape.sets * shape.group;
   const int kv = first_head / shape.heads_per_kv;
-  Pages table = PAGES;
   if constexpr (PAGED) {
     k += kv * key_rows.head, v += kv * value_rows.head;
     table.table += task.batch * table.width;
