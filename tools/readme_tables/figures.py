@@ -74,13 +74,11 @@ def reach(results: pathlib.Path) -> Figure:
         axes.plot(*zip(*found, strict=True), label=label, color=colour, marker="o", linestyle="-:"["/" in method])
     axes.axvline(made["context"], color="#bbbbbb", zorder=0)
     _finish(axes, "tokens of the context", "KL from dense, nats")
-    _ticks(axes, {n: f"{n:,}" for n in lengths}, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
-    axes.set_title(
-        f"{NAMES[made['model']]}, English, {100 * runs[0].config['budgets'][0]:g} % selected; hashers made from "
-        f"{made['contexts']} contexts of {made['context']:,} tokens (line)",
-        fontsize=9,
-    )
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_ylim(0.003, 0.4)
+    _ticks(axes, {n: f"{n:,}" for n in lengths}, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
+    what = f"{NAMES[made['model']]}, English, {100 * runs[0].config['budgets'][0]:g} % selected"
+    axes.set_title(f"{what}; hashers made from contexts of {made['context']:,} tokens (line)", fontsize=9)
+    axes.legend(frameon=False, fontsize=8, loc="lower left")
     return figure
 
 
