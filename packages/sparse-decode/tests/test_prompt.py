@@ -124,11 +124,16 @@ def test_no_tensor_has_a_number_for_each_row_and_token(family, hasher, implement
 
 
 def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
+    """Where torch attends, they stay whole: it computes what the mask of a chunk hides, too."""
     model, (ids, mask) = tiny_model(), prompts()
     monkeypatch.setattr(dense, "CHUNK", 16)
     expected, rows = generate(model, ids, mask), []
     model.register_forward_pre_hook(lambda _, args, given: rows.append(given["input_ids"].shape[1]), with_kwargs=True)
     with attach(model):
+        generate(model, ids, mask, new_tokens=2)
+        assert rows == [40, 1]
+        rows.clear()
+        monkeypatch.setattr(dense, "own_prompts", lambda _: True)
         assert torch.equal(generate(model, ids, mask), expected)
         assert rows[:3] == [16, 16, 8]
         assert max(rows[3:]) == 1
@@ -147,6 +152,7 @@ def test_a_prompt_in_chunks_leaves_no_more_room_than_one_at_once(monkeypatch):
     """Growing by an eighth, a cache of 32,768 tokens would take up to an eighth more memory, and copies of itself."""
     model, rooms = tiny_model(max_position_embeddings=4096), []
     monkeypatch.setattr(dense, "CHUNK", 700)
+    monkeypatch.setattr(dense, "own_prompts", lambda _: True)
     buffer = growing.GrowingBuffer
     made = buffer._room
     monkeypatch.setattr(buffer, "_room", lambda self, like, n, kind: (rooms.append(n), made(self, like, n, kind))[1])

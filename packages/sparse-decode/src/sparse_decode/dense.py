@@ -11,7 +11,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -183,19 +183,24 @@ def _by_flash(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
 # ---- Prompts ---------------------------------------------------------------------------------------------------------
 
 
+def own_prompts(model: PreTrainedModel) -> bool:
+    """Whether our kernel attends in prompts of a model. Torch, elsewhere, also computes what a chunk's mask hides."""
+    return model.device.type == "cpu" and model.dtype == torch.bfloat16 and supported()
+
+
 def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
-    """Make `generate` split prompts of more than CHUNK tokens on the CPU, unless the caller gives a chunk size.
+    """Make `generate` split prompts of more than CHUNK tokens if our kernel attends, unless the caller gives a size.
 
     Prompts with images or embeddings, and other caches than a DynamicCache, stay whole.
 
     Returns: a function that undoes it.
     """
-    own, kind = weakref.ref(model), type(model)
+    own, kind = cast(Callable[[], PreTrainedModel], weakref.ref(model)), type(model)
 
     def prefill(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **how: Any) -> Any:
         cache = model_kwargs.get("past_key_values")
         text = type(cache) is DynamicCache and model_kwargs.get("inputs_embeds") is None
-        if text and input_ids.is_cpu and input_ids.shape[1] > CHUNK and generation_config.prefill_chunk_size is None:
+        if text and input_ids.shape[1] > CHUNK and generation_config.prefill_chunk_size is None and own_prompts(own()):
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = CHUNK
         tokens = input_ids.shape[1]  # and those of the answer, unless they may be very many
@@ -217,7 +222,7 @@ def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
 def require_sparse_prompts(model: PreTrainedModel) -> None:
     """Raise ValueError if the kernel of sparse prompts does not support the model's device, dtype or processor."""
     place = "a CPU without it" if model.device.type == "cpu" and not supported() else f"device {model.device}"
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not supported():
+    if not own_prompts(model):
         raise ValueError(
             f"sparse prompts need a model in bfloat16 on a CPU with AVX512_BF16, got {model.dtype} on {place}; leave "
             "`prompt` out"
