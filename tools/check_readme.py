@@ -1,7 +1,7 @@
 """Run the commands of README.md like a newcomer: in a fresh clone, with Python 3.11 and pip and nothing else.
 
     uv run tools/check_readme.py                                 # exit code 1 at the first block that fails
-    uv run tools/check_readme.py --out docs/results/readme.json  # and store the times: a sentence of README.md
+    uv run tools/check_readme.py --out docs/results/readme.json  # and store times and output, for README.md
 
 Every ```bash block is run as it stands, in order, from the root of the clone, each in its own shell, except those that
 name something of the reader's own, `path/or/...`, or are below `<!-- not run: REASON -->`. HOME and all caches are
@@ -23,6 +23,7 @@ import time
 from evals.machine import processor
 from hashtrain.files.atomic import write_text
 
+LINES = 40  # the last ones of what a block prints, which are stored
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- not run: .+? -->\n)?^```bash\n(.*?)^```$", re.M | re.S)
 REACH = re.compile(
@@ -52,11 +53,13 @@ def main() -> int:
                 continue
             title, goes_on, _ = code.strip().partition("\n")
             began, command = time.monotonic(), ["bash", "-euo", "pipefail", "-c", code]
-            done = subprocess.run(command, cwd=folder / "clone", env=kept, stdin=subprocess.DEVNULL)
+            how = {"cwd": folder / "clone", "env": kept, "stdin": subprocess.DEVNULL, "text": True}
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how) as process:
+                printed = [print(line, end="", flush=True) or line.rstrip() for line in process.stdout]
             taken.append({"title": title + " ..." * bool(goes_on), "seconds": round(time.monotonic() - began, 1)})
-            print(taken[-1], flush=True)
-            if done.returncode:
-                print(f"check_readme: `{title}` ended with exit code {done.returncode}", file=sys.stderr)
+            taken[-1]["printed"] = printed[-LINES:]
+            if process.returncode:
+                print(f"check_readme: `{title}` ended with exit code {process.returncode}", file=sys.stderr)
                 return 1
         disk = sum(path.lstat().st_size for path in (folder / "clone" / ".venv").rglob("*"))
     if given.out is not None:

@@ -29,9 +29,15 @@ ITEMS = pathlib.Path(__file__).resolve().parents[2] / "packages" / "evals" / "pa
 def functions(results: pathlib.Path) -> dict[str, Any]:
     """Return what templates may call, by name."""
     found = {"load": partial(load, results), "stored": partial(stored, results), "cost": partial(cost, results)}
-    named = [at, both, built_for, by_kl, change, comparisons, lost, machine, mean, other_families, percent, printed]
-    named += [protocol, rounds, signed_percent, step_share, value, waits, whole, zip]
+    named = [at, both, built_for, by_kl, change, comparisons, excerpt, lost, machine, mean, other_families, percent]
+    named += [printed, protocol, rounds, signed_percent, step_share, value, waits, whole, zip]
     return found | {"ours": OURS, "PAPER": PAPER, "NAMES": NAMES} | {one.__name__: one for one in named}
+
+
+def excerpt(blocks: list[dict[str, Any]], command: str, *beginnings: str) -> str:
+    """Return lines that a command of README.md printed: for each beginning, the first one."""
+    lines = next(block["printed"] for block in blocks if block["title"].endswith(command))
+    return "\n".join(next(line for line in lines if f"{line} ".startswith(f"{start} ")) for start in beginnings)
 
 
 # Runs of evals: at the first rule and budget of the run.

@@ -38,7 +38,7 @@ def test_a_command_ends_with_json_and_leaves_files_without_places_of_this_machin
     assert cli.main(typed()) == 0
     last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert last["task"] == "ppl"
-    assert [found["method"] for found in last["results"]] == ["dense", "lsh", "lsh"]
+    assert [found["method"] for found in last["results"]] == ["dense", "lsh"]
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {"config.json", "environment.json", "samples", "rows.json", "report.md", "figure.png"}
     written = "".join(p.read_text() for p in (tmp_path / "run").rglob("*") if p.suffix in (".json", ".md"))

@@ -38,6 +38,18 @@ def quantised(model):
     return model
 
 
+def of_torchao(bits):
+    """Quantise weights by torchao, which transformers would import in every process of ours if it was installed."""
+
+    def change(model):
+        torchao = pytest.importorskip("torchao.quantization", reason="`.ci/run` installs torchao for these tests alone")
+        four = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32))
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig() if bits == 8 else four)
+        return model
+
+    return pytest.param(change, id=f"torchao-{bits}")
+
+
 def adapted(model):
     """Add LoRA to the attention, with weights that matter."""
     torch.manual_seed(0)
@@ -49,9 +61,8 @@ def adapted(model):
     return model.eval()
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}])
-@pytest.mark.parametrize("change", [quantised, adapted])
+@pytest.mark.parametrize("change", [quantised, adapted, of_torchao(8), of_torchao(4)])
 def test_changed_backbones_are_dense_at_a_full_budget_and_keep_the_laws(change, way, monkeypatch):
     model, (ids, mask) = change(tiny_model()), prompts()
     dense = generate(model, ids, mask, **way)

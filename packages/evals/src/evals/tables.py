@@ -163,13 +163,12 @@ def signed(row: Row) -> str:
 
 
 def to_rich(grid: Grid) -> Table:
-    """Format a table for the terminal."""
-    table = Table(title=grid.title)
+    """Format a table for the terminal; sections are a blank line apart."""
+    table = Table(title=grid.title, title_justify="left", box=None, pad_edge=False)
     for name, is_text in zip(grid.header, grid.text_columns, strict=True):
         table.add_column(name, justify="left" if is_text else "right")
-    for section in grid.sections:
-        table.add_section()
-        for line in section:
+    for number, section in enumerate(grid.sections):
+        for line in [[]] * bool(number) + section:
             table.add_row(*line)
     return table
 

@@ -9,7 +9,6 @@ from hashtrain.usage import UsageError, require_counts, require_device_name, req
 from evals.methods import DENSE, OURS, SELECTION_DEFAULTS, SELECTION_NAMES, in_table
 from evals.settings import (
     Always,
-    Budgets,
     Methods,
     MethodsCommand,
     Phase,
@@ -37,8 +36,7 @@ class PplCommand(TaskCommand):
     sparse or only those that predict the scored tokens, the last ones of each context. Example: `evals ppl --documents
     4`."""
 
-    budgets: Budgets = (0.02, 0.01, 0.005)
-    rules: tuple[Rule, ...] = ("visible", "fixed")
+    rules: tuple[Rule, ...] = ("visible",)
     """What a budget is a share of: `visible`: the row's visible tokens, at least 1; `fixed`, the paper's: the whole
     context, at least 20."""
     phase: Phase = "everywhere"

@@ -20,11 +20,16 @@ _NAMED = 8
 def quality_table(metrics: Metrics) -> Table:
     """Lay out how well each hasher selects in the layers that are sparse, and what all of it does to the output."""
     table = Table(
+        box=None,
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
         title=f"{100 * metrics['fraction']:g} % of the tokens selected, on held-out text",
-        caption="IoU: overlap with exact selection. Attention: share of what that finds. Lost rows find less than "
-        "half of it, here in the worst head. KL: of the output from dense, nats.",
+        caption="IoU: overlap with exact selection. Attention: share of what that finds. In the worst head: its 5th "
+        "percentile, and lost rows, which find less than half. KL: of the output from dense, nats.",
     )
-    for title in ("hasher", "IoU", "attention", "5th percentile, worst head", "lost rows", "dense layers", "KL"):
+    any_dense = any(found["dense_layers"] for found in metrics["hashers"].values())
+    for title in ("hasher", "IoU", "attention", "worst head", "lost rows", "KL", *["dense layers"] * any_dense):
         table.add_column(title)
     for name, found in metrics["hashers"].items():
         dense, own = found["dense_layers"], found["kv_head"]
@@ -32,7 +37,7 @@ def quality_table(metrics: Metrics) -> Table:
         low, lost = min(at["low"] for at in layers), max(max(at["lost_by_head"]) for at in layers)
         means = f"{own['mean']['iou']:.3f}", f"{own['mean']['mass']:.3f}", f"{low:.2f}", percent(lost)
         whole = f"{found['cost']['all']:.3f}" if "cost" in found else ""
-        table.add_row(name, *means, ", ".join(map(str, dense)) or "none", whole)
+        table.add_row(name, *means, whole, *[", ".join(map(str, dense)) or "none"] * any_dense)
     return table
 
 
