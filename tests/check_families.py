@@ -50,10 +50,7 @@ SIZES: dict[str, Any] = {
 PARTS: dict[str, Any] = {"image_size": 32, "patch_size": 8, "depth": 2, "out_hidden_size": 64}
 """Sizes of vision and audio parts, in addition to those of the text part."""
 CHANGES: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_key_value_heads": 4},
-    {"head_dim": None},
-    {"sliding_window": None},
+    *({}, {"num_key_value_heads": 4}, {"head_dim": None}, {"sliding_window": None}),
     {"layer_types": ["linear_attention", "full_attention"] * 2},
     {"attn_layer_indices": [1, 3], "attn_layer_period": 2, "attn_layer_offset": 1},
     {"num_key_value_heads": 1},

@@ -100,23 +100,12 @@ def test_models_are_loaded_in_one_place():
     assert "trust_remote_code=False" in arguments
 
 
-def mutants():
-    """60 broken folders: (name, what to do to one)."""
-    made = []
-    for key, values in CHANGES.items():
-        made += [(f"{key}={str(value)[:20]}", {key: value}, None) for value in values]
-    for name, contents in FILES.items():
-        made += [(f"{name}={content[:12]!r}", None, (name, content)) for content in contents]
-    return made
-
-
-MUTANTS = mutants()
-HARMLESS = {  # what transformers passes over
-    "rope_parameters={'rope_type': 'linea",
-    "quantization_config={'quant_method': 'no",
-    "generation_config.json=b'['",
-    "generation_config.json=b'\\xff'",
-}
+# Broken folders: (name, what to do to one).
+MUTANTS = [(f"{key}={str(value)[:20]}", {key: value}, None) for key, values in CHANGES.items() for value in values]
+MUTANTS += [(f"{name}={x[:12]!r}", None, (name, x)) for name, contents in FILES.items() for x in contents]
+# What transformers passes over.
+HARMLESS = {"rope_parameters={'rope_type': 'linea", "quantization_config={'quant_method': 'no"}
+HARMLESS |= {"generation_config.json=b'['", "generation_config.json=b'\\xff'"}
 
 
 @pytest.mark.sample(8)

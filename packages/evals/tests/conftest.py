@@ -72,18 +72,8 @@ def command(made, tmp_path):
     """Build a command on the tiny model; keyword arguments replace its settings."""
 
     def build(kind, **settings):
-        common = {
-            "model": str(made.model),
-            "hashers": made.hashers,
-            "text": (made.text,),
-            "budgets": (0.1,),
-            "documents": 3,
-            "context": CONTEXT,
-            "dense_layers": 1,
-            "sink": 0,
-            "recent": 0,
-            "out": tmp_path / "run",
-        }
+        common = {"model": str(made.model), "hashers": made.hashers, "text": (made.text,), "out": tmp_path / "run"}
+        common |= {"budgets": (0.1,), "documents": 3, "context": CONTEXT, "dense_layers": 1, "sink": 0, "recent": 0}
         named = {field.name for field in fields(kind)}  # synthetic exercises take no text
         return kind(**{k: v for k, v in common.items() if k in named} | settings)
 

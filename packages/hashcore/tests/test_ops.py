@@ -17,17 +17,8 @@ from hashcore_samples import LAYOUTS, assert_same, on_threads, pool_of, random_c
 DTYPES = ["f4", "f8", "f2", "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">f4", ">f2"]
 LENGTHS = [1, 31, 33, 64, 65, 97]  # around the 32 and 64 of words and masks
 # Words and weights: one code, regular planes, a group's, weights without a pattern, and codes of every kernel.
-CODES = [
-    (4, None),
-    (4, (1,)),
-    (4, (1, 2, 4)),
-    (4, (1, 2, 2)),
-    (1, (1, 2)),
-    (2, (3, 5)),
-    (3, None),
-    (5, (1, 2)),
-    (9, (7,)),
-]
+CODES = [(4, None), (4, (1,)), (4, (1, 2, 4)), (4, (1, 2, 2)), (1, (1, 2))]
+CODES += [(2, (3, 5)), (3, None), (5, (1, 2)), (9, (7,))]
 ORDERS = ["best", "index"]
 
 
@@ -198,11 +189,6 @@ def test_scores_of_all_sizes_are_exact(rng, weights):
     assert hashcore.score(keys[:1, :1], keys[:1, :1], (2**26 - 1,)).item() == 32 * (2**26 - 1)
 
 
-def keys_scoring(scores: np.ndarray) -> np.ndarray:
-    """Codes of 128 bits that score this against a query of zeros."""
-    return hashcore.pack(np.arange(128) >= scores[:, None])
-
-
 ZEROS = np.zeros((1, 4), np.int32)
 MISLEADING = np.tile(np.arange(20), 1000)
 for _run in range(8):
@@ -222,7 +208,7 @@ HARD = {
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("workers", [1, 4])
 def test_what_a_sample_says_changes_nothing(case, order, workers):
-    keys = keys_scoring(HARD[case])
+    keys = hashcore.pack(np.arange(128) >= HARD[case][:, None])  # which score this against zeros
     pages = np.random.default_rng(0).permutation(len(keys) // 8)
     pool = np.empty_like(keys).reshape(-1, 8, 4)
     pool[pages] = keys.reshape(-1, 8, 4)

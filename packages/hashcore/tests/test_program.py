@@ -79,29 +79,17 @@ def test_a_cache_that_cannot_be_written_is_reported_and_done_without(folder, mon
     assert "set HASHCORE_CACHE to a writeable folder" in caplog.text
 
 
-def before_the_wait(source, name):
-    """Return what a function of a kernel does before it waits for the kernel before."""
-    text = read_source(HASHCORE_KERNELS, source)
-    found = re.search(rf"^[^\n;]*\b{name}\([^;{{]*\) \{{\n(.*?)\n  wait_for_predecessor\(\);\n", text, re.M | re.S)
-    return found and found[1]
-
-
-def launched():
-    """The launches of a search of 8 rows of 9,000 keys."""
-    found = []
-    query, keys = torch.zeros(8, 3, 4, dtype=torch.int32), torch.zeros(8, 9000, 4, dtype=torch.int32)
-    out = torch.zeros(8, 5, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int64)
-    with mock.patch("hashcore.cuda.launch.run", lambda one, _: found.extend(one)):
-        tensor_search.search(query, keys, (1, 2, 4), RowLimits(5, None, None, None, 9000, 0, 0, 0), *out)
-    return found
-
-
 def test_a_kernel_that_starts_early_waits_before_it_reads():
-    """Else it would read what is not there yet: a host simulator runs one after the other."""
-    for one in launched():
+    """In a search of 8 rows of 9,000 keys; else it would read what is not there yet, which a simulator cannot see."""
+    launched, query, keys = [], torch.zeros(8, 3, 4, dtype=torch.int32), torch.zeros(8, 9000, 4, dtype=torch.int32)
+    out = torch.zeros(8, 5, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int64)
+    with mock.patch("hashcore.cuda.launch.run", lambda one, _: launched.extend(one)):
+        tensor_search.search(query, keys, (1, 2, 4), RowLimits(5, None, None, None, 9000, 0, 0, 0), *out)
+    for one in launched:
         assert one.programmatic
-        before = before_the_wait(one.source, one.kernel)
-        bounds, rest = before.split("wait_for_bounds(window, selection);")
+        text, name = read_source(HASHCORE_KERNELS, one.source), one.kernel
+        found = re.search(rf"^[^\n;]*\b{name}\([^;{{]*\) \{{\n(.*?)\n  wait_for_predecessor\(\);\n", text, re.M | re.S)
+        bounds, rest = found[1].split("wait_for_bounds(window, selection);")
         assert not re.search(r"\w\(", bounds)
         assert not re.search(r"__ld|load_|\bHeld|\bQuery\b|\.read\(|atomic|(values|indices|lists|counts)\[", rest)
 

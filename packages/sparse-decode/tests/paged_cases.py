@@ -85,12 +85,5 @@ class Batch:
     def moved(self, change) -> None:
         """Replace the pool by `change` of it, with the same strides."""
         self.memory = change(self.memory)
-        words = self.memory.view(torch.int32)
-        self.pages = Pages(
-            *(
-                (words if x.dtype == torch.int32 else self.memory)
-                .flatten()
-                .as_strided(x.shape, x.stride(), x.storage_offset())
-                for x in self.pages
-            )
-        )
+        flat = {x.dtype: x.flatten() for x in (self.memory, self.memory.view(torch.int32))}
+        self.pages = Pages(*(flat[x.dtype].as_strided(x.shape, x.stride(), x.storage_offset()) for x in self.pages))

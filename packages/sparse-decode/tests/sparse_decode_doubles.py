@@ -16,23 +16,9 @@ from transformers.cache_utils import QuantizedLayer
 VOCABULARY = 97
 TOLERANCE = 1e-5
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-_ALTERNATING = {
-    "head_dim": 16,
-    "sliding_window": 16,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-}
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+_ALTERNATING = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _CONFIGS = {
     "llama": (transformers.LlamaConfig, {}),
@@ -59,10 +45,6 @@ def slow_but(quick, values):
     return [value if value in quick else pytest.param(*parts, marks=pytest.mark.slow) for value, parts in given]
 
 
-ATTENTION = {"gemma2": "eager", "gpt_oss": "eager"}
-"""Families whose models know no SDPA: their soft-capped or sunk logits need the model's own attention."""
-
-
 def config_of(family, **changes):
     """Make the config of a tiny model."""
     make, extra = _CONFIGS[family]
@@ -73,7 +55,7 @@ def tiny_model(family="llama", seed=0, implementation=None, **changes):
     """Make a random model of 4 layers, 4 query heads, 2 KV heads of 16, sharpened so that tokens are well separated."""
     torch.manual_seed(seed)
     config = config_of(family, **changes)
-    implementation = implementation or ATTENTION.get(family, "sdpa")
+    implementation = implementation or ("eager" if family in ("gemma2", "gpt_oss") else "sdpa")  # they know no SDPA
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -104,11 +86,7 @@ def generate(model, ids, mask=None, new_tokens=16, **options):
 class RoundedLayer(QuantizedLayer):
     """A quantised cache layer, which cannot carry codes."""
 
-    def _quantize(self, tensor, axis):
-        return tensor.round().to(torch.int8)
-
-    def _dequantize(self, q_tensor):
-        return q_tensor.to(self.dtype)
+    _quantize = _dequantize = None  # it is refused before it stores anything
 
 
 class SignHasher:
@@ -190,11 +168,8 @@ class Auditor:
             close = {"atol": TOLERANCE, "rtol": TOLERANCE} if layer.remainder is None else {"atol": 5e-3, "rtol": 5e-3}
             torch.testing.assert_close(out, step_reference(layer, x, seen), **close)
             if layer.remainder is None:
-                read = [
-                    torch.cat(tokens_read(layer, x, b, r, tuple(seen[b, r].tolist())))
-                    for b in range(batch)
-                    for r in range(rows)
-                ]
+                each = [(b, r, tuple(seen[b, r].tolist())) for b in range(batch) for r in range(rows)]
+                read = [torch.cat(tokens_read(layer, x, *one)) for one in each]
                 self.sizes.append((seen[..., 1] - seen[..., 0], torch.tensor([len(one) for one in read])))
 
 

@@ -28,13 +28,8 @@ PARTS = st.lists(st.floats(0.5, 2), min_size=1, max_size=6)
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(0, 1 << 21), min_size=1, max_size=8),
-    FRACTIONS,
-    st.integers(1, 50),
-    st.none() | st.integers(50, 500),
-    st.integers(0, 80),
-    st.integers(0, 9),
-    st.integers(0, 300),
+    *(st.lists(st.integers(0, 1 << 21), min_size=1, max_size=8), FRACTIONS, st.integers(1, 50)),
+    *(st.none() | st.integers(50, 500), st.integers(0, 80), st.integers(0, 9), st.integers(0, 300)),
 )
 def test_each_row_counts_its_own_tokens_and_those_always_read(visible, fraction, least, most, sink, recent, below):
     """As a tensor and as numbers; a row with fewer tokens than `below` reads all."""
@@ -47,11 +42,8 @@ def test_each_row_counts_its_own_tokens_and_those_always_read(visible, fraction,
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(0, 1 << 21), min_size=1, max_size=5),
-    PARTS,
-    st.floats(1e-6, 1),
-    st.none() | st.integers(50, 500),
-    st.integers(0, 100),
+    *(st.lists(st.integers(0, 1 << 21), min_size=1, max_size=5), PARTS, st.floats(1e-6, 1)),
+    *(st.none() | st.integers(50, 500), st.integers(0, 100)),
 )
 def test_heads_count_as_budgets_of_their_own(visible, shares, fraction, most, below):
     """A head reads its share of the fraction; whatever the number of tokens, as a tensor and as a number."""

@@ -21,18 +21,10 @@ from sparse_decode_doubles import QUICK, UNUSUAL, SignHasher, prompts, slow_but,
 from transformers import DynamicCache, StaticCache
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-STEPS = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,  # by pairs where the processor has AVX512_BF16
-    "widened": torch.bfloat16,  # as on processors without it
-}
-PROMPTS = {  # of prompts, many rows at once
-    "rows: tiles": torch.bfloat16,
-    "rows: pairs": torch.bfloat16,
-    "rows: blocks": torch.bfloat16,
-    "rows: float32": torch.float32,
-}
+# "bfloat16": by pairs where the processor has AVX512_BF16; "widened": as on processors without it.
+STEPS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "widened": torch.bfloat16}
+PROMPTS = dict.fromkeys(("rows: tiles", "rows: pairs", "rows: blocks"), torch.bfloat16)  # of prompts, many rows at once
+PROMPTS["rows: float32"] = torch.float32
 KERNELS = STEPS | PROMPTS
 OF_BFLOAT16 = ["bfloat16", "widened", "rows: tiles", "rows: pairs"]
 # batch, query heads, KV heads, rows, N, D, Dv: edges of lanes, lines, tiles, blocks, chunks and tasks

@@ -45,17 +45,15 @@ def hasher(tmp_path):
     return str(tmp_path)
 
 
+RANKS = [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "decode_context", "prefill_context")]
+
+
 def config(asked):
     return SimpleNamespace(
         additional_config=asked,
         model_config=SimpleNamespace(use_mla=False, is_encoder_decoder=False, hf_text_config=MODEL, max_model_len=4096),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
+        parallel_config=SimpleNamespace(**dict.fromkeys(RANKS, 1)),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,
         kv_transfer_config=None,

@@ -84,10 +84,6 @@ inline void __threadfence() { hostsim::maybe_yield(); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __uint_as_float(unsigned u) { return std::bit_cast<float>(u); }
 inline float __expf(float x) { return std::exp(x); }
-template <class T>
-T min(T a, T b) { return b < a ? b : a; }
-template <class T>
-T max(T a, T b) { return a < b ? b : a; }
 
 // There is one OS thread, so every operation is atomic. In random order, other threads may run first.
 template <class T>
