@@ -5,7 +5,7 @@
 Exit code 1 if a kernel uses local memory (spills, a stack frame), or other registers than docs/results/kernels.json
 says, which `--update` writes. The compiler is the oldest that users have, that of torch 2.11: it refuses what newer
 ones take. A program with the digest and compiler of the table gives the same machine code: it is compiled for one
-architecture only, unless --all is given.
+architecture only.
 """
 
 import argparse
@@ -91,20 +91,11 @@ def resources(log: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def measure(job: tuple[Program, str]) -> dict[str, dict[str, int]]:
-    """Compile one program for one architecture; return its kernels' resources."""
-    program, arch = job
-    return resources(program.compile(arch, ptxas=["-v"])[1])
-
-
-def jobs(known: dict[str, Any], every: bool) -> list[tuple[Program, str]]:
+def jobs(known: dict[str, Any]) -> list[tuple[Program, str]]:
     """Return what to compile: changed programs for all architectures, others for one."""
     old = known.get("sources", {}) if known.get("nvrtc") == compiler() else {}
-    return [
-        (program, arch)
-        for program in PROGRAMS
-        for arch in (ARCHITECTURES if every or old.get(str(program)) != digest(program) else ARCHITECTURES[:1])
-    ]
+    count = {program: 1 if old.get(str(program)) == digest(program) else len(ARCHITECTURES) for program in PROGRAMS}
+    return [(program, arch) for program in PROGRAMS for arch in ARCHITECTURES[: count[program]]]
 
 
 def digest(program: Program) -> str:
@@ -112,18 +103,18 @@ def digest(program: Program) -> str:
     return hashlib.sha256(f"{program}\n{program.source()}".encode()).hexdigest()[:16]
 
 
-def table(known: dict[str, Any], every: bool) -> tuple[dict[str, Any], list[str]]:
+def table(known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Measure what is needed; return the table, and a sentence for each kernel that breaks a limit."""
     importlib.import_module("cuda.core")  # importing it first in two threads at once fails
-    todo = jobs(known, every)
+    todo = jobs(known)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(measure, todo))
+        results = list(pool.map(lambda job: resources(job[0].compile(job[1], ptxas=["-v"])[1]), todo))
     registers: dict[str, dict[str, dict[str, int]]] = {}
     broken = []
     for (program, arch), used in zip(todo, results, strict=True):
         for kernel, found in sorted(used.items()):
             before = known.get("registers", {}).get(str(program), {}).get(kernel, {})
-            of_kernel = registers.setdefault(str(program), {}).setdefault(kernel, {} if every else dict(before))
+            of_kernel = registers.setdefault(str(program), {}).setdefault(kernel, dict(before))
             of_kernel[arch] = found["registers"]
             if found["stack"] or found["spills"]:
                 broken.append(f"{kernel} of {program} on {arch} uses local memory: {found}; hold fewer values at once")
@@ -146,10 +137,9 @@ def differences(old: Any, new: Any, at: str = "") -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write the table instead of comparing with it")
-    parser.add_argument("--all", action="store_true", help="also compile unchanged programs for all architectures")
     flags = parser.parse_args()
     known = json.loads(TABLE.read_text()) if TABLE.is_file() else {}
-    new, broken = table(known, flags.all)
+    new, broken = table(known)
     if flags.update and not broken:
         write_text(TABLE, json.dumps(new, indent=1) + "\n")
     elif not known:

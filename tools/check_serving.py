@@ -135,10 +135,6 @@ PARTS: dict[str, Callable[[Case], list[str]]] = {
 }
 
 
-def quick(case: Case) -> list[str]:
-    return compare(replace(case, prompts=requests(4000, LENGTHS[::4])), (1.0, 0.02))
-
-
 def store(path: pathlib.Path, name: str, part: dict[str, Any]) -> None:
     """Store what a part found, and on what: together they take an hour, so each as soon as it ends."""
     from hashtrain.files.atomic import write_text
@@ -162,7 +158,8 @@ def main() -> int:
     model, wrong = str(demo_model_path()), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         case = Case(model, *hash_of(model, f"{folder}/hasher", given.hasher), requests(4000))
-        for name, check in ({"quick": quick} if given.quick else {name: PARTS[name] for name in given.parts}).items():
+        quick = {"quick": lambda case: compare(replace(case, prompts=requests(4000, LENGTHS[::4])), (1.0, 0.02))}
+        for name, check in (quick if given.quick else {name: PARTS[name] for name in given.parts}).items():
             print(f"{name}:", flush=True)
             begun, case = time.monotonic(), replace(case, rows=[])
             found = check(case)

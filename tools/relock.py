@@ -92,13 +92,6 @@ def uv(command: str, directory: pathlib.Path) -> str:
     return done.stdout
 
 
-def replace(path: pathlib.Path, text: str) -> None:
-    """Write the whole file or none of it."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
 def check() -> str | None:
     """Return a sentence about what has drifted, or None."""
     project, pinned = (ROOT / "pyproject.toml").read_text(), parse((ROOT / "requirements.txt").read_text())
@@ -121,9 +114,9 @@ def relock(date: datetime.date | None) -> None:
     again, lock = resolve(pinned)
     if again != requirements:
         raise SystemExit("the constraints do not reproduce the resolution they came from; nothing was changed")
-    replace(ROOT / "requirements.txt", requirements)
-    replace(ROOT / "pyproject.toml", pinned)
-    replace(ROOT / "uv.lock", lock)
+    for name, text in (("requirements.txt", requirements), ("pyproject.toml", pinned), ("uv.lock", lock)):
+        (ROOT / f".{name}").write_text(text)
+        os.replace(ROOT / f".{name}", ROOT / name)  # the whole file or none of it
 
 
 def main() -> int:

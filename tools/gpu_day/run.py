@@ -11,8 +11,6 @@ import os
 import xml.etree.ElementTree
 from pathlib import Path
 
-MOST_FAILURES = 25
-
 
 def summary(folder: Path) -> None:
     """Print each row, each failed test with its message, and how each stage ended."""
@@ -21,7 +19,7 @@ def summary(folder: Path) -> None:
         print({name: suite.get(name) for name in ("tests", "failures", "errors", "skipped", "time")})
         problems = [(case, case.find("failure"), case.find("error")) for case in suite.iter("testcase")]
         failed = [(case, a if a is not None else b) for case, a, b in problems if a is not None or b is not None]
-        for case, problem in failed[:MOST_FAILURES]:
+        for case, problem in failed[:25]:
             first = (problem.get("message") or "").partition("\n")[0][:160] if problem is not None else ""
             print(f"FAILED {case.get('classname', '').split('.')[-1]}::{case.get('name')}: {first}")
         print(f"{len(failed)} tests failed")

@@ -64,7 +64,7 @@ class Stage:
             step()
         self.wait()
         if not self.cuda:
-            return _seconds(steps[0]) * 1e6
+            return self.eager_us(steps[:1], rounds=1)[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for step in steps:
@@ -91,9 +91,3 @@ class Stage:
             best.append((time.perf_counter() - begun, queued - begun))
         done, queued = min(best[1:])
         return done * 1e6 / len(steps), queued * 1e6 / len(steps)
-
-
-def _seconds(step: Step) -> float:
-    begun = time.perf_counter()
-    step()
-    return time.perf_counter() - begun

@@ -44,9 +44,8 @@ def overview(results: pathlib.Path) -> Figure:
         left.plot(*zip(*taken, strict=True), label=label, color=colour, linestyle=style, marker="o", linewidth=2)
     _finish(left, "tokens of the document", "seconds")
     _ticks(left, {n: f"{n // 1024}K" for n in lengths}, (10, 20, 50, 100, 200, 500))
-    left.set_title(
-        f"Prompt and {timed['tokens']} tokens: {NAMES[timed['model']]}, {timed['threads']} threads", fontsize=9
-    )
+    of = f"{NAMES[timed['model']]}, {timed['threads']} threads"
+    left.set_title(f"Prompt and {timed['tokens']} tokens: {of}", fontsize=9)
     for method, (label, colour) in METHODS.items():
         place, marker = ([100 * step_share(run, method)], [value(run, method, "kl")]), "D" if method == OURS else "o"
         right.plot(*place, label=label, color=colour, marker=marker, linestyle="", markersize=8)
@@ -66,10 +65,8 @@ def reach(results: pathlib.Path) -> Figure:
     axes = figure.subplots()
     made, *runs = stored(results, f"{REACH[0]}/training"), *(load(results, f"{REACH[0]}/{name}") for name in REACH[1:])
     lengths = [run.config["context"] for run in runs]
-    for method, (label, colour) in {
-        **METHODS,
-        f"8k/{OURS}": ("the same, made from contexts twice as long", GREEN),
-    }.items():
+    longer = {f"8k/{OURS}": ("the same, made from contexts twice as long", GREEN)}
+    for method, (label, colour) in (METHODS | longer).items():
         found = [(run.config["context"], value(run, method, "kl")) for run in runs if method in run.config["methods"]]
         axes.plot(*zip(*found, strict=True), label=label, color=colour, marker="o", linestyle="-:"["/" in method])
     axes.axvline(made["context"], color="#bbbbbb", zorder=0)

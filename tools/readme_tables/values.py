@@ -89,15 +89,11 @@ def step_share(run: Result, method: str) -> float:
     rival = RIVALS.get(name)
     bits = (row.bits or 0) if rival is None else rival.build().kept_bits(width)
     selected = row.budget if rival is None else row.density
-    sums = sums_bytes(width) if method != name else 0
+    vectors, rounded, token = 16 * width, width**2 + 4 * width, 4 * width  # of the sums, in bytes
+    folding = 2 * (vectors + 4 * width**2) + rounded + FOLD * token  # every `FOLD` steps
+    sums = vectors + rounded + (FOLD + 1) / 2 * token + folding / FOLD  # tokens that are not in the sums yet are read
+    sums = sums if method != name else 0
     return (tokens * bits / 8 + (selected or 0.0) * tokens * pair + sums) / (tokens * pair)
-
-
-def sums_bytes(head_dim: int) -> float:
-    """Count the bytes of the remainder's sums that a step reads and writes: the mean over `FOLD` steps."""
-    vectors, rounded, token = 16 * head_dim, head_dim**2 + 4 * head_dim, 4 * head_dim
-    folding = 2 * (vectors + 4 * head_dim**2) + rounded + FOLD * token  # every `FOLD` steps
-    return vectors + rounded + (FOLD + 1) / 2 * token + folding / FOLD  # tokens that are not in the sums yet are read
 
 
 def comparisons(differences: list[dict[str, Any]], run: Result) -> list[dict[str, str]]:
