@@ -71,15 +71,20 @@ def test_an_attachment_is_refused(way):
         way(attachment)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
-def test_copying_an_attached_model_is_refused_in_one_sentence(copied):
+@pytest.mark.parametrize("hasher", [SignHasher(), None])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())]
+)
+def test_copying_an_attached_model_is_refused_in_one_sentence(copied, hasher):
+    """Shallow copies, too, which would keep this model's way to feed prompts, also when it is gone."""
     model, (ids, _) = tiny_model(), prompts((40,))
     dense = generate(model, ids)
-    attachment = attach(model, SignHasher(), WHOLE)
+    attachment = attach(model, hasher, WHOLE if hasher else None)
     with pytest.raises(TypeError, match=r"cannot be copied or pickled; call detach\(\) first"):
         copied(model)
     attachment.detach()
-    assert torch.equal(generate(copy.deepcopy(model), ids), dense)
+    for way in (copy.copy, copy.deepcopy):
+        assert torch.equal(generate(way(model), ids), dense)
 
 
 def saved_cache(cache):
@@ -160,7 +165,7 @@ def test_a_config_of_a_model_that_was_dropped_while_attached_is_free():
     other = AutoModelForCausalLM.from_config(config).eval()
     other.load_state_dict(weights)
     assert other.config is config
-    with pytest.raises(ValueError, match="shares its config object; call detach"):
+    with pytest.raises(ValueError, match=r"its config object; .* returned, or load the model again if that is lost"):
         attach(other, SignHasher())
     del model
     with attach(other, SignHasher(), WHOLE):
