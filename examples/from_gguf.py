@@ -6,8 +6,8 @@
 
 transformers reads the file, dequantises its weights, and builds a tokenizer from its vocabulary, special tokens and
 chat template. Its documentation lists the supported families ("GGUF"). How a tokenizer of byte pairs splits text into
-words is only named in the file; the rules named in `WORDS` are known, others are refused: they would give other tokens
-than the model was trained on. Needs memory for the weights twice.
+words is only named in the file; the rules named in `WORDS` are known, others are refused, and so are other tokenizers,
+such as SentencePiece: they would give other tokens than the model was trained on. Needs memory for the weights twice.
 """
 
 import argparse
@@ -91,10 +91,11 @@ def read_weights(where: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def word_rule(file: pathlib.Path) -> str | None:
-    """Return the tokenizer's rule for splitting text into words; None if it is no tokenizer of byte pairs.
+def word_rule(file: pathlib.Path) -> str:
+    """Return the tokenizer's rule for splitting text into words.
 
-    Raises: UsageError if the rule is not one of `WORDS`, or the file is a part of a model.
+    Raises: UsageError if it is no tokenizer of byte pairs, its rule is not one of `WORDS`, or the file is a part of a
+        model.
     """
     from gguf import GGUFReader  # an optional package: `check` has looked for it
 
@@ -107,12 +108,14 @@ def word_rule(file: pathlib.Path) -> str | None:
         fields[f"tokenizer.ggml.{name}"].contents() if f"tokenizer.ggml.{name}" in fields else None
         for name in ("model", "pre")
     )
-    if kind == "gpt2" and rule not in WORDS:
-        remedy = "without its rule, text would give tokens that the model was not trained on"
+    remedy = "others would give tokens that the model was not trained on; use the model's own folder"
+    if kind != "gpt2":
+        raise UsageError(f"expected a tokenizer of byte pairs, gpt2, got {kind!r} in {file}; {remedy}")
+    if rule not in WORDS:
         raise UsageError(
             f"expected a tokenizer that splits text as {', '.join(WORDS)}, got {rule!r} in {file}; {remedy}"
         )
-    return rule if kind == "gpt2" else None
+    return rule
 
 
 def split_by(rule: str, backend: Tokenizer) -> None:
@@ -135,8 +138,7 @@ def convert(file: pathlib.Path, out: pathlib.Path, dtype: torch.dtype) -> ModelS
         shape = ModelShape.of(config)  # rejects compressed keys
         tokenizer = pretrained(AutoTokenizer, **where)
         model = read_weights(where, config, dtype)
-    if rule is not None:
-        split_by(rule, tokenizer.backend_tokenizer)
+    split_by(rule, tokenizer.backend_tokenizer)
     made = out.with_name(f".{out.name}-{os.getpid()}")
     made.mkdir(parents=True)
     try:

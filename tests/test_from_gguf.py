@@ -40,14 +40,14 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(path, model, kind, rule="gpt-2"):
+def write(path, model, kind, rule="gpt-2", tokenizer="gpt2"):
     """Write the model with weight matrices of this kind of GGML; return it with the weights that they stand for."""
     writer = gguf.GGUFWriter(path, "llama")
     said = {"block_count": CONFIG.num_hidden_layers, "context_length": CONFIG.max_position_embeddings}
     said |= {"embedding_length": CONFIG.hidden_size, "feed_forward_length": CONFIG.intermediate_size}
     said |= {"head_count": CONFIG.num_attention_heads, "head_count_kv": CONFIG.num_key_value_heads}
     said |= {"layer_norm_rms_eps": CONFIG.rms_norm_eps, "rope_freq_base": 10000.0, "vocab_size": len(TOKENS)}
-    said |= {"tokenizer_model": "gpt2", "token_list": TOKENS, "token_merges": MERGES, "tokenizer_pre": rule}
+    said |= {"tokenizer_model": tokenizer, "token_list": TOKENS, "token_merges": MERGES, "tokenizer_pre": rule}
     said |= {"bos_token_id": CONFIG.bos_token_id, "eos_token_id": CONFIG.eos_token_id}
     said["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for name, value in said.items():
@@ -104,9 +104,14 @@ def test_text_gives_the_tokens_that_the_files_rule_says(load, tmp_path, number, 
         assert ids == [75, 78, 86, 260, 259, 260, 220, 77, 68, 86, 260, 220, 15, 16, 15, 266, 267, 268, 269]
 
 
-@pytest.mark.parametrize("rule", ["tekken", "default", None])
-def test_a_rule_that_is_not_known_is_refused_by_name(load, tmp_path, rule, capsys):
-    write(tmp_path / "tiny.gguf", LlamaForCausalLM(CONFIG), "F32", rule)
+KINDS = [("gpt2", "tekken"), ("gpt2", "default"), ("gpt2", None), ("llama", "default"), ("bert", "gpt-2"), (None, None)]
+
+
+@pytest.mark.parametrize(("tokenizer", "rule"), KINDS)
+def test_a_tokenizer_or_rule_that_is_not_known_is_refused_by_name(load, tmp_path, rule, tokenizer, capsys):
+    write(tmp_path / "tiny.gguf", LlamaForCausalLM(CONFIG), "F32", rule, tokenizer)
     assert load("examples", "from_gguf").main([str(tmp_path / "tiny.gguf"), str(tmp_path / "made")]) == 2
-    assert f"splits text as gpt-2, smollm, qwen2, llama-bpe, got {rule!r} in" in capsys.readouterr().err
+    words = f"splits text as gpt-2, smollm, qwen2, llama-bpe, got {rule!r} in"
+    words = words if tokenizer == "gpt2" else f"expected a tokenizer of byte pairs, gpt2, got {tokenizer!r} in"
+    assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

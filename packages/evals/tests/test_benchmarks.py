@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
 import evals
 import numpy as np
+import pandas
 import pytest
 from evals.methods import DENSE
 from evals.results import read_result
@@ -168,8 +170,8 @@ def folder_with(path, **files):
 
 
 def test_a_local_file_includes_a_shipped_task(tmp_path):
-    (tmp_path / "mine.jsonl").write_text((FOLDER / "long.jsonl").read_text())
-    data = "dataset_path: json\ndataset_kwargs: {data_files: {test: mine.jsonl}}\n"
+    (tmp_path / "mine.json").write_text((FOLDER / "long.jsonl").read_text())
+    data = "dataset_path: json\ndataset_kwargs: {data_files: [mine.json, mine.json]}\ntest_split: train\n"
     given = folder_with(
         tmp_path, a=f"include: longbench_triviaqa\ntask: mine\n{data}", b="include: nobody\ntask: other"
     )
@@ -177,6 +179,7 @@ def test_a_local_file_includes_a_shipped_task(tmp_path):
     assert found.name == "mine"
     assert found.task.config.doc_to_text.startswith("Answer the question based on the given passage.")
     assert len(found.task.instances) == 2
+    assert len(found.task.eval_docs) == 2 * (FOLDER / "long.jsonl").read_text().count("\n")
     # Without its own name it replaces the shipped task, also in groups.
     (tmp_path / "a.yaml").write_text(f"include: longbench_triviaqa\n{data}")
     (found,) = load_tasks(LongbenchCommand(tasks=("longbench_triviaqa",), **given))
@@ -209,29 +212,49 @@ def test_longbenchs_own_files_are_its_tasks(tmp_path):
     assert found.task.instances[0].args[0].endswith("Mine?")  # YAML goes before a file of the name
 
 
+def named_files(folder, files, *lines):
+    """The settings of a run on a file x that a YAML names, by itself or behind a good one."""
+    (folder / "good.jsonl").write_text(json.dumps(LINE))
+    ending, table = re.search(r"x\.(\w+)", files)[1], pandas.DataFrame(lines)
+    tables = {"parquet": table.to_parquet, "csv": table.to_csv}
+    tables.get(ending, lambda path: table.to_json(path, orient="records", lines=True))(folder / f"x.{ending}")
+    data = f"dataset_path: {ending if ending in tables else 'json'}\ndataset_kwargs: {{data_files: {files}}}"
+    split = "test" if "test" in files else "train"
+    (folder / "a.yaml").write_text(f"include: longbench_trec\ntask: mine\n{data}\ntest_split: {split}")
+    return LongbenchCommand(tasks=("mine",), include_path=(folder,))
+
+
 TEXTS = "expected a list of one or more texts in `answers`, got "
+NO_ANSWERS = ({"answers": []}, TEXTS + r"\[\]"), ({"answers": "Ann"}, TEXTS + '"Ann"')
+NAMED = "{test: x.json}", "{test: [good.jsonl, x.jsonl]}", "x.jsonl", "[good.jsonl, x.json]"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "words", "files"),
     [
-        ({"answers": None}, "expected the fields answers, context, question, answers is missing"),
-        ({"context": " \n"}, "expected a text in `context`, got none"),
-        ({"answers": []}, TEXTS + r"\[\]"),
-        ({"answers": [""]}, TEXTS),
-        ({"answers": "Ann"}, TEXTS + '"Ann"'),
-        ({"length": "two"}, "`length` is a str, in the lines before a number"),
-        ('{"input": \n', "Expecting value"),
-        ('["Ann"]\n', "expected a JSON object, got list"),
+        ({"answers": None}, "expected the fields answers, context, question, answers is missing", None),
+        ({"context": " \n"}, "expected a text in `context`, got none", None),
+        ({"answers": [""]}, TEXTS, None),
+        ({"length": "two"}, "`length` is a str, in the lines before a number", None),
+        ('{"input": \n', "Expecting value", None),
+        ('["Ann"]\n', "expected a JSON object, got list", None),
+        *((*given, files) for given in NO_ANSWERS for files in (None, *NAMED)),
+        ({"answers": []}, f"row 2: {TEXTS}", "{test: x.parquet}"),
+        ({"answers": "Ann"}, f"row 1: {TEXTS}", "x.csv"),
     ],
 )
-def test_a_line_that_is_no_use_is_named_with_its_number(tmp_path, wrong, words):
-    with pytest.raises(ValueError, match=rf"line 2 of .*trec\.jsonl.*{words}") as raised:
-        load_tasks(own_files(tmp_path, LINE, wrong if isinstance(wrong, str) else LINE | wrong))
+def test_a_line_that_is_no_use_is_named_with_its_number(tmp_path, wrong, words, files, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    good = LINE | {"question": "Who?"}
+    lines = good, wrong if isinstance(wrong, str) else good | wrong
+    command = named_files(tmp_path, files, *lines) if files else own_files(tmp_path, *lines)
+    place = "" if words.startswith("row") else r"line 2 of .*(trec\.jsonl|x\.jsonl?): "
+    with pytest.raises(ValueError, match=f"{place}{words}") as raised:
+        load_tasks(command)
     assert "\n" not in str(raised.value)
 
 
-def test_data_that_cannot_be_scored_is_named_before_the_model_runs(tmp_path):
+def test_data_that_cannot_be_scored_is_named_before_the_model_runs(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"trec\.jsonl has no lines: expected a JSON object with answers, context"):
         load_tasks(own_files(tmp_path, "\n"))
     with pytest.raises(ValueError, match=r"longbench_trec cannot use its data \(TypeError: .*\); check its fields"):
@@ -241,6 +264,9 @@ def test_data_that_cannot_be_scored_is_named_before_the_model_runs(tmp_path):
     broken = f"{OURS}dataset_kwargs: {{data_files: {{test: no.jsonl}}}}"
     with pytest.raises(ValueError, match="cannot load the data of mine, data set json"):
         load_tasks(LongbenchCommand(tasks=("mine",), **folder_with(tmp_path, a=broken)))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"cannot load the data of mine, data set csv .*'question' is undefined"):
+        load_tasks(named_files(tmp_path, "x.csv", LINE))
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from hashtrain.data.corpus import (
     token_ids,
 )
 from hashtrain.data.texts import LEAST, long_lines, require_apart, room_for, shares
+from hashtrain.run.prepare import _texts
+from hashtrain.run.settings import TrainCommand
 from hashtrain.usage import UsageError
 
 MIB = 1 << 20
@@ -235,6 +237,13 @@ def test_training_text_that_holds_the_held_out_text_is_refused():
     for copy in ("# a header\n" + "\n".join(lines), "\n".join(lines[:11]), " one line\n"):
         with pytest.raises(ValueError, match="copy holds most of the held-out text"):
             require_apart([Document("fine", "x"), Document("copy", copy)], validation)
+
+
+def test_a_file_that_is_trained_on_and_held_out_is_named(tmp_path):
+    (tmp_path / "my.txt").write_text("A sentence that is no other's. " * 90)
+    both = TrainCommand(text=(tmp_path / "my.txt",), held_out_text=(tmp_path / "my.txt",), context=512)
+    with pytest.raises(ValueError, match=r"^my\.txt is in what is trained on and in --held-out-text: "):
+        _texts(both, letters, 0)
 
 
 def test_contexts_of_calibration_are_as_long_as_the_reach():

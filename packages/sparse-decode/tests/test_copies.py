@@ -8,16 +8,22 @@ import io
 import os
 import pickle
 import signal
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from hashtrain import Hasher
 from sparse_decode import Attachment, Budget, HashSelector, LshSelector, OracleSelector, RecentSelector, attach
 from sparse_decode.budget import LayerBudget, Tally
+from sparse_decode.caches.cache import HYBRIDS
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+sys.path.append(str(Path(__file__).parents[3] / "tests"))
+import check_families
 
 WHOLE = Budget(1.0)
 MODEL = tiny_model()
@@ -71,41 +77,55 @@ def test_an_attachment_is_refused(way):
         way(attachment)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
-def test_copying_an_attached_model_is_refused_in_one_sentence(copied):
+@pytest.mark.parametrize("hasher", [SignHasher(), None])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())]
+)
+def test_copying_an_attached_model_is_refused_in_one_sentence(copied, hasher):
+    """Shallow copies, too, which would keep this model's way to feed prompts, also when it is gone."""
     model, (ids, _) = tiny_model(), prompts((40,))
     dense = generate(model, ids)
-    attachment = attach(model, SignHasher(), WHOLE)
+    attachment = attach(model, hasher, WHOLE if hasher else None)
     with pytest.raises(TypeError, match=r"cannot be copied or pickled; call detach\(\) first"):
         copied(model)
     attachment.detach()
-    assert torch.equal(generate(copy.deepcopy(model), ids), dense)
+    for way in (copy.copy, copy.deepcopy):
+        assert torch.equal(generate(way(model), ids), dense)
 
 
-def saved_cache(cache):
-    """Write a cache, and read it as a plain one is read, which needs the names of transformers alone."""
-    torch.save(cache, file := io.BytesIO())
-    with torch.serialization.safe_globals([DynamicCache, DynamicLayer, StaticCache, StaticLayer]):
-        return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+PLAIN = [DynamicCache, DynamicLayer, StaticCache, StaticLayer, HYBRIDS[0]]
+
+
+def saved_as_plain(x):
+    """Write a cache, or an output with one, and read it as a plain one, which needs the names of transformers alone."""
+    torch.save(x, file := io.BytesIO())
+    assert b"sparse_decode" not in file.getvalue()
+    with torch.serialization.safe_globals(PLAIN):
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=isinstance(x, Cache))  # it takes no output at all
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", ["dynamic", "growing", "host", "static"])
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_cache])
+@pytest.mark.parametrize("kind", ["dynamic", "growing", "host", "static", "hybrid"])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_as_plain])
 def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):
-    model, (ids, _) = tiny_model(), prompts((40,))
+    """Also as a part of what `generate` returns."""
+    model, (ids, _) = check_families.build("falcon_h1", {}) if kind == "hybrid" else tiny_model(), prompts((40,))
     dense = generate(model, ids)
     monkeypatch.setattr("sparse_decode.interface.FROM", 4)
     budget, kv = LayerBudget(1.0, dense_below=100 * (kind == "growing")), "host" if kind == "host" else "device"
-    with attach(model, SignHasher(), budget, kv=kv):
+    with attach(model, SignHasher(), budget, dense_layers=0, kv=kv):
         cache = StaticCache(model.config, 64) if kind == "static" else DynamicCache(config=model.config)
         model(ids[:, :30], past_key_values=cache)
         model(ids[:, 30:31], past_key_values=cache)
         held = cache.layers[0]
         assert (held.encoder is None, held.on_host) == (kind == "growing", kind == "host")
         twin = way(cache)
+        for name in ("conv_states", "recurrent_states") if kind == "hybrid" else ():
+            assert torch.equal(getattr(twin.layers[0], name)[0], getattr(held, name)[0])
         assert torch.equal(generate(model, ids, past_key_values=twin), dense)
-        assert torch.equal(generate(model, ids, past_key_values=cache), dense)
+        found = way(generate(model, ids, past_key_values=cache, return_dict_in_generate=True))
+        assert torch.equal(found.sequences, dense)
+        assert found.past_key_values.get_seq_length() == dense.shape[1] - 1
 
 
 AFTERWARDS = {
@@ -160,7 +180,7 @@ def test_a_config_of_a_model_that_was_dropped_while_attached_is_free():
     other = AutoModelForCausalLM.from_config(config).eval()
     other.load_state_dict(weights)
     assert other.config is config
-    with pytest.raises(ValueError, match="shares its config object; call detach"):
+    with pytest.raises(ValueError, match=r"its config object; .* returned, or load the model again if that is lost"):
         attach(other, SignHasher())
     del model
     with attach(other, SignHasher(), WHOLE):

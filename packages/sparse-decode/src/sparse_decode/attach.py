@@ -39,6 +39,9 @@ from sparse_decode.planning import plan_layers, require_arguments
 from sparse_decode.select import KeyQueryHasher, Selector
 from sparse_decode.step import SparseLayer
 
+_COPIER = "__reduce_ex__"
+"""What `copy` and `pickle` ask of an object itself, not of its class."""
+
 
 class Attachment:
     """Sparse attention on one model, until `detach`: prompts stay dense, decode steps of full attention are sparse.
@@ -116,7 +119,8 @@ class Attachment:
         dense = dense_name(model)
         name = AttentionName.of(NAMES[dense], dense, model)
         set_attention(model, name)
-        self._name, self._undo = name, [feed_in_chunks(model)]
+        vars(model)[_COPIER] = self.__reduce_ex__  # refuses shallow copies, too, which would keep `feed_in_chunks`
+        self._name, self._undo = name, [feed_in_chunks(model), lambda: vars(model).pop(_COPIER, None)]
         if self.prompt == "sparse":
             self._undo.append(mark_sparse(sparse_modules(model, dense_layers)))
         dense_ones = dense_modules(model, modules)

@@ -89,7 +89,7 @@ def require_attachable(model: PreTrainedModel) -> None:
     if name in NAMES.values():
         raise ValueError(
             "sparse attention is already attached to this model, or to another that shares its config object; "
-            "call detach() on that attachment first"
+            "call detach() on what attach() returned, or load the model again if that is lost"
         )
     if name not in NAMES:
         raise ValueError(

@@ -32,12 +32,12 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from evals.harness.lines import read_lines
+from evals.harness.lines import read_lines, require_texts
 from evals.tasks.benchmark_settings import BenchmarkCommand
 
 _SHIPPED = Path(lm_eval.tasks.__file__).parent
-_UNUSABLE = (OSError, ImportError, LookupError, ValueError, DatasetsError)
-"""Errors of loading a data set: no hub or no file, a missing module, a missing split or resource, a wrong format."""
+_UNUSABLE = (OSError, ImportError, LookupError, ValueError, DatasetsError, jinja2.TemplateError)
+"""Errors of loading a data set: no hub or no file, a missing module, split, resource or field, a wrong format."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,12 @@ def load_tasks(command: BenchmarkCommand) -> list[BenchmarkTask]:
             where, what = ", ".join(map(str, command.include_path)), f"{type(error).__name__}: {one_line(error)}"
             raise ValueError(f"cannot read the tasks of {where or 'lm-evaluation-harness'} ({what})") from error
         names = list(dict.fromkeys(leaf for name in command.tasks for leaf in _leaves(manager, name)))
-        found: dict[str, ConfigurableTask] = {}
+        found: dict[str, tuple[ConfigurableTask, bool]] = {}
         for name in names:
-            found |= _load(manager, name)
-        return [_built(name, task, command) for name, task in found.items()]
+            place = manager.task_index[name].yaml_path
+            own = place is None or not place.is_relative_to(_SHIPPED)
+            found |= {task: (loaded, own) for task, loaded in _load(manager, name).items()}
+        return [_built(name, task, own, command) for name, (task, own) in found.items()]
 
 
 def _manager(command: BenchmarkCommand) -> TaskManager:
@@ -168,16 +170,18 @@ def _register(
     if config.get("dataset_path") == "json" and not files:  # which `datasets` takes for all JSON below this folder
         given = "`dataset_path: json` without `dataset_kwargs: {data_files: ...}`"
         raise ValueError(f"{config.get('task')} of {folder} has {given}, expected files")
-    if config.get("dataset_path") == "json" and isinstance(files, dict) and all(map(_is_lines, files.values())):
+    named: dict[Any, Any] = files if isinstance(files, dict) else {"train": files}  # as `datasets` does
+    splits = {name: [given] if isinstance(given, str) else given for name, given in named.items()}
+    if config.get("dataset_path") == "json" and all(map(_are_local, splits.values())):
         needed = _fields(config)
-        data = {name: read_lines(Path(file), needed, command.references) for name, file in files.items()}
+        data = {name: read_lines([*map(Path, given)], needed, command.references) for name, given in splits.items()}
         config |= {"custom_dataset": lambda **_: datasets.DatasetDict(data), "dataset_kwargs": None}
     any_task = next(entry for entry in manager.task_index.values() if entry.kind.name == "TASK")
     manager.task_index[config["task"]] = replace(any_task, name=config["task"], yaml_path=None, cfg=config, tags=set())
 
 
-def _is_lines(file: object) -> bool:
-    return isinstance(file, str) and file.endswith(".jsonl") and Path(file).is_file()
+def _are_local(files: object) -> bool:
+    return isinstance(files, list) and bool(files) and all(isinstance(x, str) and Path(x).is_file() for x in files)
 
 
 def _fields(config: dict[str, Any]) -> set[str]:
@@ -230,18 +234,25 @@ def _load(manager: TaskManager, name: str) -> dict[str, ConfigurableTask]:
         ) from error
 
 
-def _built(name: str, task: ConfigurableTask, command: BenchmarkCommand) -> BenchmarkTask:
-    """Set the number of examples, as the harness does, and compute a digest of all prompts and targets."""
-    own = task.config.num_fewshot
-    if own is None or (own and command.shots is not None):
+def _built(name: str, task: ConfigurableTask, own: bool, command: BenchmarkCommand) -> BenchmarkTask:
+    """Set the number of examples, as the harness does, and compute a digest of all prompts and targets.
+
+    Args: own: whether it is the user's task, whose answers may have come from any kind of file.
+    """
+    shots, references = task.config.num_fewshot, command.references
+    if shots is None or (shots and command.shots is not None):
         task.set_config("num_fewshot", command.shots or 0)
     task.set_fewshot_seed(command.seed)
     try:
+        scored = own and references and references in str(task.config.doc_to_target)
+        documents: Any = task.eval_docs if scored else ()
+        for number, document in enumerate(documents, 1):
+            require_texts(document.get(references), references, f"row {number}: ")
         task.build_all_requests(limit=command.limit)
         for x in task.instances if task.OUTPUT_TYPE == "generate_until" else ():
             target = task.doc_to_target(x.doc)  # scored before the model is run, because that may take days
             task.process_results(x.doc, [str(target[0]) if isinstance(target, list) else str(target)])
-    except (*_UNUSABLE, jinja2.TemplateError, TypeError, AttributeError, ArithmeticError, StopIteration) as error:
+    except (*_UNUSABLE, TypeError, AttributeError, ArithmeticError, StopIteration) as error:
         raise ValueError(
             f"{name} cannot use its data ({type(error).__name__}: {one_line(error)}); check its fields"
         ) from error

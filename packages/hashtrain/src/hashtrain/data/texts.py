@@ -94,10 +94,11 @@ def _files(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
 
 
-def require_apart(train: Sequence[Document], validation: Sequence[Document]) -> None:
+def require_apart(train: Sequence[Document], validation: Sequence[Document], given: bool = False) -> None:
     """Reject a training document that equals a held-out one or contains most of its long lines, or all of one that was
     cut from the same text.
 
+    Args: given: whether the held-out texts were, by --held-out-text, and not cut from those of training.
     Raises: ValueError naming the first such pair: results on training text would be meaningless.
     """
     texts = {document.text.strip(): document for document in validation}
@@ -115,6 +116,9 @@ def require_apart(train: Sequence[Document], validation: Sequence[Document]) -> 
         if (part := parts.get(document.name)) and part.text.strip() in document.text:
             copies.append(part)
         same = texts.get(document.text.strip()) or next(iter(copies), None)
+        if same and same.name == document.name and given:
+            what = "is in what is trained on and in --held-out-text: expected it in one"
+            raise ValueError(f"{same.name} {what}; leave it out of the other")
         if same and same.name == document.name:
             what = "is also in what is trained on: it repeats itself, or two texts have that name"
             raise ValueError(f"the held-out part of {same.name} {what}; give another text, or --held-out-text")

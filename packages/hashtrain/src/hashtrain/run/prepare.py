@@ -141,6 +141,7 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase, reach: int
     else:
         validation = held_out_sources()
     held = numbered_contexts(validation, tokenizer, command.context, command.held_out, command.seed)
-    require_apart(train, [validation[number] for number in sorted({number for number, _ in held})])
+    used = [validation[number] for number in sorted({number for number, _ in held})]
+    require_apart(train, used, given=bool(command.held_out_text))
     found = [ids for _, ids in numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)]
     return [found, [ids for _, ids in held], far_contexts(train, tokenizer, found, reach, command.seed)]
