@@ -14,6 +14,7 @@ from evals.machine import environment
 from evals.results import Row, read_result, rows_to_text
 from evals.runner import RunFolder
 from fuzz_damage import altered, damaged, folder, found, one_of
+from fuzz_places import somewhere
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.adapters import base_of
 from hashtrain.convert import convert
@@ -104,7 +105,7 @@ def published_list(rng) -> None:
 def captured() -> Capture:
     """A capture of two contexts."""
     stored = Capture(folder() / "capture", 2)
-    stored.folder.mkdir()
+    stored.folder.mkdir(exist_ok=True)  # by a fork
     for number in range(2):
         sizes = {"q.0": (1, 2, 4, 8), "k.0": (1, 1, 4, 8)}
         save_file({k: torch.randn(v) for k, v in sizes.items()}, stored.file(number), metadata={"scaling.0": "0.5"})
@@ -161,7 +162,7 @@ def run_files():
     rows = [ROW, Row(*astuple(ROW)[:1], "recent", "recent", None, *astuple(ROW)[4:])]
     files = {"config": CONFIG, "environment": environment(), "rows": json.loads(rows_to_text(rows))}
     files |= {f"samples/000{i}": {"document": f"{i}", "tokens": "abc", "cells": [CELL, CELL]} for i in range(2)}
-    (folder() / "run" / "samples").mkdir(parents=True)
+    (folder() / "run" / "samples").mkdir(parents=True, exist_ok=True)
     for file, value in files.items():
         (folder() / "run" / f"{file}.json").write_text(json.dumps(value))
     return files
@@ -244,6 +245,7 @@ KINDS = (
 )
 
 
+@somewhere
 def case(rng) -> int:
     """Damage one file; return 1."""
     one_of(rng, KINDS)(rng)

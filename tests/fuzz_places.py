@@ -3,6 +3,7 @@
 import functools
 import importlib
 import multiprocessing
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -19,14 +20,14 @@ def somewhere(work: Callable[..., Any]) -> Callable[[np.random.Generator], Any]:
     @functools.wraps(work)
     def case(rng: np.random.Generator) -> Any:
         place = str(rng.choice(["here", "thread", "fork", "spawn"], p=[0.9, 0.04, 0.03, 0.03]))
-        if place == "here":
-            return work(rng)
-        if place == "spawn":
-            return _spawned().submit(_call, work.__module__, rng).result(LONG)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+            if place == "here":
+                return work(rng)
+            if place == "spawn":
+                return _spawned().submit(_call, work.__module__, rng).result(LONG)
             fork = multiprocessing.get_context("fork")
-            with ThreadPoolExecutor(1) if place == "thread" else ProcessPoolExecutor(1, fork) as pool:
+            with ThreadPoolExecutor(1) if place == "thread" else ProcessPoolExecutor(1, fork, _forked) as pool:
                 return pool.submit(_call, work.__module__, rng).result(LONG)
 
     return case
@@ -35,6 +36,12 @@ def somewhere(work: Callable[..., Any]) -> Callable[[np.random.Generator], Any]:
 @functools.cache
 def _spawned() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def _forked() -> None:
+    """Have torch wait for no thread of its own, of which a fork has no copy."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 def _call(module: str, rng: np.random.Generator) -> Any:

@@ -3,16 +3,18 @@
 import copy
 import itertools
 import multiprocessing
+import pickle
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
-from hashcore import BitIndex, reference, unpack
+from hashcore import BitIndex, cpu, reference, unpack
 from hashcore.index import encoder, rows
-from hashcore_samples import assert_same, codes_of, same_state, vectors_of
+from hashcore_samples import assert_same, codes_of, on_threads, same_state, vectors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba.core.compiler_lock import global_compiler_lock
@@ -61,6 +63,21 @@ def test_many_ids_mark_their_rows_whatever_their_form(form, gaps):
             content.allowed(np.append(ids.astype(np.int64), wrong), others=False)
     with pytest.raises(ValueError, match=f"got {2**63 + 7}, which is not"):
         content.allowed(np.append(ids.astype(np.uint64), np.uint64(2**63 + 7)), others=False)
+
+
+@pytest.mark.parametrize("words", [3, 4])
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 1])
+def test_filters_hold_in_each_of_several_parts(words, share):
+    """Parts begin within a word of the bitmap; of one row in a hundred, all are wanted; some parts have none."""
+    codes, queries, ids = codes_of(0, 9001, words, 9), codes_of(1, 2, words, 9), np.arange(9001)[::-1]
+    index, spread = BitIndex.from_codes(codes, ids), np.random.default_rng(0).random(9001) < share
+    spread[[2999, 3000, 5999, 6000]] |= share > 0  # where parts end and begin
+    for chosen in (spread, np.sort(spread)):
+        scores, at = reference.search(queries, codes[chosen], k := min(110, int(chosen.sum())))
+        for among in ({"ids": chosen}, {"ids": ids[chosen]}, {"without": ~chosen}, {"without": ids[~chosen]}):
+            with on_threads(6), mock.patch.object(cpu, "_run", wraps=cpu._run) as run:
+                assert_same(index.search(queries, k, **among), (scores, ids[chosen][at]))
+            assert [call.args[0].parts for call in run.call_args_list] == [3] * bool(k)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 16, 48])
@@ -218,6 +235,35 @@ def test_a_search_sees_every_change_whole():
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 X = vectors_of(0, 30, 40)
+
+
+def in_a_pool(index, method):
+    with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+        return pool.submit(copy.copy, index).result(120)
+
+
+WAYS = {
+    **{"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda index: pickle.loads(pickle.dumps(index))},
+    **{method: lambda index, method=method: in_a_pool(index, method) for method in ("fork", "spawn")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_is_an_index_of_its_own(way, tmp_path):
+    """Both are given the same ids in another order, for which there is room behind their rows: each keeps its own."""
+    made = BitIndex.from_vectors(X, np.arange(30)[::-1])
+    made.save(tmp_path / "index")
+    for index in (made, BitIndex.load(tmp_path / "index")):
+        assert 7 in index  # where each id stands is kept
+        both = (index, np.array([0, 1])), (WAYS[way](index), np.array([1, 0]))
+        same_state(*(each for each, _ in both))
+        for each, at in both:
+            each.add(X[at], 90 + at)
+        for each, at in both:
+            assert list(each) == [*range(30)[::-1], *(90 + at)]
+            assert_same(each.codes[30:], each.encode(X[at]))
+            assert 90 in each
+            assert 91 in each
 
 
 def exit_code_of(work, *given):

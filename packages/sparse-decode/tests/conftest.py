@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[2] / "hashcore" / "tests"))  # for hostsim
+sys.path.append(str(Path(__file__).parents[3] / "tests"))  # for fuzzing and check_families
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from typing import Any
 import hashcore
 import numpy as np
 import torch
+from fuzz_places import somewhere
 from sparse_decode.caches.cache import retype
 from sparse_decode.caches.cache_encoder import Encoder
 from sparse_decode.caches.growing import Owned
@@ -156,11 +157,11 @@ class Pair:
         self.batch, self.starts = len(rows), None if self.starts is None else self.starts[rows]
 
     def _copy(self, way: str) -> None:
-        before = self.layers[0]
-        self.layers[0] = copy.deepcopy(before) if way == "copy" else pickle.loads(pickle.dumps(before))
+        before, stored = self.layers[0], pickle.dumps(self.layers[0])
+        self.layers[0] = copy.deepcopy(before) if way == "copy" else pickle.loads(stored)
         before.reset()  # must not show in the copy
         if way == "pickle":
-            assert b"sparse_decode" not in pickle.dumps(self.layers[0])
+            assert b"sparse_decode" not in stored
             assert type(self.layers[0]) is type(self.layers[1])
             self.attach()
 
@@ -234,6 +235,7 @@ def run_round(seed: int, kind: str | None = None) -> int:
     return ROUND
 
 
+@somewhere
 @torch.no_grad()
 def case(rng: np.random.Generator) -> int:
     """Do one round that the generator draws; returns the steps done."""

@@ -3,9 +3,7 @@
 tests/check_families.py runs every family; here are those that differ from the common shape.
 """
 
-import sys
-from pathlib import Path
-
+import check_families
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,9 +16,6 @@ from sparse_decode.model import FLASH
 from sparse_decode_doubles import SIZES, Auditor, SignHasher, generate, prompts, tiny_model
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-sys.path.append(str(Path(__file__).parents[3] / "tests"))
-import check_families
 
 WHOLE, FIFTH = Budget(1.0), Budget(0.2, min_tokens=2, sink=0, recent=0)
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

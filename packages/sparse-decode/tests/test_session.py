@@ -2,20 +2,16 @@
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fuzz_damage import damaged
 from safetensors import safe_open
 from sparse_decode import Budget, HashSelector, OracleSelector, attach, session
 from sparse_decode.caches.growing import GrowingLayer
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
-
-sys.path.append(str(Path(__file__).parents[3] / "tests"))
-from fuzz_damage import damaged
 
 MUTATIONS = 400
 
