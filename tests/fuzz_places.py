@@ -27,7 +27,8 @@ def somewhere(work: Callable[..., Any]) -> Callable[[np.random.Generator], Any]:
             if place == "spawn":
                 return _spawned().submit(_call, work.__module__, rng).result(LONG)
             fork = multiprocessing.get_context("fork")
-            with ThreadPoolExecutor(1) if place == "thread" else ProcessPoolExecutor(1, fork, _forked) as pool:
+            alone = getattr(sys.modules.get("torch"), "set_num_threads", None)  # a fork would wait for torch's threads
+            with ThreadPoolExecutor(1) if place == "thread" else ProcessPoolExecutor(1, fork, alone, (1,)) as pool:
                 return pool.submit(_call, work.__module__, rng).result(LONG)
 
     return case
@@ -36,12 +37,6 @@ def somewhere(work: Callable[..., Any]) -> Callable[[np.random.Generator], Any]:
 @functools.cache
 def _spawned() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-
-def _forked() -> None:
-    """Have torch wait for no thread of its own, of which a fork has no copy."""
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(1)
 
 
 def _call(module: str, rng: np.random.Generator) -> Any:
