@@ -82,12 +82,6 @@ def test_slots_beyond_the_widest_row_stay_empty(most):
         assert (actual[..., 4:] == empty).all()
 
 
-def test_the_default_search_of_a_decode_step_launches_nothing_but_kernels(rng, on_device):
-    tensors = torch.from_numpy(random_codes(rng, 2, 3, 4)), torch.from_numpy(random_codes(rng, 2, 300, 4))
-    hashcore.search(*tensors, 9, (1, 2, 4), order="index")
-    assert on_device.kernels == ["list_candidates", "select_64"]
-
-
 ONE = torch.zeros(5, 4, dtype=torch.int32)
 META, ARRAY, KIND = ONE.to("meta"), ONE.numpy(), "; convert them to one kind"
 REFUSED = [

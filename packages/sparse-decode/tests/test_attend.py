@@ -55,17 +55,14 @@ def both(backend, inputs, order=0, pages=0, always=None, ends=(0, 0), rest=None,
     return ours
 
 
+SIZES = st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 2, 3)])  # batch, queries, KV heads
+
+
 @settings(deadline=None, max_examples=60)
 @given(
-    kind=st.sampled_from(OF_CPU),
-    group=st.integers(1, 16),
-    sizes=st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 2, 3)]),
-    tokens=st.integers(1, 200),
-    width=st.sampled_from([0, 1, 3, TILE - 1, TILE, TILE + 1, 64, 3 * TILE, 300]),
-    softcap=st.sampled_from([None, 0.5, 30.0]),
-    sink=st.booleans(),
-    per_query_head=st.booleans(),
-    seed=st.integers(0, 99),
+    *(st.sampled_from(OF_CPU), st.integers(1, 16), SIZES, st.integers(1, 200)),
+    *(st.sampled_from([0, 1, 3, TILE - 1, TILE, TILE + 1, 64, 3 * TILE, 300]), st.sampled_from([None, 0.5, 30.0])),
+    *(st.booleans(), st.booleans(), st.integers(0, 99)),
 )
 def test_equals_the_reference_on_the_cpu(kind, group, sizes, tokens, width, softcap, sink, per_query_head, seed):
     batch, queries, sets = sizes
@@ -79,17 +76,9 @@ def test_equals_the_reference_on_the_cpu(kind, group, sizes, tokens, width, soft
 
 @settings(deadline=None, max_examples=24)
 @given(
-    kind=st.sampled_from(KINDS),
-    group=st.integers(1, 16),
-    sizes=st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 2, 3)]),
-    tokens=st.integers(1, 200),
-    width=st.sampled_from([0, 1, 15, 16, 17, 64, 65, 300]),
-    softcap=st.sampled_from([None, 2.0, 30.0]),
-    sink=st.booleans(),
-    more=st.sampled_from(["", "ends", "listed"]),
-    rest=st.booleans(),
-    order=st.sampled_from(ORDERS),
-    seed=st.integers(0, 99),
+    *(st.sampled_from(KINDS), st.integers(1, 16), SIZES, st.integers(1, 200)),
+    *(st.sampled_from([0, 1, 15, 16, 17, 64, 65, 300]), st.sampled_from([None, 2.0, 30.0]), st.booleans()),
+    *(st.sampled_from(["", "ends", "listed"]), st.booleans(), st.sampled_from(ORDERS), st.integers(0, 99)),
 )
 def test_equals_the_reference_on_cuda(kind, group, sizes, tokens, width, softcap, sink, more, rest, order, seed):
     (batch, queries, sets), ends = sizes, (3, 2) if more == "ends" else (0, 0)

@@ -1,6 +1,11 @@
 """Session files: a loaded cache continues as the saved one would, and no other file is taken for one."""
 
+import hashlib
+import itertools
+import json
+import math
 import os
+import re
 import signal
 
 import numpy as np
@@ -23,12 +28,12 @@ def prefilled(model, ids, mask=None):
 
 
 @pytest.fixture
-def saved(tmp_path, monkeypatch):
+def saved(tmp_path, monkeypatch, request):
     """A model with a hasher, its attachment, a prompt of 60 tokens, and the session file of all but its last."""
     monkeypatch.setattr(session, "ROOM", 1)
     model = tiny_model()
     ids, _ = prompts((60,))
-    with attach(model, hasher_for(model), Budget(0.2)) as attachment:
+    with attach(model, hasher_for(model, remainder=getattr(request, "param", True)), Budget(0.2)) as attachment:
         attachment.save(prefilled(model, ids[:, :-1]), tmp_path / "saved.kv", ids[:, :-1])
         yield attachment, ids, tmp_path / "saved.kv"
 
@@ -141,6 +146,40 @@ def test_a_damaged_file_is_refused_in_one_sentence(saved):
             with pytest.raises(ValueError, match="is not a usable session file: ") as refused:
                 attachment.load(path)
             assert "\n" not in str(refused.value)
+
+
+def forgeries(header):
+    """Headers with another text, or other numbers, in one place, or without what is there; values' are as keys'."""
+    for name, entry in header.items():
+        rest = {other: header[other] for other in header if other != name}
+        for key, value in entry.items() if name[:8] in ("tokens", "layers.0", "__metada") else ():
+            news = ["", "F32", "F64", "I32", "I64", "BF16"]
+            if isinstance(value, list):
+                pairs = itertools.product(range(len(value)), repeat=2)
+                news = [[n << (at == i) >> (at == j) for at, n in enumerate(value)] for i, j in pairs]
+                news += [value[::-1], [math.prod(value)], [*value, 1]]
+            names = {name, name.replace("keys", "values")}
+            yield from (header | {one: header[one] | {key: new} for one in names} for new in news)
+            yield rest | {name: {other: entry[other] for other in entry if other != key}}
+        yield rest | {"another": entry}
+
+
+@pytest.mark.parametrize("saved", [True, False], indirect=True, ids=["remainder", "no remainder"])
+def test_a_forged_header_above_its_right_checksum_is_refused_or_says_the_same(saved):
+    attachment, ids, path = saved
+    content, model, n = path.read_bytes(), attachment.model, int.from_bytes(path.read_bytes()[:8], "little")
+    wanted = generate(model, ids, None, 4, past_key_values=attachment.load(path)[0])
+    for header in forgeries(json.loads(content[8 : 8 + n])):
+        header["__metadata__"] = header.get("__metadata__", {}) | {"header": session._BLANK}
+        text = json.dumps(header).encode().ljust(n)
+        text = text.replace(session._BLANK.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + n :])
+        words = ""
+        try:
+            tokens = generate(model, ids, None, 4, past_key_values=attachment.load(path)[0])
+        except ValueError as error:
+            words = str(error)
+        assert re.fullmatch(".* is not a usable session file: .*", words) if words else torch.equal(tokens, wanted)
 
 
 def test_without_the_checksum_of_the_arrays_that_of_the_header_still_counts(saved):

@@ -196,11 +196,15 @@ def sparse_modules(model: PreTrainedModel, dense_layers: Collection[int]) -> dic
     return chosen
 
 
-def dense_modules(model: PreTrainedModel, sparse: Collection[int]) -> list[Attention]:
-    """Return the other self-attention modules with their own keys, including sliding ones."""
+def with_own_keys(model: PreTrainedModel) -> list[Attention]:
+    """Return the self-attention modules with their own keys, including sliding ones."""
     config = text_decoder(model).config
-    own = [m for m in attention_modules(model) if not m.crosses and m.layer not in sparse and m.reaches_us]
-    return [m for m in own if not _reuses(config, m.layer)]
+    return [m for m in attention_modules(model) if not (m.crosses or _reuses(config, m.layer))]
+
+
+def dense_modules(model: PreTrainedModel, sparse: Collection[int]) -> list[Attention]:
+    """Return those that are not sparse."""
+    return [m for m in with_own_keys(model) if m.layer not in sparse and m.reaches_us]
 
 
 def require_kernels(

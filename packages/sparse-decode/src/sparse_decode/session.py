@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
-from hashtrain import Hasher
+from hashtrain import Hasher, ModelShape
 from hashtrain.data.capture import weights_hash
 from hashtrain.files.atomic import replace
 from hashtrain.files.untrusted import MAX_HEADER_BYTES
@@ -36,7 +36,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from sparse_decode.caches.cache import retype
 from sparse_decode.caches.growing import GrowingLayer
-from sparse_decode.model import attention_modules
+from sparse_decode.model import with_own_keys
 from sparse_decode.modes import ordinary_tensors
 from sparse_decode.select import HashSelector, Selector
 from sparse_decode.step import SparseLayer
@@ -54,6 +54,7 @@ _WHOLE = DynamicLayer, GrowingLayer
 _SUMS = "keys", "values", "spread", "starts"
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
           torch.int32: "I32"}  # fmt: skip
+_FLOATS = "F64", "F32", "BF16", "F16"
 
 
 class _Array(NamedTuple):
@@ -102,19 +103,27 @@ class _File:
         """Raise ValueError if any byte of an array has changed."""
         with self._path.open("rb") as file:
             file.seek(self._start)
-            if hashlib.file_digest(file, "sha256").hexdigest() != self.facts["data"]:
+            if hashlib.file_digest(file, "sha256").hexdigest() != self.facts.get("data"):
                 self.refuse("the checksum of its arrays does not match")
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def mapped(self, name: str) -> Tensor:
-        """Map an array: its pages are read when used, and copied when written."""
+    def mapped(self, name: str, kinds: Sequence[str], *shape: int | None) -> Tensor:
+        """Map an array: its pages are read when used, and copied when written.
+
+        Raises: ValueError if it is missing, or not of one of these kinds, or of another shape; None is any number.
+        """
+        found: Any = self._held.get_slice(name) if name in self else None
+        kind, sizes = ("none", []) if found is None else (found.get_dtype(), found.get_shape())
+        alike = len(sizes) == len(shape) and all(n in (None, m) for n, m in zip(shape, sizes, strict=True))
+        if kind not in kinds or not alike:
+            self.refuse(f"expected {name} of {' or '.join(kinds)} {[*shape]}, got {kind} {sizes}")
         return self._held.get_tensor(name)
 
-    def read(self, name: str, device: torch.device) -> Tensor:
+    def read(self, name: str, device: torch.device, kind: str, *shape: int | None) -> Tensor:
         """Read an array to a device."""
-        return self.mapped(name).to(device, copy=True)
+        return self.mapped(name, [kind], *shape).to(device, copy=True)
 
 
 # ---- Saving ----------------------------------------------------------------------------------------------------------
@@ -216,15 +225,15 @@ def load(
         _require_bound(attachment, file)
         if verify:
             file.verify()
-        ids = file.read("tokens", torch.device("cpu"))
+        ids = file.read("tokens", torch.device("cpu"), "I64", None, None)
         n = ids.shape[1]
         kept = n if tokens is None else _common(file, ids, _as_ids(tokens))
         cache = DynamicCache(config=attachment.model.config)
         own = attachment.model.device
-        placed = {found.layer: found.device or own for found in attention_modules(attachment.model)}
+        placed = {found.layer: found.device or own for found in with_own_keys(attachment.model)}
         for index, layer in enumerate(cache.layers):
-            if f"layers.{index}.keys" in file:
-                _fill(attachment, file, index, layer, (n, kept), placed.get(index, own))
+            if index in placed or f"layers.{index}.keys" in file:
+                _fill(attachment, file, index, layer, (len(ids), n, kept), placed.get(index, own))
     return cache, ids[:, :kept].to(own)
 
 
@@ -232,7 +241,7 @@ def _require_bound(attachment: "Attachment", file: _File) -> None:
     """Raise ValueError if a file is of another model or hasher."""
     remedy = "load it with what saved it, or delete it"
     for name, own in _bound(attachment).items():
-        if own and (stored := file.facts[name]) != own:
+        if own and (stored := file.facts.get(name, "")) != own:
             file.refuse(f"expected one of this {name} ({own[:12]}), got {stored[:12] or 'none'}", remedy)
     for index, sparse in attachment._layers.items():
         if sparse.selector.needs_codes and f"layers.{index}.codes" not in file:
@@ -252,12 +261,19 @@ def _common(file: _File, stored: Tensor, ids: Tensor) -> int:
 
 
 def _fill(
-    attachment: "Attachment", file: _File, index: int, layer: Any, tokens: tuple[int, int], device: torch.device
+    attachment: "Attachment", file: _File, index: int, layer: Any, tokens: tuple[int, int, int], device: torch.device
 ) -> None:
-    """Fill a layer of a new cache. Args: tokens: how many the file holds, and how many of them to take."""
-    at, sparse, (n, kept) = f"layers.{index}.", attachment._layers.get(index), tokens
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        keys, values = file.read(at + "keys", device), file.read(at + "values", device)
+    """Fill a layer of a new cache. Args: tokens: sequences, how many tokens of each are there, and how many to take."""
+    at, sparse, (batch, n, kept) = f"layers.{index}.", attachment._layers.get(index), tokens
+    sliding = isinstance(layer, DynamicSlidingWindowLayer)
+    heads = None if sparse is None else ModelShape.of(attachment._config).at(index)  # other layers may have other heads
+    size = (None, None) if heads is None else (heads.num_kv_heads, heads.head_dim)
+    keys = file.mapped(at + "keys", _FLOATS, batch, size[0], None, size[1])
+    values = file.mapped(at + "values", [_NAMES[keys.dtype]], *keys.shape[:3], None)
+    if (rows := keys.shape[2]) != n and (rows > n) == sliding:
+        file.refuse(f"expected {n} tokens in layer {index}, got room for {rows}")
+    if sliding:
+        keys, values = keys.to(device, copy=True), values.to(device, copy=True)
         if kept < n and keys.shape[2] < n:
             remedy = "begin the prompt with all of them"
             file.refuse(f"expected a prompt with its {n} tokens, got {kept}: sliding layers cannot be cut", remedy)
@@ -265,20 +281,27 @@ def _fill(
         layer.keys, layer.values = keys[:, :, :kept], values[:, :, :kept]
         layer.cumulative_length = kept
         return
-    keys, values = file.mapped(at + "keys"), file.mapped(at + "values")
     if sparse is None or not sparse.selector.needs_codes:
         return retype(layer, attachment._owned).hold(keys.to(device), values.to(device), kept, device)
+    own, words = sparse.encoder.code_shape(keys)
+    codes = file.mapped(at + "codes", ["I32"], batch, own, rows, words)
     on_host = attachment._on_host
     held = retype(layer, attachment._owned, sparse.encoder, on_host)
     if on_host and device.type == "cuda":
         keys, values = keys.pin_memory(), values.pin_memory()
     elif not on_host:
         keys, values = keys.to(device), values.to(device)
-    if length := int(file.mapped(at + "sums.length")):
-        parts = (file.read(f"{at}sums.{name}", device) if f"{at}sums.{name}" in file else None for name in _SUMS)
-        held.sums.restore(*parts, length=length)
+    if length := int(file.mapped(at + "sums.length", ["I64"], 1)):
+        (*of, _, width), deep = keys.shape, values.shape[3]
+        held.sums.restore(
+            file.read(at + "sums.keys", device, "F64", *of, width),
+            file.read(at + "sums.values", device, "F64", *of, deep),
+            file.read(at + "sums.spread", device, "F32", *of, width, deep),
+            file.read(at + "sums.starts", device, "I64", batch) if at + "sums.starts" in file else None,
+            length,
+        )
         held.sums.drop(keys[:, :, :n], values[:, :, :n], kept)
-    held._codes.hold(file.mapped(at + "codes").to(device), kept)
+    held._codes.hold(codes.to(device), kept)
     held.hold(keys, values, kept, device)
 
 
