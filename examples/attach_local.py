@@ -37,7 +37,7 @@ def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt:
 @torch.no_grad()
 def agreement(model: PreTrainedModel, prompt: Tensor, written: list[int]) -> float:
     """Return the share of the written tokens that the model, as attached now, finds most likely."""
-    new = torch.tensor([written], device=prompt.device)
+    new = torch.tensor([written], dtype=prompt.dtype, device=prompt.device)
     logits = model(torch.cat([prompt, new], dim=1), use_cache=False).logits
     return (logits[:, prompt.shape[1] - 1 : -1].argmax(-1) == new).float().mean().item()
 

@@ -91,7 +91,7 @@ class Chat:
         reused = self._reuse(prompt)
         self._attachment.reset_density()
         streamer = TimedStreamer(self._tokenizer, write, skip_special_tokens=True)
-        ids = torch.tensor([prompt], device=self._model.device)
+        ids = torch.tensor([prompt], dtype=torch.int64, device=self._model.device)
         cached: dict[str, Any] = {"past_key_values": self._cache, "attention_mask": torch.ones_like(ids)}
         made: Any = self._model.generate(ids, streamer=streamer, **cached, **self._settings)  # pyright: ignore[reportCallIssue]
         self.ids = made[0].tolist()

@@ -76,16 +76,17 @@ def test_versions_are_those_of_the_changelogs_and_of_the_ranges_that_others_of_o
             assert not one.specifier.contains(f"{version.major + 1}.0.0"), one
 
 
-MAKERS = {"empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
+MAKERS = {"empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randn", "tensor", "zeros"}
 
 
 def test_every_tensor_made_has_a_dtype():
-    """Else it has torch's default one, which a caller may have set to that of a model."""
+    """Else it has torch's default one, which a caller may have set to that of a model; `arange`, if of fractions."""
     found = []
-    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
-        for node in ast.walk(ast.parse(path.read_text(), path)):
-            made = isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.")
-            if made in MAKERS and ast.unparse(node.func) != made and "dtype" not in {x.arg for x in node.keywords}:
+    for path in sorted([*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("examples/*.py")]):
+        for node in (node for node in ast.walk(ast.parse(path.read_text(), path)) if isinstance(node, ast.Call)):
+            torch, _, made = ast.unparse(node.func).rpartition(".")
+            made_real = made in MAKERS or (made == "arange" and re.search(r"\d\.\d|[^/]/[^/]", ast.unparse(node)))
+            if torch == "torch" and made_real and "dtype" not in {x.arg for x in node.keywords}:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not found
 

@@ -57,15 +57,16 @@ def main() -> int:
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how) as process:
                 printed = [print(line, end="", flush=True) or line.rstrip() for line in process.stdout]
             taken.append({"title": title + " ..." * bool(goes_on), "seconds": round(time.monotonic() - began, 1)})
+            print(taken[-1], flush=True)
             taken[-1]["printed"] = printed[-LINES:]
             if process.returncode:
                 print(f"check_readme: `{title}` ended with exit code {process.returncode}", file=sys.stderr)
                 return 1
-        disk = sum(path.lstat().st_size for path in (folder / "clone" / ".venv").rglob("*"))
-    if given.out is not None:
-        machine = {"python": "3.11", "processor": processor(), "cores": os.cpu_count(), "disk": disk}
-        record = {"date": datetime.date.today().isoformat(), **machine, "blocks": taken}
-        write_text(given.out, json.dumps(record, indent=1) + "\n")
+            if given.out is not None:
+                disk = sum(path.lstat().st_size for path in (folder / "clone" / ".venv").rglob("*"))
+                machine = {"python": "3.11", "processor": processor(), "cores": os.cpu_count(), "disk": disk}
+                record = {"date": datetime.date.today().isoformat(), **machine, "blocks": taken}
+                write_text(given.out, json.dumps(record, indent=1) + "\n")
     return 0
 
 

@@ -65,7 +65,7 @@ def assignment(tokenizer: "PreTrainedTokenizerBase", length: int, depth: float, 
     draw = random.Random(f"single {seed}")
     name, value = draw.choice(NAMES), draw.randrange(1000, 10000)
     text = f" {value}"
-    answer = _ids(tokenizer, text)
+    answer = torch.tensor(_ids(tokenizer, text), dtype=torch.int64)
     room = length - len(answer)
     filler = [_filler(draw) for _ in range(room)]  # every line has at least one token
 
@@ -75,7 +75,7 @@ def assignment(tokenizer: "PreTrainedTokenizerBase", length: int, depth: float, 
 
     refusal = f"a length of {length} tokens leaves no room for a value and its question"
     ids = _ids(tokenizer, prompt(_most(prompt, tokenizer, room, refusal)), True)
-    return Exercise(length, depth, torch.tensor(ids), torch.tensor(answer), text)
+    return Exercise(length, depth, torch.tensor(ids, dtype=torch.int64), answer, text)
 
 
 def prose(
@@ -97,7 +97,7 @@ def prose(
     """
     import torch
 
-    answer = _ids(tokenizer, f" {needle}")
+    answer = torch.tensor(_ids(tokenizer, f" {needle}"), dtype=torch.int64)
     room = length - len(answer)
     sentences = _SENTENCE.split(haystack.strip())
     left = list(itertools.accumulate(map(len, reversed(sentences))))[::-1]  # characters from each sentence on
@@ -117,7 +117,7 @@ def prose(
             f"the haystack is too short for {length} tokens: expected a longer text, got {len(haystack)} characters"
         )
     ids = _ids(tokenizer, prompt(count), True)
-    return Exercise(length, depth, torch.tensor(ids), torch.tensor(answer), needle)
+    return Exercise(length, depth, torch.tensor(ids, dtype=torch.int64), answer, needle)
 
 
 def _most(prompt: Callable[[int], str], tokenizer: "PreTrainedTokenizerBase", room: int, refusal: str) -> int:

@@ -161,7 +161,7 @@ def _of_layer(layer: Any, sparse: SparseLayer | None, n: int, room: int) -> dict
         if sparse.remainder is not None and not sums.length:  # no step has needed them yet
             sums.advance(keys, values, None, n, codes.device)
         found["codes"] = _Array(codes, room)
-        found["sums.length"] = _Array(torch.tensor([sums.length]))
+        found["sums.length"] = _Array(torch.tensor([sums.length], dtype=torch.int64))
         found |= {f"sums.{name}": _Array(x) for name in _SUMS if (x := getattr(sums, name)) is not None}
     return found
 
