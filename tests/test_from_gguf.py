@@ -1,6 +1,5 @@
 """examples/from_gguf.py: a tiny model written as a GGUF file comes back as the folder of the same model."""
 
-import numpy as np
 import pytest
 import torch
 from hashtrain.models import load_model
@@ -35,11 +34,6 @@ OF_BYTES = [
 ]
 
 
-def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return a projection with the two halves of each head's rows in turn, as GGUF keeps llama's queries and keys."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
 def write(path, model, kind, rule="gpt-2", tokenizer="gpt2"):
     """Write the model with weight matrices of this kind of GGML; return it with the weights that they stand for."""
     writer = gguf.GGUFWriter(path, "llama")
@@ -62,7 +56,8 @@ def write(path, model, kind, rule="gpt-2", tokenizer="gpt2"):
         of = gguf.GGMLQuantizationType[kind] if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
         state[f"{ours}.weight"] = torch.from_numpy(gguf.dequantize(gguf.quantize(weight, of), of).copy())
         if heads := HEADS.get(theirs.rpartition(".")[2]):
-            weight = interleaved(weight, heads)
+            # The two halves of each head's rows in turn, as GGUF keeps llama's queries and keys.
+            weight = weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
         writer.add_tensor(f"{theirs}.weight", gguf.quantize(weight, of), raw_dtype=of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

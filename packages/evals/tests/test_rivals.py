@@ -88,11 +88,8 @@ def test_a_sequence_that_is_not_finite_leaves_the_others_alone(name, bad):
         both = replace(rows, q=q, k=k, counts=rows.counts.expand(2, -1), interval=rows.interval.expand(2, -1, -1))
         selector = SELECTORS[name]()
         indices = selector.select(both)
-        out = (
-            selector.attend(both, values, indices)
-            if hasattr(selector, "attend")
-            else attend(q, k, values, indices, 1.0)
-        )
+        own = getattr(selector, "attend", None)
+        out = own(both, values, indices) if own else attend(q, k, values, indices, 1.0)
         return {int(j) for j in indices[0].flatten()}, out[0]
 
     (tokens, out), (others, expected) = found(bad), found(1.0)

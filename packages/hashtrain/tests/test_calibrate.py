@@ -211,10 +211,6 @@ def rows():
     return q, k, torch.tensor([9, 20, 30, 45, 59])
 
 
-def evidence(mean=0.0, lse=3.0, mean_key=0.0, visible=100, selected=4):
-    return Evidence(*(torch.tensor([float(x)]) for x in (mean, lse, mean_key)), *map(torch.tensor, (visible, selected)))
-
-
 def test_measure_agrees_with_sums_written_out(rows):
     q, k, positions = rows
     found, exact, *_ = next(measure(lsh_layer(), q, k, positions, 0.3, [0.2]))
@@ -239,7 +235,7 @@ def test_measure_agrees_with_sums_written_out(rows):
 
 
 def test_a_token_left_out_weighs_at_most_the_mean_selected_one():
-    e = evidence(visible=100, selected=4, lse=3.0)
+    e = Evidence(*map(torch.tensor, ([0.0], [3.0], [0.0], 100, 4)))
     assert log_weight(torch.tensor([1e3, 0, 0, 0]), e).item() == pytest.approx(3.0 - math.log(4) + math.log(96))
     assert log_weight(torch.tensor([-1e3, 0, 0, 0]), e).item() == pytest.approx(-1e3 + math.log(96))
 

@@ -1,5 +1,6 @@
 """Configurations and settings that are rejected, on stand-ins for vLLM's config and platform."""
 
+import contextlib
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -57,6 +58,7 @@ def config(asked):
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,
         kv_transfer_config=None,
+        lora_config=None,
     )
 
 
@@ -159,6 +161,18 @@ def test_requests_beyond_the_reach_are_told(platform, tmp_path):
     given.model_config.max_model_len = 4097
     with pytest.warns(UserWarning, match="a context of 4,097 tokens is longer than the 4,096"):
         require_serves(given)
+
+
+def test_other_adapters_are_told(platform, tmp_path):
+    """That of the hasher, if the model has none; those of requests; and not where a hasher depends on no model."""
+    told = {("0" * 12, None): "adapter 0+, this one has none, unless", ("", 1): "no adapter, this one has those of its"}
+    for made, lora in [*told, ("", None), (None, 1)]:
+        Hasher(HasherConfig("lsh", ModelShape.of(MODEL), bits=64, adapter=made), 0).save_pretrained(tmp_path)
+        given = config({"spotlight": {"hasher": str(tmp_path)}})
+        given.lora_config = lora
+        words = told.get((made, lora))
+        with pytest.warns(UserWarning, match=words) if words else contextlib.nullcontext():
+            require_serves(given)
 
 
 # ---- Settings ------------------------------------------------------------------------------------------------------

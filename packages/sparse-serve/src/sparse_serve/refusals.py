@@ -40,18 +40,27 @@ def require_serves(vllm_config: Any) -> None:
         from hashcore.cuda.program import require_compiler
 
         require_compiler()
-    _require_hasher(settings, model, parallel.tensor_parallel_size)
+    _require_hasher(settings, vllm_config, parallel.tensor_parallel_size)
 
 
-def _require_hasher(settings: Settings, model: Any, ranks: int) -> None:
-    """Raise ValueError if the hasher is not for this model or these ranks; warn if requests may pass its reach."""
+def _require_hasher(settings: Settings, vllm_config: Any, ranks: int) -> None:
+    """Raise ValueError if the hasher is not for this model or these ranks.
+
+    Warn if requests may pass its reach, or the model may have other LoRA adapters than the hasher was made with.
+    """
     from hashtrain import Hasher
     from hashtrain.data.offsets import beyond
 
-    hasher = Hasher.from_pretrained(settings.hasher)
+    hasher, model = Hasher.from_pretrained(settings.hasher), vllm_config.model_config
     hasher.require_match(model.hf_text_config)
     if hasher.reach is not None and model.max_model_len > hasher.reach:
         warnings.warn(beyond(model.max_model_len, hasher.reach), stacklevel=2)
+    made, lora = hasher.config.adapter, vllm_config.lora_config is not None
+    if made or (lora and made is not None):
+        said = f"the adapter {made}" if made else "no adapter"
+        got = "those of its requests" if lora else "none, unless it was merged into its weights before"
+        text = f"the hasher was made for a model with {said}, this one has {got}: it may find less"
+        warnings.warn(f"{text}; make one for this model", stacklevel=2)
     shape = hasher.config.shape
     if uneven := [n for n in (shape.at(i).num_kv_heads for i in range(shape.num_layers)) if n % ranks]:
         raise ValueError(f"{KEY} needs a multiple of {ranks} KV heads for {ranks} ranks, got {uneven[0]}; use fewer")
