@@ -55,7 +55,7 @@ def main() -> int:
             began, command = time.monotonic(), ["bash", "-euo", "pipefail", "-c", code]
             how = {"cwd": folder / "clone", "env": kept, "stdin": subprocess.DEVNULL, "text": True}
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how) as process:
-                printed = [print(line, end="", flush=True) or line.rstrip() for line in process.stdout]
+                printed = [print(line, end="", flush=True) or line.rstrip() for line in process.stdout or ()]
             taken.append({"title": title + " ..." * bool(goes_on), "seconds": round(time.monotonic() - began, 1)})
             print(taken[-1], flush=True)
             taken[-1]["printed"] = printed[-LINES:]
