@@ -37,7 +37,10 @@ def functions(results: pathlib.Path) -> dict[str, Any]:
 def excerpt(blocks: list[dict[str, Any]], command: str, *beginnings: str) -> str:
     """Return lines that a command of README.md printed: for each beginning, the first one."""
     lines = next(block["printed"] for block in blocks if block["title"].endswith(command))
-    return "\n".join(next(line for line in lines if f"{line} ".startswith(f"{start} ")) for start in beginnings)
+    found = [next((x for x in lines if f"{x} ".startswith(f"{start} ")), None) for start in beginnings]
+    if None in found:
+        raise LookupError(f"expected {command} to print {beginnings[found.index(None)]}")
+    return "\n".join(map(str, found))
 
 
 # Runs of evals: at the first rule and budget of the run.

@@ -291,7 +291,9 @@ def _fill(
         keys, values = keys.pin_memory(), values.pin_memory()
     elif not on_host:
         keys, values = keys.to(device), values.to(device)
-    if length := int(file.mapped(at + "sums.length", ["I64"], 1)):
+    if not 0 <= (length := int(file.mapped(at + "sums.length", ["I64"], 1))) <= n:
+        file.refuse(f"expected sums of at most {n} tokens in layer {index}, got {length}")
+    if length:
         (*of, _, width), deep = keys.shape, values.shape[3]
         held.sums.restore(
             file.read(at + "sums.keys", device, "F64", *of, width),

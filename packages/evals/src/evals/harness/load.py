@@ -172,7 +172,7 @@ def _register(
         raise ValueError(f"{config.get('task')} of {folder} has {given}, expected files")
     named: dict[Any, Any] = files if isinstance(files, dict) else {"train": files}  # as `datasets` does
     splits = {name: [given] if isinstance(given, str) else given for name, given in named.items()}
-    if config.get("dataset_path") == "json" and all(map(_are_local, splits.values())):
+    if config.get("dataset_path") == "json" and all(map(_are_lines, splits.values())):
         needed = _fields(config)
         data = {name: read_lines([*map(Path, given)], needed, command.references) for name, given in splits.items()}
         config |= {"custom_dataset": lambda **_: datasets.DatasetDict(data), "dataset_kwargs": None}
@@ -180,8 +180,16 @@ def _register(
     manager.task_index[config["task"]] = replace(any_task, name=config["task"], yaml_path=None, cfg=config, tags=set())
 
 
-def _are_local(files: object) -> bool:
-    return isinstance(files, list) and bool(files) and all(isinstance(x, str) and Path(x).is_file() for x in files)
+def _are_lines(files: object) -> bool:
+    """Whether these are local files that hold JSON objects, one a line, by their names or their first letters."""
+    return isinstance(files, list) and bool(files) and all(isinstance(x, str) and _is_lines(Path(x)) for x in files)
+
+
+def _is_lines(file: Path) -> bool:
+    if not file.is_file() or file.suffix == ".jsonl":
+        return file.is_file()
+    with file.open("rb") as opened:
+        return opened.read(4096).lstrip()[:1] == b"{"
 
 
 def _fields(config: dict[str, Any]) -> set[str]:
@@ -244,7 +252,8 @@ def _built(name: str, task: ConfigurableTask, own: bool, command: BenchmarkComma
         task.set_config("num_fewshot", command.shots or 0)
     task.set_fewshot_seed(command.seed)
     try:
-        scored = own and references and references in str(task.config.doc_to_target)
+        target: Any = task.config.doc_to_target
+        scored = own and references and references in (target, *_fields({"doc_to_target": target}))
         documents: Any = task.eval_docs if scored else ()
         for number, document in enumerate(documents, 1):
             require_texts(document.get(references), references, f"row {number}: ")
