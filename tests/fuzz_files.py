@@ -190,7 +190,7 @@ def imported() -> None:
     """Read one whole file each, so that what readers import at first use is not measured as memory of a read."""
     for path, content, read in (
         (folder() / "text.jsonl", '{"text": "a"}', lambda path: read_texts([path])),
-        (folder() / "lines.jsonl", '{"a": "a"}', lambda path: read_lines(path, ["a"], "")),
+        (folder() / "lines.jsonl", '{"a": "a"}', lambda path: read_lines([path], ["a"], "")),
     ):
         path.write_text(content)
         read(path)
@@ -233,7 +233,7 @@ def benchmark_lines(rng) -> None:
     lines = [json.dumps({**LINE, name: LINE["answers"]}).encode() for _ in range(3)]
     lines[int(rng.integers(3))] = altered(rng, {**LINE, name: LINE["answers"]})
     path.write_bytes(b"\n".join(lines))
-    read = found(lambda: read_lines(path, {"context", "question", name}, name), path.name)
+    read = found(lambda: read_lines([path], {"context", "question", name}, name), path.name)
     if read is not None:
         assert len(read) == sum(bool(line.strip()) for line in path.read_text().split("\n"))
         assert all(row["context"].strip() and all(one.strip() for one in row[name]) and row[name] for row in read)
