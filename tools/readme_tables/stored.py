@@ -13,7 +13,7 @@ from hashtrain.files.atomic import write_text
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 METRICS = {
-    "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll"),
+    "ppl": ("perplexity", "perplexity_ratio", "kl", "nll"),
     "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "kv_bytes", "code_bytes"),
 }
 """By task, the metrics that are kept; of other tasks, all."""

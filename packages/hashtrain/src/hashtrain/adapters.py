@@ -23,6 +23,8 @@ _REMEDY = "save the adapter again"
 _MOST_RANK = 1 << 14
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Ways in which an adapter's training may have started; others change the base model's weights too."""
+NONE = "none, unless it was merged into its weights before"
+"""What a model has in which no adapter is seen."""
 _MERGED = "_spotlight_adapter"
 _PREFIX = "base_model.model."
 
@@ -117,6 +119,10 @@ def other_adapter(hasher: Any, model: Any) -> str | None:
     made: str | None = getattr(getattr(hasher, "config", hasher), "adapter", None)
     if made is None or made == (found := adapter_of(model)):
         return None
+    return mismatch(made, f"the adapter {found}" if found else NONE)
+
+
+def mismatch(made: str, got: str) -> str:
+    """Say in a sentence that a hasher was made with one adapter, or none (""), and that a model has another."""
     said = f"the adapter {made}" if made else "no adapter"
-    got = f"the adapter {found}" if found else "none, unless it was merged into its weights before"
     return f"the hasher was made for a model with {said}, this one has {got}: it may find less; make one for this model"

@@ -49,6 +49,7 @@ def _require_hasher(settings: Settings, vllm_config: Any, ranks: int) -> None:
     Warn if requests may pass its reach, or the model may have other LoRA adapters than the hasher was made with.
     """
     from hashtrain import Hasher
+    from hashtrain.adapters import NONE, mismatch
     from hashtrain.data.offsets import beyond
 
     hasher, model = Hasher.from_pretrained(settings.hasher), vllm_config.model_config
@@ -57,10 +58,7 @@ def _require_hasher(settings: Settings, vllm_config: Any, ranks: int) -> None:
         warnings.warn(beyond(model.max_model_len, hasher.reach), stacklevel=2)
     made, lora = hasher.config.adapter, vllm_config.lora_config is not None
     if made or (lora and made is not None):
-        said = f"the adapter {made}" if made else "no adapter"
-        got = "those of its requests" if lora else "none, unless it was merged into its weights before"
-        text = f"the hasher was made for a model with {said}, this one has {got}: it may find less"
-        warnings.warn(f"{text}; make one for this model", stacklevel=2)
+        warnings.warn(mismatch(made, "those of its requests" if lora else NONE), stacklevel=2)
     shape = hasher.config.shape
     if uneven := [n for n in (shape.at(i).num_kv_heads for i in range(shape.num_layers)) if n % ranks]:
         raise ValueError(f"{KEY} needs a multiple of {ranks} KV heads for {ranks} ranks, got {uneven[0]}; use fewer")

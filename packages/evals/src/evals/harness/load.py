@@ -186,8 +186,10 @@ def _are_lines(files: object) -> bool:
 
 
 def _is_lines(file: Path) -> bool:
-    if not file.is_file() or file.suffix == ".jsonl":
-        return file.is_file()
+    if not file.is_file():
+        return False
+    if file.suffix == ".jsonl":
+        return True
     with file.open("rb") as opened:
         return opened.read(4096).lstrip()[:1] == b"{"
 
