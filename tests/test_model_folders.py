@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 
+import hashtrain
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
@@ -84,6 +85,24 @@ def test_no_code_of_a_model_runs_whatever_standard_input_says(name, known, model
     else:  # what transformers knows is loaded by its own code, or refused for something else
         assert main(words) in (0, 2)
     assert not ran.exists(), "code of the model was run"
+
+
+@pytest.mark.sample(3)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_takes_an_adapter_as_its_model(name, copy, model, capsys, monkeypatch):
+    peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
+    adapter = copy.parent / "lora" / "adapter"
+    peft.get_peft_model(load_model(str(copy))[0], peft.LoraConfig(target_modules=["k_proj"])).save_pretrained(adapter)
+    merged, found, ended = hashtrain.models.merged, [], []
+    monkeypatch.setattr(hashtrain.models, "merged", lambda base, name: found.append(name) or merged(base, name))
+    for folder in (copy, adapter):
+        monkeypatch.setattr("sys.stdin", io.StringIO(""))
+        main, words = commands(folder, model.parent / "text.txt")[name]
+        code = main(words)
+        ended.append((code, capsys.readouterr().err if code else ""))
+    assert ended[0] == ended[1]
+    assert found == [str(adapter)] * (name not in ("convert", "evals throughput")), "two read its config alone"
 
 
 # Calls of transformers, in code; `from_config` that leaves the question open.

@@ -36,6 +36,10 @@ _NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
 _hook: ContextVar[Hook | None] = ContextVar("hashtrain_hook", default=None)
 
 
+class _Complete(Exception):
+    """Every layer's queries and keys are known: what a model computes after them is not needed."""
+
+
 def _capturing_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -147,13 +151,17 @@ def run_context(
         where: each token's position, int64 [T]; None: from 0 on.
     """
     device, tensors, header = model.device, dict[str, Tensor](), {STRIDE: str(kept.stride(len(ids)))}
+    last = cast(Any, text_decoder(model).config).num_hidden_layers - 1
 
     def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
         found = {"q": q[:, :, :: kept.stride(len(ids))], "k": k, **({"v": v} if kept.values else {})}
         tensors.update({f"{name}.{layer}": to_host(x.to(dtype).contiguous()) for name, x in found.items()})
         header[f"scaling.{layer}"] = repr(scaling)
+        if layer == last:
+            raise _Complete
 
-    observe(model, ids, keep, where)
+    with contextlib.suppress(_Complete):
+        observe(model, ids, keep, where)
     wait_for(device)
     return tensors, header
 
