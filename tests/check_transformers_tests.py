@@ -1,15 +1,12 @@
 """Run transformers' generation tests with every causal model attached at 100 %, and list those that pass only dense.
 
     uv run --with parameterized --with httpx tests/check_transformers_tests.py path/to/transformers
-    (the same) path/to/transformers --families llama qwen3
-    (the same) path/to/transformers --other-version --out docs/results/transformers_tests.json
+    (the same) path/to/transformers --families llama qwen3 --out docs/results/transformers_tests.json
 
-The path is a checkout of transformers at the tag of the installed version: its source distribution lacks the tests,
-tests/generation and tests/models. Nothing is downloaded. With `--other-version` the checkout may be of another tag:
-names that its tests import but the installed version lacks are replaced by stubs, and tests that use one are skipped.
-Each family's tests run dense, and attached under both rules (`decode`, and every row). Tests that pass dense and fail
-attached are listed; tests that fail only because of the other version also fail dense. Mistral's run with full
-attention. Exits 1 if any is listed.
+The path is a checkout of transformers, best at the tag of the installed version, whose source distribution lacks the
+tests. Names that tests of another version import but the installed one lacks are replaced by stubs, and tests that use
+one are skipped. Each family's tests run dense, and attached under both rules (`decode`, and every row). Tests that pass
+dense and fail attached are listed. Mistral's run with full attention. Exits 1 if any is listed.
 
 pytest also loads this file, as a plugin that wraps `generate` of the models under test.
 """
@@ -39,13 +36,12 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "mixtral"
 RULES = ("dense", "decode", "every-row")
 TESTS = "generat or greedy or sampl or beam or assisted or lookup or cache or contrastive or left_pad"
 VARIABLE = "SPARSE_DECODE_RULE"
-OTHER = "SPARSE_DECODE_OTHER_TESTS"
 
 
 def pytest_configure(config: Any) -> None:
     """Wrap `generate` as the environment variables say, inside pytest."""
-    if other := os.environ.get(OTHER):
-        stand_in(sorted(Path(other).glob("*.py")) + sorted(Path(other).glob("generation/*.py")))
+    tests = Path.cwd() / "tests"
+    stand_in([*tests.glob("*.py"), *tests.glob("generation/*.py")])
     _give_mistral_full_attention()
     rule = os.environ.get(VARIABLE, "dense")
     if rule != "dense":
@@ -114,11 +110,9 @@ def _skip(kind: type, *arguments: Any, **options: Any) -> Any:
     raise unittest.SkipTest(f"expected {kind.__name__} of transformers, found none in the installed version")
 
 
-def outcomes(tree: Path, family: str, rule: str, other: bool = False) -> dict[str, str]:
+def outcomes(tree: Path, family: str, rule: str) -> dict[str, str]:
     """Run one family's tests under a rule; return "passed", "failed" or "skipped" by test.
 
-    Args:
-        other: whether the tests may be of another version.
     Raises: SystemExit if pytest ran none.
     """
     with tempfile.TemporaryDirectory(prefix="transformers-tests-") as folder:
@@ -126,7 +120,6 @@ def outcomes(tree: Path, family: str, rule: str, other: bool = False) -> dict[st
         mine = [str(Path(__file__).parent), str(tree)]
         paths = os.pathsep.join([*mine, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, VARIABLE: rule, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        environment[OTHER] = str(tree / "tests") if other else ""
         command = [sys.executable, "-m", "pytest", f"tests/models/{family}", "-q", "-k", TESTS, "-o", "addopts="]
         command += ["-p", Path(__file__).stem, f"--junit-xml={report}", "-p", "no:cacheprovider"]
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
@@ -150,16 +143,11 @@ def version_of(tree: Path) -> str:
     return found[1] if found else "no version"
 
 
-def require(tree: Path, families: list[str], other: bool) -> None:
-    """Raise SystemExit with one sentence if tests are missing, or are of another version and this is not allowed."""
-    installed, got = importlib.metadata.version("transformers"), version_of(tree)
+def require(tree: Path, families: list[str]) -> None:
+    """Raise SystemExit with one sentence if tests are missing."""
     wanted = [f"tests/models/{family}/test_modeling_{family}.py" for family in families]
-    lacks = [name for name in ("tests/generation/test_utils.py", *wanted) if not (tree / name).is_file()]
-    if lacks or (got != installed and not other):
-        raise SystemExit(
-            f"expected a checkout of transformers {installed} with {lacks[0] if lacks else 'its tests'}, got {got} in "
-            f"{tree}; check out the tag v{installed}, or give another one's with --other-version"
-        )
+    if lacks := [name for name in ("tests/generation/test_utils.py", *wanted) if not (tree / name).is_file()]:
+        raise SystemExit(f"expected a checkout of transformers with {lacks[0]}, got {version_of(tree)} in {tree}")
 
 
 def lost(found: dict[str, dict[str, str]]) -> dict[str, list[str]]:
@@ -189,14 +177,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tree", type=Path)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
-    parser.add_argument("--other-version", action="store_true", help="the tests are of another version")
     parser.add_argument("--out", type=Path, help="JSON file to write, anew after each family")
     options = parser.parse_args(arguments)
     tree = options.tree.resolve()
-    require(tree, options.families, options.other_version)
+    require(tree, options.families)
     found = {}
     for family in options.families:
-        own = found[family] = {rule: outcomes(tree, family, rule, options.other_version) for rule in RULES}
+        own = found[family] = {rule: outcomes(tree, family, rule) for rule in RULES}
         passed = {rule: sum(verdict == "passed" for verdict in tests.values()) for rule, tests in own.items()}
         print(f"{family:10} " + ", ".join(f"{rule}: {count} pass" for rule, count in passed.items()), flush=True)
         for rule, tests in lost(own).items():

@@ -255,7 +255,9 @@ def test_dense_layers_of_attached_models_are_as_dense(family, rows, monkeypatch)
         return attend_all(*given, **options)
 
     monkeypatch.setattr(dense_step, "attend_all", counted)
-    monkeypatch.setattr(dense_step, "attend_rows", lambda *given, **how: served.append(0) or attend_rows(*given, **how))
+    for of_prompts in ("attend_rows", "attend_in_parts"):
+        own = getattr(dense_step, of_prompts)
+        monkeypatch.setattr(dense_step, of_prompts, lambda *x, own=own, **how: served.append(0) or own(*x, **how))
     with attach(model, SignHasher(), LayerBudget(0.1, dense_below=1000), dense_layers=[0, 2, 1]):
         torch.testing.assert_close(steps(model, rows), expected, atol=2e-4, rtol=2e-4)
     assert served == [0] * 4 + [rows] * 2 * 4

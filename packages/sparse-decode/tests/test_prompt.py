@@ -16,7 +16,7 @@ from sparse_decode.cpu import bfloat_lanes, prompt_kernels
 from sparse_decode.cpu.dense import attend_rows
 from sparse_decode.intervals import visible
 from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, generate, prompts, slow_but, tiny_model
-from test_dense import attend_reference, case, close, drawn_intervals, kernel
+from test_dense import TOLERANCES, attend_reference, case, close, drawn_intervals, kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, StaticLayer
@@ -106,14 +106,15 @@ def test_hashing_and_sums_of_a_prompt_make_no_copy_of_all_keys_in_float32(layer,
 
 
 @pytest.mark.parametrize(
-    ("family", "hasher", "implementation"),
-    [("llama", None, "sdpa"), ("llama", SignHasher(), "eager"), ("gemma3", SignHasher(), "sdpa")],
+    ("family", "hasher", "how"),
+    [("llama", None, "sdpa"), ("llama", SignHasher(), "eager"), ("gemma3", SignHasher(), "sdpa"), ("llama", None, "")],
 )
-def test_no_tensor_has_a_number_for_each_row_and_token(family, hasher, implementation):
+def test_no_tensor_has_a_number_for_each_row_and_token(family, hasher, how):
     """Prompts padded, in chunks, with windows; steps."""
-    if not bfloat_lanes.supported():
+    if how and not bfloat_lanes.supported():
         pytest.skip("needs a processor with AVX512_BF16")
-    model = tiny_model(family, implementation=implementation, max_position_embeddings=4096).bfloat16()
+    model = tiny_model(family, implementation=how or "sdpa", max_position_embeddings=4096)
+    model = model.bfloat16() if how else model
     ids, mask = prompts((2000, 1500))
     cache, sizes = DynamicCache(config=model.config), Sizes()
     with attach(model, hasher, Budget(), dense_layers=None), torch.no_grad(), sizes:
@@ -123,20 +124,39 @@ def test_no_tensor_has_a_number_for_each_row_and_token(family, hasher, implement
     assert sizes.most < 1000 * 1000, "keys and values of a layer have 512,000 with their spare room"
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rows", [20, 70])
+def test_torchs_kernel_attends_in_parts_without_a_mask(rows, dtype, monkeypatch):
+    """A whole prompt and a chunk; sequences padded not at all, before the chunk, in it, and all of it."""
+    monkeypatch.setattr(dense, "supported", lambda: False)
+    q, k, v = case((4, 6, 2, rows, 70, 16, 16), dtype)
+    ends = torch.arange(70 - rows + 1, 71).expand(4, -1)
+    interval = torch.stack([torch.tensor([[0], [35], [60], [70]]).minimum(ends), ends], -1)[:, None]
+    assert dense._starts(q, k, v, interval) == [0, 35, 60, 70]
+    assert (
+        dense._starts(q, k, v, interval - 1) == dense._starts(q, k, v, interval + (ends % 2)[:, None, :, None]) is None
+    )
+    out = dense.attend_in_parts(q, k, v, 0.3, [0, 35, 60, 70])
+    expected = attend_reference(q, k, v, 0.3, visible(interval[:, 0], 70)).nan_to_num(0)
+    torch.testing.assert_close(out, expected, **close(dtype))
+
+
 def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
-    """Where torch attends, they stay whole: it computes what the mask of a chunk hides, too."""
-    model, (ids, mask) = tiny_model(), prompts()
+    """Eager attention gets them whole: it computes what the mask of a chunk hides, too."""
+    (ids, mask), rows = prompts(), []
     monkeypatch.setattr(dense, "CHUNK", 16)
-    expected, rows = generate(model, ids, mask), []
-    model.register_forward_pre_hook(lambda _, args, given: rows.append(given["input_ids"].shape[1]), with_kwargs=True)
+    for implementation in ("eager", "sdpa"):
+        model = tiny_model(implementation=implementation)
+        expected = generate(model, ids, mask)
+        model.register_forward_pre_hook(
+            lambda _, args, given: rows.append(given["input_ids"].shape[1]), with_kwargs=True
+        )
+        with attach(model):
+            rows.clear()
+            assert torch.equal(generate(model, ids, mask), expected)
+            assert rows[:3] == ([40, 1, 1] if implementation == "eager" else [16, 16, 8])
+            assert max(rows[3:]) == 1
     with attach(model):
-        generate(model, ids, mask, new_tokens=2)
-        assert rows == [40, 1]
-        rows.clear()
-        monkeypatch.setattr(dense, "own_prompts", lambda _: True)
-        assert torch.equal(generate(model, ids, mask), expected)
-        assert rows[:3] == [16, 16, 8]
-        assert max(rows[3:]) == 1
         rows.clear()
         generate(model, ids, mask, generation_config=GenerationConfig(prefill_chunk_size=30))
         assert rows[:2] == [30, 10]

@@ -2,9 +2,9 @@
 
 The model's own attention is for other devices, training, dropout, returned weights, biases and masks with holes.
 
-`generate` feeds long prompts in chunks, and on a CPU they may be sparse. All layers run on one chunk before the next,
+On a CPU, `generate` feeds long prompts in chunks, and they may be sparse. All layers run on one chunk before the next,
 so that memory does not grow with a prompt's length: what a chunk needs beside its keys and values is CHUNK rows of
-activations. Matrix products of CHUNK rows are also faster than those of all rows, which do not fit the CPU's caches.
+activations. Matrix products of CHUNK rows are also at least as fast as those of all rows, which do not fit the caches.
 """
 
 import copy
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from hashtrain.models import text_decoder
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -51,6 +52,8 @@ CHUNK = 2048
 """Rows of a prompt at a time."""
 FRACTION = 0.1
 """Share of the tokens that a sparse prompt reads, of those that it does not always read."""
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Torch's kernel: it also returns the logarithm of each row's sum of weights."""
 _PREFILL = "_prefill"
 """The method of `generate` that runs the prompt. It can split it, but has to be told."""
 
@@ -86,6 +89,31 @@ def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, s
     return out.reshape(out.shape[0], 1, -1, value.shape[3])
 
 
+def attend_in_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, starts: list[int]) -> Tensor:
+    """Attend with the last R of N tokens by torch's kernel: to those before them, then among themselves.
+
+    One pass over all tokens would need a mask, and compute what it hides.
+
+    Args: starts: the first token that the rows of each sequence see.
+    Returns: [B, R, Hq, D], zeros for a row that sees no token.
+    """
+    (batch, hq, rows, dim), hkv, n = query.shape, key.shape[1], key.shape[2]
+    out = torch.zeros(batch, rows, hq, dim, dtype=query.dtype)
+    for b, start in enumerate(starts):
+        first = max(start, n - rows)
+        if first == n:
+            continue
+        q, k, v = (x[b : b + 1, :, first - n :] for x in (query, key, value))
+        own, log_sum = _flash(q, *(x.repeat_interleave(hq // hkv, 1) for x in (k, v)), 0.0, True, scale=scaling)
+        if start < first:
+            earlier = (x[b : b + 1, :, start:first] for x in (key, value))
+            found, before = _flash(q.reshape(1, hkv, -1, dim), *earlier, 0.0, False, scale=scaling)
+            share = torch.sigmoid(before.reshape(log_sum.shape) - log_sum)[..., None]
+            own = torch.lerp(own.float(), found.reshape(own.shape).float(), share)
+        out[b, first - n :] = own[0].transpose(0, 1)
+    return out
+
+
 def attend_densely(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
@@ -94,7 +122,11 @@ def attend_densely(
 
     Args: those of `interface.attention`.
     """
-    name = module.config._attn_implementation
+    name, starts = module.config._attn_implementation, None
+    if query.shape[2] > MOST_ROWS and name == NAMES["sdpa"] and not _asks_for_more(module, dropout, kwargs):
+        starts = _starts(query, key, value, mask)
+    if starts is not None and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+        return attend_in_parts(query, key, value, scaling, starts), None
     if key.shape[2] < OWN_FROM.get(key.dtype, 256) and mask is None and query.shape[2] == 1:
         if name == NAMES["sdpa"] and kwargs.keys() <= IGNORED_KEYWORDS:
             return attend_by_torch(query, key, value, dropout, scaling), None
@@ -136,12 +168,7 @@ def as_mask(mask: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tenso
 def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, eager: bool) -> bool:
     """Whether our kernels support these tensors and this mask, and are faster than the model's attention."""
     rows, n, kind = query.shape[2], key.shape[2], key.dtype
-    if torch.compiler.is_compiling() or not (rows and query.shape[0]) or torch.is_autocast_enabled("cpu"):
-        return False
-    if any(type(x) is not Tensor or not x.is_cpu or x.requires_grad for x in (query, key, value)):
-        return False
-    alike = kind in KINDS and query.dtype == kind == value.dtype and query.shape[1] % key.shape[1] == 0
-    if not alike or key.stride(3) != 1 or value.stride(3) != 1 or not (mask is None or is_interval(mask)):
+    if not _is_plain(query, key, value, mask) or key.stride(3) != 1 or value.stride(3) != 1:
         return False
     if rows <= MOST_ROWS:
         return (rows == 1 or rows < n) and n >= OWN_FROM[kind]
@@ -149,6 +176,36 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, eag
         return query.stride(3) == 1 and n >= (PROMPT_FROM if mask is None and rows == n and not eager else MASKED_FROM)
     # Other types: torch's products are as fast, but it computes hidden ones, too: half of a whole prompt's.
     return kind != torch.float16 and n >= MASKED_FROM and rows == n and (mask is not None or eager)
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether these are ordinary tensors on the CPU, of one type, and the mask is one of intervals."""
+    kind = key.dtype
+    if torch.compiler.is_compiling() or not (query.shape[2] and query.shape[0]) or torch.is_autocast_enabled("cpu"):
+        return False
+    if any(type(x) is not Tensor or not x.is_cpu or x.requires_grad for x in (query, key, value)):
+        return False
+    alike = kind in KINDS and query.dtype == kind == value.dtype and query.shape[1] % key.shape[1] == 0
+    return alike and (mask is None or is_interval(mask))
+
+
+def _starts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> list[int] | None:
+    """Return the first token that the rows of each sequence see, for `attend_in_parts`.
+
+    None if that is not for these tensors, if torch needs no mask for them, or if rows see less than all from there to
+    their own token.
+    """
+    rows, n, alike = query.shape[2], key.shape[2], key.shape[3] == value.shape[3]
+    if (mask is None and rows == n) or not alike or not _is_plain(query, key, value, mask):
+        return None
+    if key.dtype == torch.bfloat16 and supported():
+        return None
+    if mask is None:
+        return [0] * len(query)
+    starts, ends = mask[:, 0].unbind(-1)
+    if not torch.equal(ends, causal(1, rows, n, ends.device)[..., 1].expand_as(ends)):
+        return None
+    return starts[:, -1].tolist() if torch.equal(starts, starts[:, -1:].minimum(ends)) else None
 
 
 def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
@@ -184,12 +241,18 @@ def _by_flash(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
 
 
 def own_prompts(model: PreTrainedModel) -> bool:
-    """Whether our kernel attends in prompts of a model. Torch, elsewhere, also computes what a chunk's mask hides."""
+    """Whether our kernel attends in prompts of a model."""
     return model.device.type == "cpu" and model.dtype == torch.bfloat16 and supported()
 
 
+def suits_chunks(model: PreTrainedModel) -> bool:
+    """Whether a prompt in chunks takes no longer than at once: eager attention also computes what masks hide."""
+    name = text_decoder(model).config._attn_implementation
+    return own_prompts(model) or (model.device.type == "cpu" and name in ("sdpa", NAMES["sdpa"]))
+
+
 def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
-    """Make `generate` split prompts of more than CHUNK tokens if our kernel attends, unless the caller gives a size.
+    """Make `generate` split prompts of more than CHUNK tokens on a CPU, unless the caller gives a size.
 
     Prompts with images or embeddings, and other caches than a DynamicCache, stay whole.
 
@@ -200,7 +263,7 @@ def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
     def prefill(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **how: Any) -> Any:
         cache = model_kwargs.get("past_key_values")
         text = type(cache) is DynamicCache and model_kwargs.get("inputs_embeds") is None
-        if text and input_ids.shape[1] > CHUNK and generation_config.prefill_chunk_size is None and own_prompts(own()):
+        if text and input_ids.shape[1] > CHUNK and generation_config.prefill_chunk_size is None and suits_chunks(own()):
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = CHUNK
         tokens = input_ids.shape[1]  # and those of the answer, unless they may be very many

@@ -17,7 +17,7 @@ from hashtrain.run.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget, attach
 from sparse_decode.budget import LayerBudget
-from sparse_decode.dense import CHUNK, own_prompts
+from sparse_decode.dense import CHUNK, suits_chunks
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -130,7 +130,7 @@ def measure(
 
 def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact") -> Cache:
     """Prefill a prompt, int64 [T], as an attached model does, and return the cache."""
-    cache, size = DynamicCache(config=model.config), CHUNK if own_prompts(model) else max(1, len(prompt))
+    cache, size = DynamicCache(config=model.config), CHUNK if suits_chunks(model) else max(1, len(prompt))
     with attach(model, prompt=how):
         for chunk in prompt.to(model.device)[None].split(size, 1):
             model(chunk, past_key_values=cache, logits_to_keep=1)
