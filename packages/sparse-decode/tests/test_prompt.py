@@ -107,7 +107,7 @@ def test_hashing_and_sums_of_a_prompt_make_no_copy_of_all_keys_in_float32(layer,
 
 @pytest.mark.parametrize(
     ("family", "hasher", "how"),
-    [("llama", None, "sdpa"), ("llama", SignHasher(), "eager"), ("gemma3", SignHasher(), "sdpa"), ("llama", None, "")],
+    [("llama", None, "sdpa"), ("llama", SignHasher(), "eager"), ("gemma3", SignHasher(), "sdpa"), ("gemma3", None, "")],
 )
 def test_no_tensor_has_a_number_for_each_row_and_token(family, hasher, how):
     """Prompts padded, in chunks, with windows; steps."""

@@ -174,8 +174,9 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, eag
         return (rows == 1 or rows < n) and n >= OWN_FROM[kind]
     if kind == torch.bfloat16 and supported():
         return query.stride(3) == 1 and n >= (PROMPT_FROM if mask is None and rows == n and not eager else MASKED_FROM)
-    # Other types: torch's products are as fast, but it computes hidden ones, too: half of a whole prompt's.
-    return kind != torch.float16 and n >= MASKED_FROM and rows == n and (mask is not None or eager)
+    # Other types: torch's products are faster, but it computes hidden ones, too: before sliding windows, and half of a
+    # whole prompt's with eager attention.
+    return kind != torch.float16 and n >= MASKED_FROM and (rows == n if eager else mask is not None)
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
