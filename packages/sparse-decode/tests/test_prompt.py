@@ -144,7 +144,7 @@ def test_torchs_kernel_attends_in_parts_without_a_mask(rows, dtype, monkeypatch)
 def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
     """Eager attention gets them whole: it computes what the mask of a chunk hides, too."""
     (ids, mask), rows = prompts(), []
-    monkeypatch.setattr(dense, "CHUNK", 16)
+    monkeypatch.setattr(dense, "CHUNK", 20)
     for implementation in ("eager", "sdpa"):
         model = tiny_model(implementation=implementation)
         expected = generate(model, ids, mask)
@@ -154,7 +154,7 @@ def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
         with attach(model):
             rows.clear()
             assert torch.equal(generate(model, ids, mask), expected)
-            assert rows[:3] == ([40, 1, 1] if implementation == "eager" else [16, 16, 8])
+            assert rows[:3] == ([40, 1, 1] if implementation == "eager" else [20, 20, 1])
             assert max(rows[3:]) == 1
     with attach(model):
         rows.clear()
@@ -162,7 +162,11 @@ def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
         assert rows[:2] == [30, 10]
         rows.clear()
         generate(model, ids, mask, use_cache=False, new_tokens=2)
-        assert rows == [40, 41]
+        model.generate(ids, attention_mask=mask, max_new_tokens=1, output_hidden_states=True)
+        assert rows == [40, 41, 40]
+    by_length = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert not dense.suits_chunks(tiny_model(rope_parameters=by_length), DynamicCache()), "whose keys would differ"
+    assert not dense.suits_chunks(model, DynamicCache(config=tiny_model("qwen3_next").config)), "which is recurrent"
     rows.clear()
     generate(model, ids, mask, new_tokens=2)
     assert rows == [40, 1]

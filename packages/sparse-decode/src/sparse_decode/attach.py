@@ -46,8 +46,8 @@ _COPIER = "__reduce_ex__"
 class Attachment:
     """Sparse attention on one model, until `detach`: prompts stay dense, decode steps of full attention are sparse.
 
-    On a CPU, dense attention runs by our kernels where they are faster than the model's, and where they attend in
-    prompts, `generate` feeds these in chunks. `attach` is another name of this class.
+    On a CPU, dense attention runs by our kernels where they are faster than the model's, and `generate` feeds long
+    prompts in chunks. `attach` is another name of this class.
 
     Args:
         model: a Hugging Face decoder with "sdpa", "eager" or "flash_attention_2" attention, which dense calls keep

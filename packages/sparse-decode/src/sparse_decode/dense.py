@@ -15,9 +15,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from hashtrain.data.offsets import rope_kinds
 from hashtrain.models import text_decoder
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
@@ -52,6 +54,8 @@ CHUNK = 2048
 """Rows of a prompt at a time."""
 FRACTION = 0.1
 """Share of the tokens that a sparse prompt reads, of those that it does not always read."""
+_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+"""What `generate` gives a model with a prompt of text alone."""
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Torch's kernel: it also returns the logarithm of each row's sum of weights."""
 _PREFILL = "_prefill"
@@ -199,6 +203,8 @@ def _starts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> l
     rows, n, alike = query.shape[2], key.shape[2], key.shape[3] == value.shape[3]
     if (mask is None and rows == n) or not alike or not _is_plain(query, key, value, mask):
         return None
+    if any(x.stride(3) != 1 for x in (query, key, value)):
+        return None
     if key.dtype == torch.bfloat16 and supported():
         return None
     if mask is None:
@@ -246,16 +252,24 @@ def own_prompts(model: PreTrainedModel) -> bool:
     return model.device.type == "cpu" and model.dtype == torch.bfloat16 and supported()
 
 
-def suits_chunks(model: PreTrainedModel) -> bool:
-    """Whether a prompt in chunks takes no longer than at once: eager attention also computes what masks hide."""
-    name = text_decoder(model).config._attn_implementation
-    return own_prompts(model) or (model.device.type == "cpu" and name in ("sdpa", NAMES["sdpa"]))
+def suits_chunks(model: PreTrainedModel, cache: DynamicCache) -> bool:
+    """Whether a prompt in chunks gives the same, and takes no longer than at once.
+
+    Some recurrent layers begin anew with each call of several tokens, and some kinds of RoPE turn keys by the length of
+    the text so far. Eager attention also computes what masks hide.
+    """
+    config, recurrent = cast(Any, text_decoder(model).config), LinearAttentionCacheLayerMixin
+    if model.device.type != "cpu" or rope_kinds(config) & {"dynamic", "longrope"}:
+        return False
+    if any(isinstance(layer, recurrent) for layer in cache.layers):
+        return False
+    return own_prompts(model) or config._attn_implementation in ("sdpa", NAMES["sdpa"])
 
 
 def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
     """Make `generate` split prompts of more than CHUNK tokens on a CPU, unless the caller gives a size.
 
-    Prompts with images or embeddings, and other caches than a DynamicCache, stay whole.
+    Prompts of more than text, or whose hidden states are wanted, and other caches than a DynamicCache, stay whole.
 
     Returns: a function that undoes it.
     """
@@ -263,8 +277,10 @@ def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
 
     def prefill(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **how: Any) -> Any:
         cache = model_kwargs.get("past_key_values")
-        text = type(cache) is DynamicCache and model_kwargs.get("inputs_embeds") is None
-        if text and input_ids.shape[1] > CHUNK and generation_config.prefill_chunk_size is None and suits_chunks(own()):
+        text = type(cache) is DynamicCache and {n for n, x in model_kwargs.items() if x is not None} <= _OF_TEXT
+        given = generation_config
+        whole = given.prefill_chunk_size is not None or given.output_hidden_states or given.output_attentions
+        if text and input_ids.shape[1] > CHUNK and not whole and suits_chunks(own(), cast(DynamicCache, cache)):
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = CHUNK
         tokens = input_ids.shape[1]  # and those of the answer, unless they may be very many

@@ -130,7 +130,8 @@ def measure(
 
 def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact") -> Cache:
     """Prefill a prompt, int64 [T], as an attached model does, and return the cache."""
-    cache, size = DynamicCache(config=model.config), CHUNK if suits_chunks(model) else max(1, len(prompt))
+    cache = DynamicCache(config=model.config)
+    size = CHUNK if suits_chunks(model, cache) else max(1, len(prompt))
     with attach(model, prompt=how):
         for chunk in prompt.to(model.device)[None].split(size, 1):
             model(chunk, past_key_values=cache, logits_to_keep=1)

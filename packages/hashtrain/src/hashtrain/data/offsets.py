@@ -15,7 +15,7 @@ apart as they will be.
 """
 
 import inspect
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +73,16 @@ def beyond(tokens: int, reach: int) -> str:
     )
 
 
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def rope_kinds(config: Any) -> set[Any]:
+    """Return the kinds of RoPE that a text config names, such as `default` or `yarn`, over all kinds of layers."""
+    rope = _rope(config)
+    return {inner.get("rope_type") for inner in (rope, *(x for x in rope.values() if isinstance(x, dict)))}
+
+
 def reach_of(model_config: Any, context: int, wanted: int | None = None) -> int:
     """Return the longest context that hashes of a model are made for: `wanted`, or as long as the model's own.
 
@@ -84,8 +94,7 @@ def reach_of(model_config: Any, context: int, wanted: int | None = None) -> int:
     Raises: ValueError if `wanted` is shorter than the context, or longer than the model allows.
     """
     config = model_config.get_text_config(decoder=True)
-    rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
-    kinds = {inner.get("rope_type") for inner in (rope, *(x for x in rope.values() if isinstance(x, dict)))}
+    rope, kinds = _rope(config), rope_kinds(config)
     most = int(getattr(config, "max_position_embeddings", None) or context) if rope else context
     if "dynamic" in kinds:
         most = min(most, int(rope.get("original_max_position_embeddings") or most))
