@@ -236,8 +236,8 @@ def test_measure_agrees_with_sums_written_out(rows):
 
 def test_a_token_left_out_weighs_at_most_the_mean_selected_one():
     e = Evidence(*map(torch.tensor, ([0.0], [3.0], [0.0], 100, 4)))
-    assert log_weight(torch.tensor([1e3, 0, 0, 0]), e).item() == pytest.approx(3.0 - math.log(4) + math.log(96))
-    assert log_weight(torch.tensor([-1e3, 0, 0, 0]), e).item() == pytest.approx(-1e3 + math.log(96))
+    assert log_weight(torch.tensor([1e3, 0, 0, 0, 0]), e).item() == pytest.approx(3.0 - math.log(4) + math.log(96))
+    assert log_weight(torch.tensor([-1e3, 0, 0, 0, 0]), e).item() == pytest.approx(-1e3 + math.log(96))
 
 
 def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
@@ -307,5 +307,5 @@ def test_estimated_shares_sum_to_the_exact_ones(least):
     logits[..., ::6] = 1.0
     count = torch.tensor
     e = Evidence(torch.zeros(2, 2, 60), torch.full((2, 2, 60), 3.0), torch.zeros(2, 2, 60), count(1000), count(20))
-    share = torch.sigmoid(log_weight(remainder.fit_weight([(e, e.lse + logits)]).view(2, 2, 1, 4), e) - e.lse)
+    share = torch.sigmoid(log_weight(remainder.fit_weight([(e, e.lse + logits)]).view(2, 2, 1, 5), e) - e.lse)
     torch.testing.assert_close(share.sum(-1).float(), torch.sigmoid(logits).sum(-1), rtol=0.02, atol=0)

@@ -65,7 +65,7 @@ HUGE = {"num_layers": 1 << 20, "num_query_heads": 1 << 20, "num_kv_heads": 1, "h
         ({"hidden": 65536}, "does not match config.json"),
         ({"shape": HUGE}, "expected tensors of 1048576 layers, got 22 tensors"),
         ({"shape": {"num_layers": 10**9}}, "incomplete|num_layers"),
-        ({"format_version": 1}, "format_version must be 4"),
+        ({"format_version": 1}, "format_version must be 5"),
         ({"weights": "../hasher.safetensors"}, "names no weight file in its own folder"),
         ({"weights": f"hasher-{0:012}.safetensors"}, "missing"),
         ({"surprise": 1}, "unknown hasher config fields"),
@@ -79,22 +79,21 @@ def test_an_invalid_config_is_one_sentence(tmp_path, changes, message):
         Hasher.from_pretrained(tmp_path)
 
 
-def test_a_hasher_of_the_version_before_loads_without_its_remainder_and_says_so(tmp_path, caplog):
+@pytest.mark.parametrize(("version", "terms", "now"), [(3, 6, None), (4, 5, [1, 1, 1, 1, 0, 1])])
+def test_a_hasher_of_a_version_before_loads_and_says_if_it_loses_its_remainder(version, terms, now, tmp_path, caplog):
     made = make()
     made.save_pretrained(tmp_path)
-    tensors = {
-        name: torch.ones(len(x), 6) if name.endswith("remainder") else x for name, x in made.state_dict().items()
-    }
+    tensors = {n: torch.ones(len(x), terms) if n.endswith("remainder") else x for n, x in made.state_dict().items()}
     path, weights = tmp_path / "config.json", hasher_module._weights_name(tensors)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 3, "weights": weights}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version, "weights": weights}))
     save_file(tensors, tmp_path / weights)
     loaded = Hasher.from_pretrained(tmp_path)
-    assert (loaded.remainder(0), loaded.config.format_version) == (None, 4)
+    assert loaded.config.format_version == 5
+    assert loaded.remainder(0) is None if now is None else loaded.remainder(0)[1].tolist() == now
     assert torch.equal(loaded.layer(1).key.r, made.layer(1).key.r)
-    assert "is used without its remainder" in caplog.text
     loaded.save_pretrained(tmp_path)
     Hasher.from_pretrained(tmp_path)
-    assert caplog.text.count("without its remainder") == 1
+    assert caplog.text.count("is used without its remainder") == (now is None)
 
 
 @pytest.mark.parametrize(

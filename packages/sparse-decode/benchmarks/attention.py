@@ -70,7 +70,7 @@ def dense_ways(caches: list[GrowingLayer], q: Tensor) -> dict[str, Step]:
 def make_layer(budget: LayerBudget) -> SparseLayer:
     """Return a sparse layer with an untrained hasher of the default variant and arbitrary coefficients."""
     hasher = Hasher(HasherConfig("transform", ModelShape(1, HQ, HKV, D)))
-    hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.1, 0.6]))
+    hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.1, -0.2, 0.6]))
     return SparseLayer(0, HashSelector(hasher), budget, None, hasher.remainder(0))
 
 

@@ -53,5 +53,5 @@ def make_hasher(model: PreTrainedModel) -> Hasher:
     shape = ModelShape.of(model.config)
     hasher = Hasher(HasherConfig("transform", shape)).requires_grad_(False)
     for layer in range(shape.num_layers):
-        hasher.layer(layer).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.1, 0.6]))
+        hasher.layer(layer).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.1, -0.2, 0.6]))
     return hasher

@@ -28,7 +28,7 @@ def make(kind=KINDS[0], group=2, sets=2, tokens=90, width=40, batch=1, queries=1
 def rest_of(q, k, v, seed=0):
     """What a selection leaves out, as the operator takes it; the last row sees no more than a token."""
     (batch, hq, rows, dim), draw = q.shape, torch.Generator().manual_seed(seed)
-    coefficients = torch.tensor([-0.3, 0.5, 0.4, 0.1]) + 0.1 * torch.rand(hq, 4, generator=draw)
+    coefficients = torch.tensor([-0.3, 0.5, 0.4, 0.1, -0.1]) + 0.1 * torch.rand(hq, 5, generator=draw)
     means = torch.randn(batch, k.shape[1], rows, dim, generator=draw)
     values = torch.randn(batch, hq, rows, v.shape[3], generator=draw)
     visible = torch.full((batch, rows), k.shape[2] + 1000)

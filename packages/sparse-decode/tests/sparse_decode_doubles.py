@@ -111,7 +111,7 @@ class SignHasher:
 class Calibrated(SignHasher):
     """A hasher with some remainder."""
 
-    coefficients = torch.tensor([[-1.0, 0.4, 0.5, 0.1, 0.6]]).repeat(4, 1) * torch.tensor([[1.0], [0.8], [1.1], [0.9]])
+    coefficients = torch.tensor([[-1.0, 0.4, 0.5, 0.1, -0.2, 0.6]]) * torch.tensor([[1.0], [0.8], [1.1], [0.9]])
 
     def remainder(self, layer):
         return self.coefficients

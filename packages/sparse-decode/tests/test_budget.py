@@ -184,8 +184,8 @@ def test_attach_divides_a_budget_as_far_as_the_hasher_has_shares(layers, heads, 
 
 def test_a_remainder_of_another_version_is_refused():
     hasher = SignHasher()
-    hasher.remainder = lambda layer: torch.ones(4, 6)
-    with pytest.raises(ValueError, match=re.escape("a remainder must be [query heads, 5], got [4, 6]")):
+    hasher.remainder = lambda layer: torch.ones(4, 7)
+    with pytest.raises(ValueError, match=re.escape("a remainder must be [query heads, 6], got [4, 7]")):
         attach(tiny_model(), hasher)
 
 

@@ -105,7 +105,7 @@ def padding(n):
 def test_steps_are_those_of_the_reference(static, padded, dtype):
     """With a remainder; the reference searches the codes that the device has made."""
     hasher = Hasher(HasherConfig("planes", ModelShape(1, 4, 2, 64), bits=128), 0).eval().requires_grad_(False)
-    fitted = torch.tensor([[-1.0, 0.4, 0.5, 0.1, 0.6]]).repeat(4, 1)
+    fitted = torch.tensor([[-1.0, 0.4, 0.5, 0.1, -0.2, 0.6]]).repeat(4, 1)
     selector, budget, cuda = HashSelector(hasher), LayerBudget(0.1, sink=1, recent=2), torch.device("cuda")
     layer = SparseLayer(0, selector, budget, None, fitted, device=cuda)
     draw, room = torch.Generator().manual_seed(0), 60 + FOLD + 4

@@ -19,7 +19,7 @@ from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, generate, prompts
 from test_dense import TOLERANCES, attend_reference, case, close, drawn_intervals, kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
 
 SPARSE = "rows: tiles", "rows: pairs"
 
@@ -166,7 +166,9 @@ def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
         assert rows == [40, 41, 40]
     by_length = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     assert not dense.suits_chunks(tiny_model(rope_parameters=by_length), DynamicCache()), "whose keys would differ"
-    assert not dense.suits_chunks(model, DynamicCache(config=tiny_model("qwen3_next").config)), "which is recurrent"
+    recurrent = DynamicCache()
+    recurrent.layers = [LinearAttentionLayer()]
+    assert not dense.suits_chunks(model, recurrent), "some begin anew with each call"
     rows.clear()
     generate(model, ids, mask, new_tokens=2)
     assert rows == [40, 1]

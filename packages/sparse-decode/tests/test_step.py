@@ -29,7 +29,7 @@ from sparse_decode_simulated import device as simulated
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 HQ, HKV, DIM = 4, 2, 16
-FITTED = torch.tensor([[-1.0, 0.4, 0.5, 0.1, 0.6]]).repeat(HQ, 1) * torch.linspace(0.8, 1.2, HQ)[:, None]
+FITTED = torch.tensor([[-1.0, 0.4, 0.5, 0.1, -0.2, 0.6]]).repeat(HQ, 1) * torch.linspace(0.8, 1.2, HQ)[:, None]
 # Relative to values of about 1. A weight is rounded to the type before it multiplies values on CUDA, and a step reads
 # 8 bits of each number of the covariance.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

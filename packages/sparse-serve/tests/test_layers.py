@@ -151,7 +151,7 @@ def test_a_slice_of_a_hasher_hashes_its_heads(variant, per_query_head):
 def test_a_slice_of_a_hasher_has_the_remainder_of_its_query_heads():
     whole = Hasher(HasherConfig("planes", ModelShape(1, 8, 4, 16)))
     assert HashSelector(shard_hasher(whole, 1, 2)).remainder(0) is None
-    whole.layer(0).remainder.copy_(torch.arange(40.0).view(8, 5))
+    whole.layer(0).remainder.copy_(torch.arange(48.0).view(8, 6))
     for rank, heads in ((0, slice(4)), (1, slice(4, 8))):
         assert torch.equal(shard_hasher(whole, rank, 2).remainder(0), whole.remainder(0)[heads])
 

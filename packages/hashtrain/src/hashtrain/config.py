@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeGuard, cast
 Heads = Literal["kv", "query"]
 """One target and selection per KV head, or one per query head."""
 VARIANTS = ("lsh", "linear", "paper", "planes", "transform")
-FORMAT_VERSION = 4
-WITHOUT_REMAINDER = 3
-"""Hashers of this version load without their remainder, whose weight had other terms."""
+FORMAT_VERSION = 5
+TERMS_OF = {3: 6, 4: 5}
+"""Terms of the remainder in hashers of older versions. Those of 3 load without it: its weight had others. Those of 4
+lack the coefficient of the number selected, which is 0 then."""
 SINK = 4
 """Number of first tokens that every row reads by default. Heads with nothing to look up attend to one of these: the
 first, or, after a number or `#` at the start in Qwen2.5, the second; a row that misses it loses most of its attention

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVa
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 
-from hashtrain.config import FORMAT_VERSION, WITHOUT_REMAINDER, HasherConfig, ModelShape
+from hashtrain.config import FORMAT_VERSION, TERMS_OF, HasherConfig, ModelShape
 from hashtrain.files.atomic import save_tensors, write_text
 from hashtrain.files.untrusted import first_line, inside, open_tensors, read_json_object
 from hashtrain.layers import BY_VARIANT, LayerHasher, shapes
@@ -101,7 +101,7 @@ class Hasher(nn.Module):
         return self.layer(layer).encode_queries(queries)
 
     def remainder(self, layer: int) -> Tensor | None:
-        """Return a layer's coefficients of eq. 15 and slope of eq. 16, float32 [Hq, 5]; None if they are not fitted."""
+        """Return a layer's coefficients of eq. 15 and slope of eq. 16, float32 [Hq, 6]; None if they are not fitted."""
         found = self.layer(layer)
         return found.remainder if found.calibrated else None
 
@@ -151,11 +151,11 @@ class Hasher(nn.Module):
         if not Path(folder).is_dir() and _HUB_ID.fullmatch(str(folder)):
             folder = _download(str(folder), revision)
         folder = Path(folder)
-        config, weights, older = _read_config(folder)
+        config, weights, version = _read_config(folder)
         path = folder / weights
         try:
             with open_tensors(inside(path), _REMEDY) as file:
-                _check_header(path, file, config, older)  # before any allocation, in case the config is wrong
+                _check_header(path, file, config, version)  # before any allocation, in case the config is wrong
                 tensors = {name: file.get_tensor(name) for name in list(file.keys())}
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing; {_REMEDY}") from error
@@ -163,8 +163,7 @@ class Hasher(nn.Module):
             raise ValueError(f"{path} is damaged: its content does not match its name; {_REMEDY}")
         if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise ValueError(f"{path} holds non-finite numbers in {broken[0]}; {_REMEDY}")
-        if older:
-            _leave_remainder_out(folder, tensors)
+        _update(folder, tensors, version)
         hasher = cls(config, seed=None)
         try:
             hasher.load_state_dict(tensors)
@@ -182,7 +181,7 @@ def _download(name: str, revision: str | None) -> Path:
         raise ValueError(f"no hasher {name}: there is no such folder, and none on the Hub ({lost})") from error
 
 
-def _check_header(path: Path, file: Any, config: HasherConfig, older: bool) -> None:
+def _check_header(path: Path, file: Any, config: HasherConfig, version: int) -> None:
     """Raise ValueError unless the open file's header has exactly the tensors that the config describes."""
 
     def refuse(reason: str) -> NoReturn:
@@ -195,20 +194,27 @@ def _check_header(path: Path, file: Any, config: HasherConfig, older: bool) -> N
     if len(names) != len(wanted):
         refuse(f"expected {len(wanted)} tensors, got {len(names)}")
     for name, size in wanted.items():
-        if older and name.endswith("remainder"):
-            size = size[0], size[1] + 1
+        if name.endswith("remainder"):
+            size = size[0], TERMS_OF.get(version, size[1])
         part = file.get_slice(name) if name in names else None
         found = None if part is None else (part.get_dtype(), *part.get_shape())
         if found != ("F32", *size):
             refuse(f"tensor {name} expected {('F32', *size)}, got {found}")
 
 
-def _leave_remainder_out(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Unset the remainders of a hasher of an older version, and say so."""
+def _update(folder: Path, tensors: dict[str, Tensor], version: int) -> None:
+    """Give the remainders of a hasher of an older version today's terms; say so if they are unset."""
     remainders = {name: x for name, x in tensors.items() if name.endswith("remainder")}
-    if any(x.any() for x in remainders.values()):
-        _log.warning("%s is of an older version: it is used without its remainder; train it again to have one", folder)
-    tensors.update({name: torch.zeros_like(x[:, 1:]) for name, x in remainders.items()})
+    if version == 4:
+        tensors.update(
+            {name: torch.cat([x[:, :4], torch.zeros_like(x[:, :1]), x[:, 4:]], 1) for name, x in remainders.items()}
+        )
+    elif version == 3:
+        if any(x.any() for x in remainders.values()):
+            _log.warning(
+                "%s is of an older version: it is used without its remainder; train it again to have one", folder
+            )
+        tensors.update({name: torch.zeros_like(x) for name, x in remainders.items()})
 
 
 def _weights_name(tensors: dict[str, Tensor]) -> str:
@@ -252,8 +258,8 @@ def require_own(folder: Path, base_model: str, shape: ModelShape) -> None:
     raise ValueError(f"{folder} is {what}, which would be replaced; choose another --out, or remove that folder")
 
 
-def _read_config(folder: Path) -> tuple[HasherConfig, str, bool]:
-    """Return a hasher's config, the name of its weights, and whether it is `WITHOUT_REMAINDER`."""
+def _read_config(folder: Path) -> tuple[HasherConfig, str, int]:
+    """Return a hasher's config, the name of its weights, and the version of its format."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"no hasher at {folder}: {_what_is_there(folder)}")
@@ -263,9 +269,10 @@ def _read_config(folder: Path) -> tuple[HasherConfig, str, bool]:
     weights = data.pop("weights", None)
     if not isinstance(weights, str) or not _WEIGHTS.fullmatch(weights):
         raise ValueError(f"{path} names no weight file in its own folder, got {weights!r}; {_REMEDY}")
-    if older := data.get("format_version") == WITHOUT_REMAINDER:
+    version = data.get("format_version", FORMAT_VERSION)
+    if isinstance(version, int) and version in TERMS_OF:
         data["format_version"] = FORMAT_VERSION
     try:
-        return HasherConfig.from_dict(data), weights, older
+        return HasherConfig.from_dict(data), weights, version
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -55,19 +55,21 @@ class Rest:
     """The remainder of a query head: all tokens start..end-1 of a sequence as one (eq. 15 and 16)."""
 
     def __init__(self, x: Inputs, b: int, h: int, r: int, interval: tuple[int, int], fitted: Tensor):
-        """Args: fitted: the coefficients of the query head, [5] (`LayerHasher.remainder`)."""
+        """Args: fitted: the coefficients of the query head, [6] (`LayerHasher.remainder`)."""
         kv, (start, end) = h * x.k.shape[1] // x.q.shape[1], interval
         k, v = x.k[b, kv, start:end].double(), x.v[b, kv, start:end].double()
         self.visible: int = end - start
         self.mean_key: Tensor = k.mean(0)
         cov = (k - self.mean_key).T @ (v - v.mean(0)) / self.visible
-        self.value: Tensor = v.mean(0) + fitted[4].double() * x.scaling * x.q[b, h, r].double() @ cov
+        self.value: Tensor = v.mean(0) + fitted[5].double() * x.scaling * x.q[b, h, r].double() @ cov
         self._c = fitted.double()
 
     def log_weight(self, scaled_q: Tensor, mean: Tensor, total: Tensor, used: int) -> Tensor:
         """Return the log of the remainder's weight (eq. 15), given the selected logits' mean and log-sum-exp."""
         c, typical_selected = self._c, total - math.log(used)
-        typical = c[0] + c[1] * mean + c[2] * (scaled_q @ self.mean_key) + c[3] * typical_selected
+        typical = (
+            c[0] + c[1] * mean + c[2] * (scaled_q @ self.mean_key) + c[3] * typical_selected + c[4] * math.log(used)
+        )
         return torch.minimum(typical, typical_selected) + math.log(self.visible - used)
 
 

@@ -23,7 +23,7 @@ _CHUNK = 1 << 26  # bytes of float64 keys or values summed per chunk, at any bat
 class Coefficients:
     """A layer's coefficients of the remainder, copied to a device when first asked for there.
 
-    Args: fitted: `LayerHasher.remainder`, [Hq, 5].
+    Args: fitted: `LayerHasher.remainder`, [Hq, 6].
     """
 
     def __init__(self, fitted: Tensor) -> None:
@@ -37,7 +37,7 @@ class Coefficients:
         """What `on` has returned, by its arguments."""
 
     def on(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return the coefficients on a device, float32 [Hq, 4], and the slopes [Hq] times `scaling`."""
+        """Return the coefficients on a device, float32 [Hq, 5], and the slopes [Hq] times `scaling`."""
         if (known := self.placed.get((device, scaling))) is None:
             with ordinary_tensors():  # they outlive torch modes of this call
                 placed = self.fitted.to(device)

@@ -3,7 +3,7 @@
 A selection drops a tenth to a half of the softmax, in some layers three quarters. If keys were normally distributed and
 values linear in them, the value of the dropped tokens would be the mean value plus the covariance of values and keys
 times the query, as in linear attention; a cache can maintain both. The weight is predicted from the selected logits and
-the logit of the mean key. Each query head has four coefficients, fitted here in closed form on captured rows.
+the logit of the mean key. Each query head has five coefficients, fitted here in closed form on captured rows.
 """
 
 # Some methods of torch have no types.
@@ -47,7 +47,7 @@ def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
     """Estimate the log of the summed exp(logit) of a row's visible but unselected tokens.
 
     Args:
-        coefficients: the first four of `LayerHasher.remainder`, [..., 4], broadcast against the evidence.
+        coefficients: all but the last of `LayerHasher.remainder`, [..., 5], broadcast against the evidence.
         e: see `Evidence`; every row has selected at least one token.
     Returns: float32; -inf for rows that selected everything visible. An unselected token never weighs more than the
         mean selected one.
@@ -183,7 +183,7 @@ def fit_weight(samples: Sequence[tuple[Evidence, Tensor]]) -> Tensor:
        may swing.
 
     Args: samples: the evidence of some rows and their exact `log_weight`, both [Hkv, G, R] or broadcast to it.
-    Returns: float64 [Hq, 4].
+    Returns: float64 [Hq, 5].
     """
     parts = list[tuple[Tensor, ...]]()
     for e, exact in samples:
@@ -303,9 +303,11 @@ def estimated_share(hasher: LayerHasher, e: Evidence) -> Tensor:
 
 
 def _features(e: Evidence) -> Tensor:
-    """[..., 4]: one, mean selected logit, logit of the mean key, log of the mean selected weight.
+    """[..., 5]: one, mean selected logit, logit of the mean key, logs of the mean selected weight and of the number.
 
-    None is a number of tokens: with those, fits to contexts of 8,192 tokens failed at 32,768 (docs/log.md, 2026-11-27).
+    Budgets and lengths both vary the number selected, so that the fit holds between them and a little beyond. With the
+    number of visible tokens, too, fits to contexts of 8,192 tokens failed at 32,768 (docs/log.md, 2026-11-27).
     """
-    columns = torch.ones_like(e.mean), e.mean, e.mean_key, e.lse - e.selected.float().log()
+    number = e.selected.float().log()
+    columns = torch.ones_like(e.mean), e.mean, e.mean_key, e.lse - number, number
     return torch.stack(cast("tuple[Tensor, ...]", torch.broadcast_tensors(*columns)), -1)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from hashtrain.config import MAX_DIGITS, HasherConfig, Heads
 from hashtrain.data.captured import Capture
 
-REMAINDER_TERMS = 5
-"""Four coefficients for eq. 15 and the slope for eq. 16."""
+REMAINDER_TERMS = 6
+"""Five coefficients for eq. 15 and the slope for eq. 16."""
 
 Draw = torch.Generator | None
 """Generator for initial values; None leaves tensors uninitialised, to be loaded into."""
@@ -56,7 +56,7 @@ class LayerHasher(nn.Module):
     estimates_products = False
     """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
     remainder: Tensor
-    """Coefficients of eq. 15 and the slope of eq. 16, float32 [Hq, 5]; zeros until they are fitted."""
+    """Coefficients of eq. 15 and the slope of eq. 16, float32 [Hq, 6]; zeros until they are fitted."""
 
     def __init__(self, config: HasherConfig):
         super().__init__()

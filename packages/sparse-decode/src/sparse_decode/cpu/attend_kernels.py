@@ -136,7 +136,7 @@ def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - com
     product = np.float32(0)
     for i in range(len(query)):
         product += query[i] * mean_key[i]
-    typical = c[0] + c[1] * mean + c[2] * (product * scaling) + c[3] * (total - log_used)
+    typical = c[0] + c[1] * mean + c[2] * (product * scaling) + c[3] * (total - log_used) + c[4] * log_used
     weight = min(typical, total - log_used) + log_rest
     return np.float32(1) / (np.float32(1) + np.float32(math.exp(total - weight)))
 
@@ -149,7 +149,7 @@ def attend(
 
     k and v: the memory from the head's first row on, of 16-bit or 32-bit words. k_at and v_at: strides of a page and of
     a token, and tokens of a page, for the page table of the row; without a table, tokens are contiguous. Without
-    coefficients [G, 4] there is no remainder.
+    coefficients [G, 5] there is no remainder.
     """
     heads, used = len(q), len(indices)
     wide, wide_v = (q.shape[1] + WIDTH - 1) // WIDTH * WIDTH, (out.shape[1] + WIDTH - 1) // WIDTH * WIDTH

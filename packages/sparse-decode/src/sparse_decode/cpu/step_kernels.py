@@ -312,7 +312,7 @@ def tasks(
             continue
         if call[SINKS_AT]:
             copy(_floats(call[SINKS_AT] + 4 * head, (group,)), sinks)
-        coefficients = _floats(form[COEFFICIENTS] + 16 * head, (group * form[REMAINDER], 4))
+        coefficients = _floats(form[COEFFICIENTS] + 20 * head, (group * form[REMAINDER], 5))
         queries = q.reshape(group, dim)
         if form[REMAINDER]:
             _sum(form, call, b, t, s, span, queries, new_k, new_v, mean_key, rest)

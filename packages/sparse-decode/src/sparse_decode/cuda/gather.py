@@ -73,7 +73,7 @@ def gather(
     """Attend to selected tokens: the operator `gather` on CUDA; q [B, Hq, Q, D], indices int64 [B, H, Q, K], -1 unused.
 
     Args:
-        coefficients, mean_keys, values: of the remainder, float32 [Hq, 4], [B, Hkv, Q, D] and [B, Hq, Q, Dv], or None;
+        coefficients, mean_keys, values: of the remainder, float32 [Hq, 5], [B, Hkv, Q, D] and [B, Hq, Q, Dv], or None;
             visible: number of visible tokens, int64 [B, Q]; None: N.
         sink, recent: numbers of first and last of the N tokens that are read besides `indices`, which must not have
             them; or always: the tokens that all rows of a sequence read besides, int64 [B, E], -1 in unused slots.

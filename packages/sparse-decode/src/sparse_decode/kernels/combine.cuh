@@ -1,6 +1,6 @@
 // The second kernel of gather.cu, grid tasks x group: combines a head's splits, its learned sink and the remainder.
 // The remainder (eq. 15, 16) is one more token. Its value is given; its weight is estimated from coefficients f32
-// [Hq][4], mean keys f32 [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q] (null: all N). There
+// [Hq][5], mean keys f32 [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q] (null: all N). There
 // is no remainder if the other pointers are null.
 //
 // A block has little to do but to wait for memory, so it issues all its reads first:
@@ -30,10 +30,11 @@ __device__ __forceinline__ float over_warp_sum(float x) {
 }
 
 // The softmax share of the `visible - used` unselected tokens together; none gets more than the mean selected one.
-__device__ __forceinline__ float share_left_out(const float (&c)[4], float mean, float lse, float mean_key, i64 visible,
+__device__ __forceinline__ float share_left_out(const float (&c)[5], float mean, float lse, float mean_key, i64 visible,
                                                 int used) {
   if (!used || visible <= used) return 0.0f;
-  const float selected = lse - logf(float(used)), typical = c[0] + c[1] * mean + c[2] * mean_key + c[3] * selected;
+  const float number = logf(float(used)), selected = lse - number;
+  const float typical = c[0] + c[1] * mean + c[2] * mean_key + c[3] * selected + c[4] * number;
   const float weight = fminf(typical, selected) + logf(float(visible - used));
   return 1.0f / (1.0f + __expf(lse - weight));
 }
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
   outs += 4 * (thread % COLUMNS);
   if (left_out.coefficients) {
     const int kv_heads = heads / shape.heads_per_kv, kv = query_head / shape.heads_per_kv;
-    left_out.coefficients += 4 * query_head, left_out.values += of_query * VALUE_DIM;
+    left_out.coefficients += 5 * query_head, left_out.values += of_query * VALUE_DIM;
     left_out.mean_keys += ((i64(task.batch) * kv_heads + kv) * shape.queries + task.query) * DIM;
     q += of_query * DIM;
   }
@@ -88,11 +89,11 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
   };
   read_columns(mine);
   const float sink = sinks ? sinks[query_head] : -INFINITE;
-  float coefficients[4] = {}, dot = 0.0f, rest = 0.0f;
+  float coefficients[5] = {}, dot = 0.0f, rest = 0.0f;
   i64 visible = shape.tokens;
   if (left_out.coefficients) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) coefficients[i] = left_out.coefficients[i];
+    for (int i = 0; i < 5; i++) coefficients[i] = left_out.coefficients[i];
     if (thread < DIM) dot = real(q[thread]) * left_out.mean_keys[thread];
     if (thread < VALUE_DIM) rest = left_out.values[thread];
     if (left_out.visible) visible = left_out.visible[i64(task.batch) * shape.queries + task.query];
