@@ -13,6 +13,7 @@
 
 constexpr int COMBINE_THREADS = 256, COMBINE_WARPS = COMBINE_THREADS / 32;
 constexpr int MOST_SPLITS = 512, OWN = MOST_SPLITS / COMBINE_THREADS;  // the host makes no more splits
+constexpr int TERMS = 5;  // of a weight of the remainder
 constexpr int COLUMNS = VALUE_DIM / 4, PARTS = COMBINE_THREADS / COLUMNS, IN_FLIGHT = 8;
 static_assert(DIM <= COMBINE_THREADS && VALUE_DIM <= COMBINE_THREADS);
 
@@ -30,8 +31,8 @@ __device__ __forceinline__ float over_warp_sum(float x) {
 }
 
 // The softmax share of the `visible - used` unselected tokens together; none gets more than the mean selected one.
-__device__ __forceinline__ float share_left_out(const float (&c)[5], float mean, float lse, float mean_key, i64 visible,
-                                                int used) {
+__device__ __forceinline__ float share_left_out(const float (&c)[TERMS], float mean, float lse, float mean_key,
+                                                i32 visible, i32 used) {
   if (!used || visible <= used) return 0.0f;
   const float number = logf(float(used)), selected = lse - number;
   const float typical = c[0] + c[1] * mean + c[2] * mean_key + c[3] * selected + c[4] * number;
@@ -45,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
             const Half* __restrict__ q, LeftOut left_out) {
   __shared__ float weights[MOST_SPLITS];
   __shared__ __align__(16) float columns[PARTS][VALUE_DIM];
+  __shared__ float coefficients[TERMS];
   __shared__ float tops[COMBINE_WARPS], totals[COMBINE_WARPS], logits[COMBINE_WARPS], dots[COMBINE_WARPS];
   __shared__ i32 numbers[COMBINE_WARPS];
   const Task task(shape, blockIdx.x);
@@ -58,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
   outs += 4 * (thread % COLUMNS);
   if (left_out.coefficients) {
     const int kv_heads = heads / shape.heads_per_kv, kv = query_head / shape.heads_per_kv;
-    left_out.coefficients += 5 * query_head, left_out.values += of_query * VALUE_DIM;
+    left_out.coefficients += TERMS * query_head, left_out.values += of_query * VALUE_DIM;
     left_out.mean_keys += ((i64(task.batch) * kv_heads + kv) * shape.queries + task.query) * DIM;
     q += of_query * DIM;
   }
@@ -89,14 +91,13 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
   };
   read_columns(mine);
   const float sink = sinks ? sinks[query_head] : -INFINITE;
-  float coefficients[5] = {}, dot = 0.0f, rest = 0.0f;
-  i64 visible = shape.tokens;
+  float coefficient = 0.0f, dot = 0.0f, rest = 0.0f;
+  i32 visible = i32(shape.tokens);
   if (left_out.coefficients) {
-#pragma unroll
-    for (int i = 0; i < 5; i++) coefficients[i] = left_out.coefficients[i];
+    if (thread < TERMS) coefficient = left_out.coefficients[thread];
     if (thread < DIM) dot = real(q[thread]) * left_out.mean_keys[thread];
     if (thread < VALUE_DIM) rest = left_out.values[thread];
-    if (left_out.visible) visible = left_out.visible[i64(task.batch) * shape.queries + task.query];
+    if (left_out.visible) visible = i32(left_out.visible[i64(task.batch) * shape.queries + task.query]);
   }
 
   // Step (2).
@@ -106,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 #pragma unroll
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, step));
   if (lane == 0) tops[warp] = top;
+  if (thread < TERMS) coefficients[thread] = coefficient;
   __syncthreads();
   top = sink;
 #pragma unroll
