@@ -162,8 +162,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("families", nargs="*", choices=[[], *CAUSAL], metavar="family")
     parser.add_argument("--out", type=pathlib.Path, help="store what was found of all families as JSON")
     given = parser.parse_args(arguments)
-    asked = given.families
-    if asked and given.out:
+    if (asked := given.families) and given.out:
         parser.error("expected no names of families with --out, which stores all of them")
     transformers.logging.set_verbosity(logging.CRITICAL)
     outcomes: dict[str, Found] = {}
@@ -178,8 +177,7 @@ def main(arguments: list[str]) -> int:
     if given.out:
         content = {"transformers": transformers.__version__, "families": outcomes}
         write_text(given.out, json.dumps(content, indent=1) + "\n")
-    too_few = not asked and counts["equal"] < LEAST
-    if too_few:
+    if too_few := not asked and counts["equal"] < LEAST:
         print(f"expected at least {LEAST} equal families; see those that were refused", file=sys.stderr)
     return int(too_few or bool(counts["crashes"] + counts["differs"]))
 

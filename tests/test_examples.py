@@ -65,16 +65,6 @@ def test_attach_local_compares(load, fraction, least, most, capsys):
     assert 100 * int(alike) / 6 <= int(share) + 1, "the first tokens that agree are among those it would choose"
 
 
-@pytest.mark.parametrize(
-    "flag", [("attach_local", "--prompt-file"), ("chat", "--document"), ("ask", "--document")], ids=str
-)
-def test_a_text_that_never_ends_is_not_waited_for(load, tmp_path, flag, capsys):
-    os.mkfifo(tmp_path / "pipe")
-    for place in (tmp_path / "pipe", "/dev/zero"):
-        assert load("examples", flag[0]).main([flag[1], str(place), "--hasher", "lsh"]) == 2
-        assert "expected a regular file" in capsys.readouterr().err
-
-
 @pytest.fixture
 def asked(load, tmp_path, monkeypatch):
     """`ask` in a folder of its own, on the demo model and the start of a document."""

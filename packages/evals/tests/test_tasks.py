@@ -269,23 +269,17 @@ def test_throughput_measures_every_method(shape_folder, tmp_path):
     command = ThroughputCommand(**TINY, **settings)
     found = throughput.run(command, Console(quiet=True))
     assert read_result(command.out).environment == found.environment
-    assert found.environment["processor"]
-    assert found.environment["threads"] == str(torch.get_num_threads())
     for batch in (1, 2):
         at = {"where": f"96 tokens x {batch}"}
         for method in command.methods:
             p50 = found.one(method=method, metric="p50_ms", **at)
             assert 0 < p50.value <= found.one(method=method, metric="p99_ms", **at).value
-            assert p50.n == 2
             tokens = found.one(method=method, metric="tokens_per_s", **at)
             assert tokens.value == pytest.approx(1000 * batch / p50.value)
         # Three layers of 2 KV heads, 16 numbers of 4 bytes for a key and for a value; 99 tokens while it is measured.
-        names = ("sdpa", "eager", "recent")
-        sizes = [found.one(method=m, metric="kv_bytes", **at).value for m in names]
-        assert sizes == [batch * 3 * 2 * 99 * 2 * 16 * 4] * 3
+        sizes = {found.one(method=m, metric="kv_bytes", **at).value for m in ("sdpa", "eager", "recent")}
+        assert sizes == {batch * 3 * 2 * 99 * 2 * 16 * 4}
         steps = json.loads((tmp_path / "run" / "samples" / f"96x{batch}.json").read_text())["milliseconds"]
         assert {method: np.shape(taken) for method, taken in steps.items()} == dict.fromkeys(command.methods, (2, 2))
-        assert found.one(method="sdpa", metric="code_bytes", **at).value == 0
         assert found.one(method="planes", metric="code_bytes", **at).value >= batch * 3 * 2 * 99 * 4
         assert 0.08 < found.one(method="planes", metric="p50_ms", **at).density < 0.12
-        assert found.one(method="sdpa", metric="p50_ms", **at).density == 1

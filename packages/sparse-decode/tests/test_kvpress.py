@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 pytestmark = pytest.mark.slow
 PROMPT, NEW = 40, 8
 LEFT = PROMPT // 2
-HALF = {"compression_ratio": 0.5}
+HALF, OFTEN = {"compression_ratio": 0.5}, {"compression_interval": 3, "target_size": LEFT}
 PRESSES = {  # how it is made, the model's attention, the tokens left at the end
     "knorm": (lambda kvpress: kvpress.KnormPress(**HALF), None, LEFT + NEW),
     "snapkv": (lambda kvpress: kvpress.SnapKVPress(**HALF, window_size=8), None, LEFT + NEW),
@@ -28,11 +28,7 @@ PRESSES = {  # how it is made, the model's attention, the tokens left at the end
     "observed": (lambda kvpress: kvpress.ObservedAttentionPress(**HALF), "eager", LEFT + NEW),
     "think": (lambda kvpress: kvpress.ThinKPress(key_channel_compression_ratio=0.5, window_size=8), None, PROMPT + NEW),
     # Every third step the cache falls back to 20 tokens; what is new since then is hashed, what was kept anew.
-    "decoding": (
-        lambda kvpress: kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=3, target_size=LEFT),
-        None,
-        LEFT + NEW % 3,
-    ),
+    "decoding": (lambda kvpress: kvpress.DecodingPress(kvpress.KnormPress(), **OFTEN), None, LEFT + NEW % 3),
 }
 
 
