@@ -126,7 +126,7 @@ def test_no_tensor_has_a_number_for_each_row_and_token(family, hasher, how):
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rows", [20, 70])
-def test_torchs_kernel_attends_in_parts_without_a_mask(rows, dtype, monkeypatch):
+def test_torchs_kernel_attends_in_parts_without_a_mask(rows, dtype, monkeypatch, at_any_length):
     """A whole prompt and a chunk; sequences padded not at all, before the chunk, in it, and all of it."""
     monkeypatch.setattr(dense, "supported", lambda: False)
     q, k, v = case((4, 6, 2, rows, 70, 16, 16), dtype)

@@ -49,7 +49,7 @@ MOST_ROWS = 16
 PROMPT_FROM = 512
 """Tokens from which our kernel attends for rows of prompts that torch could attend for without a mask."""
 MASKED_FROM = 256
-"""The same for rows that torch needs a mask for, and computes all of, visible or not."""
+"""The same for rows that torch needs a mask for, and computes all of, visible or not: in every type."""
 CHUNK = 2048
 """Rows of a prompt at a time."""
 FRACTION = 0.1
@@ -201,7 +201,7 @@ def _starts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> l
     their own token.
     """
     rows, n, alike = query.shape[2], key.shape[2], key.shape[3] == value.shape[3]
-    if (mask is None and rows == n) or not alike or not _is_plain(query, key, value, mask):
+    if n < MASKED_FROM or (mask is None and rows == n) or not alike or not _is_plain(query, key, value, mask):
         return None
     if any(x.stride(3) != 1 for x in (query, key, value)):
         return None
