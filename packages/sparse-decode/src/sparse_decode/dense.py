@@ -256,7 +256,7 @@ def suits_chunks(model: PreTrainedModel, cache: DynamicCache) -> bool:
     """Whether a prompt in chunks gives the same, and takes no longer than at once.
 
     Some recurrent layers begin anew with each call of several tokens, and some kinds of RoPE turn keys by the length of
-    the text so far. Eager attention also computes what masks hide.
+    the text so far. A model's own eager attention also computes what masks hide.
     """
     config, recurrent = cast(Any, text_decoder(model).config), LinearAttentionCacheLayerMixin
     if model.device.type != "cpu" or rope_kinds(config) & {"dynamic", "longrope"}:

@@ -38,8 +38,8 @@ def _mask(other: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     window = None if shown is causal_mask_function else _window(shown)
     if window is None and (shown is not causal_mask_function or first):
         return other(**how)
-    if how.get("allow_is_causal_skip") is False and (rows > 1 or isinstance(offset, int)):
-        return other(**how)  # the model reads the mask itself; a static cache's steps have a tensor as offset
+    if how.get("allow_is_causal_skip") is False and (rows > 1 or (isinstance(offset, int) and window is None)):
+        return other(**how)  # the model reads the mask itself; otherwise this is a step of a static cache
     if window is not None and (
         other is flash_attention_mask or not (isinstance(offset, int) and isinstance(first, int))
     ):

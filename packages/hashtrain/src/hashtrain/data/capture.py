@@ -158,7 +158,7 @@ def run_context(
         tensors.update({f"{name}.{layer}": to_host(x.to(dtype).contiguous()) for name, x in found.items()})
         header[f"scaling.{layer}"] = repr(scaling)
         calls.append(layer)
-        if layer == last and len(calls) == len(header) - 1:  # some models attend twice in each layer
+        if layer == last and len(calls) == len(header) - 1:  # go on in a model that attends twice in each layer
             raise _Complete
 
     with contextlib.suppress(_Complete):
