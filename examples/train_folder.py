@@ -18,8 +18,8 @@ from hashtrain.data.capture import Capture, capture
 from hashtrain.data.corpus import contexts, read_texts, split
 from hashtrain.data.texts import room_for
 from hashtrain.demo import DEMO, base_model, model_path
+from hashtrain.evaluation.calibration import calibrate
 from hashtrain.evaluation.metrics import layer_quality
-from hashtrain.evaluation.remainder import calibrate
 from hashtrain.layers import LayerHasher
 from hashtrain.models import load_model
 from hashtrain.usage import guarded

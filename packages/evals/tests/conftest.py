@@ -15,7 +15,7 @@ from evals.tasks.settings import PplCommand
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path
-from hashtrain.evaluation.remainder import calibrate
+from hashtrain.evaluation.calibration import calibrate
 from hashtrain.run.recipes import ALL
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

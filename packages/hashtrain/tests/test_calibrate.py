@@ -7,10 +7,11 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture, output_projections
-from hashtrain.evaluation import cost, remainder
+from hashtrain.evaluation import calibration, cost
+from hashtrain.evaluation.calibration import FRACTIONS, calibrate
 from hashtrain.evaluation.cost import FALLS, LEAST_SHARE, MOST_SHARE, Steps, divide, layer_costs, layer_shares
 from hashtrain.evaluation.metrics import best_searched, quality, quality_of_scores, reading
-from hashtrain.evaluation.remainder import FRACTIONS, Evidence, calibrate, linear_values, log_weight, measure
+from hashtrain.evaluation.remainder import Evidence, estimated_share, linear_values, log_weight, measure
 from hashtrain.layers import BY_VARIANT
 from hashtrain.training.target import always_read, attention, top_count
 from hashtrain_runs import Given
@@ -18,6 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
+
+TOLERANCE = 1e-4
 
 
 def test_quality_of_hand_computed_selections():
@@ -48,9 +51,6 @@ def test_quality_is_measured_on_the_selection_that_is_deployed():
             held = exact[[*range(4), *range(position - 3, position + 1), *chosen]].sum()
             torch.testing.assert_close(found.mass[0, head, row], held / most)
             torch.testing.assert_close(found.iou[0, head, row].item(), len(chosen & target) / len(chosen | target))
-
-
-TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +159,8 @@ def test_an_error_is_of_the_layers_output_when_one_head_alone_is_sparse(tiny, tm
     """Against masked attention, row by row; with the remainder, it is less in the sum over all rows."""
     hasher, ids = lsh(tiny).layer(1), torch.randint(97, (200,), generator=torch.Generator().manual_seed(0))
     rows = torch.randint(64, 200, (32,), generator=torch.Generator().manual_seed(1))  # all are late
-    monkeypatch.setattr(remainder, "_LEAST_ROWS", 32)
-    monkeypatch.setattr(remainder, "_draw", lambda *_: rows)
+    monkeypatch.setattr(calibration, "_LEAST_ROWS", 32)
+    monkeypatch.setattr(calibration, "_draw", lambda *_: rows)
     data = capture(tiny, [ids], tmp_path, dtype=torch.float32)
     found = calibrate(hasher, 1, data, 3, output_projections(tiny)["1"])
     (q, k, _), v = data.read(0, 1), data.values(0, 1)
@@ -249,7 +249,7 @@ def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
     positions = torch.arange(128, 512)
     for e, exact, *_ in measure(hasher, q[:, :, positions], k, positions, scaling, (0.01, 0.02)):
         share = torch.sigmoid(exact - e.lse)
-        error = remainder.estimated_share(hasher, e) - share
+        error = estimated_share(hasher, e) - share
         assert share.mean() > 0.3
         assert error.square().mean().sqrt() < 0.2 * share.mean()
         assert abs(error.mean()) < 0.05 * share.mean()
@@ -307,5 +307,5 @@ def test_estimated_shares_sum_to_the_exact_ones(least):
     logits[..., ::6] = 1.0
     count = torch.tensor
     e = Evidence(torch.zeros(2, 2, 60), torch.full((2, 2, 60), 3.0), torch.zeros(2, 2, 60), count(1000), count(20))
-    share = torch.sigmoid(log_weight(remainder.fit_weight([(e, e.lse + logits)]).view(2, 2, 1, 5), e) - e.lse)
+    share = torch.sigmoid(log_weight(calibration.fit_weight([(e, e.lse + logits)]).view(2, 2, 1, 5), e) - e.lse)
     torch.testing.assert_close(share.sum(-1).float(), torch.sigmoid(logits).sum(-1), rtol=0.02, atol=0)

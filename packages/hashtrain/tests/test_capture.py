@@ -10,8 +10,8 @@ from hashtrain.cli import main
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.data.capture import capture, capturing, run_context
 from hashtrain.data.offsets import PIECES, offset, places, reach_of
+from hashtrain.evaluation.calibration import calibrate
 from hashtrain.evaluation.cost import Steps
-from hashtrain.evaluation.remainder import calibrate
 from hashtrain.models import text_decoder
 from hashtrain_runs import command
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb

@@ -13,7 +13,7 @@ from hashtrain.cli import main
 from hashtrain.data import captured
 from hashtrain.data.capture import context_bytes, run_context
 from hashtrain.data.captured import ROWS, STEPS, Capture
-from hashtrain.evaluation import remainder
+from hashtrain.evaluation import calibration
 from hashtrain.files.atomic import save_tensors
 from hashtrain.layers import transform
 from hashtrain.run import pipeline, waves
@@ -155,7 +155,7 @@ def test_half_written_files_of_killed_runs_are_swept_away(tmp_path):
 
 
 SHAPE = ModelShape(2, 4, 2, 32)
-READERS = [(remainder, "MAX_CONTEXTS"), (transform, "CONTEXTS"), (choose, "CONTEXTS")]
+READERS = [(calibration, "MAX_CONTEXTS"), (transform, "CONTEXTS"), (choose, "CONTEXTS")]
 """How many first contexts each part of a run reads whole."""
 
 
@@ -169,7 +169,7 @@ def one_whole(monkeypatch):
 
 
 def test_what_is_read_whole_is_stored_whole():
-    assert choose.CONTEXTS <= transform.CONTEXTS == prepare_module.STARTED_FROM <= remainder.MAX_CONTEXTS
+    assert choose.CONTEXTS <= transform.CONTEXTS == prepare_module.STARTED_FROM <= calibration.MAX_CONTEXTS
 
 
 def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypatch):

@@ -21,7 +21,6 @@ from sparse_decode import session
 from sparse_decode.budget import Budget
 from sparse_decode.caches.cache import cache_layer, retype
 from sparse_decode.caches.growing import FROM, GrowingLayer, Owned, may_grow
-from sparse_decode.dense import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.interface import Hook, register
 from sparse_decode.model import (
     CACHE_NAMES,
@@ -36,6 +35,7 @@ from sparse_decode.model import (
     sparse_modules,
 )
 from sparse_decode.planning import plan_layers, require_arguments
+from sparse_decode.prompt import feed_in_chunks, mark_sparse, require_sparse_prompts
 from sparse_decode.select import KeyQueryHasher, Selector
 from sparse_decode.step import SparseLayer
 

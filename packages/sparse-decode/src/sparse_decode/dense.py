@@ -1,34 +1,24 @@
 """Dense calls of an attached model: on the CPU with our own kernels where they are faster, else as the model does them.
 
 The model's own attention is for other devices, training, dropout, returned weights, biases and masks with holes.
-
-On a CPU, `generate` feeds long prompts in chunks, and they may be sparse. All layers run on one chunk before the next,
-so that memory does not grow with a prompt's length: what a chunk needs beside its keys and values is CHUNK rows of
-activations. Matrix products of CHUNK rows are also at least as fast as those of all rows, which do not fit the caches.
 """
 
 import copy
 import sys
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hashtrain.data.offsets import rope_kinds
-from hashtrain.models import text_decoder
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from sparse_decode.caches.buffer import coming
 from sparse_decode.cpu.bfloat_lanes import supported
-from sparse_decode.cpu.dense import attend_all, attend_rows
+from sparse_decode.cpu.dense import attend_all, attend_in_parts, attend_rows
 from sparse_decode.inputs import KINDS
 from sparse_decode.intervals import causal, is_interval, visible
-from sparse_decode.model import FLASH, NAMES, Attention
+from sparse_decode.model import FLASH, NAMES
 
 Output = tuple[Tensor, Tensor | None]
 """Of an attention function: [B, Q, Hq, D], and the attention weights [B, Hq, Q, N] or None."""
@@ -50,16 +40,6 @@ PROMPT_FROM = 512
 """Tokens from which our kernel attends for rows of prompts that torch could attend for without a mask."""
 MASKED_FROM = 256
 """The same for rows that torch needs a mask for, and computes all of, visible or not: in every type."""
-CHUNK = 2048
-"""Rows of a prompt at a time."""
-FRACTION = 0.1
-"""Share of the tokens that a sparse prompt reads, of those that it does not always read."""
-_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-"""What `generate` gives a model with a prompt of text alone."""
-_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""Torch's kernel: it also returns the logarithm of each row's sum of weights."""
-_PREFILL = "_prefill"
-"""The method of `generate` that runs the prompt. It can split it, but has to be told."""
 
 
 def own_from() -> dict[torch.dtype, int]:
@@ -93,31 +73,6 @@ def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, s
     return out.reshape(out.shape[0], 1, -1, value.shape[3])
 
 
-def attend_in_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, starts: list[int]) -> Tensor:
-    """Attend with the last R of N tokens by torch's kernel: to those before them, then among themselves.
-
-    One pass over all tokens would need a mask, and compute what it hides.
-
-    Args: starts: the first token that the rows of each sequence see.
-    Returns: [B, R, Hq, D], zeros for a row that sees no token.
-    """
-    (batch, hq, rows, dim), hkv, n = query.shape, key.shape[1], key.shape[2]
-    out = torch.zeros(batch, rows, hq, dim, dtype=query.dtype)
-    for b, start in enumerate(starts):
-        first = max(start, n - rows)
-        if first == n:
-            continue
-        q, k, v = (x[b : b + 1, :, first - n :] for x in (query, key, value))
-        own, log_sum = _flash(q, *(x.repeat_interleave(hq // hkv, 1) for x in (k, v)), 0.0, True, scale=scaling)
-        if start < first:
-            earlier = (x[b : b + 1, :, start:first] for x in (key, value))
-            found, before = _flash(q.reshape(1, hkv, -1, dim), *earlier, 0.0, False, scale=scaling)
-            share = torch.sigmoid(before.reshape(log_sum.shape) - log_sum)[..., None]
-            own = torch.lerp(own.float(), found.reshape(own.shape).float(), share)
-        out[b, first - n :] = own[0].transpose(0, 1)
-    return out
-
-
 def attend_densely(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
@@ -126,26 +81,36 @@ def attend_densely(
 
     Args: those of `interface.attention`.
     """
-    name, starts = module.config._attn_implementation, None
-    if query.shape[2] > MOST_ROWS and name == NAMES["sdpa"] and not _asks_for_more(module, dropout, kwargs):
-        starts = _starts(query, key, value, mask)
-    if starts is not None and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
-        return attend_in_parts(query, key, value, scaling, starts), None
-    if key.shape[2] < OWN_FROM.get(key.dtype, 256) and mask is None and query.shape[2] == 1:
+    name, rows = module.config._attn_implementation, query.shape[2]
+    if rows == 1 and mask is None and key.shape[2] < OWN_FROM.get(key.dtype, 256):
         if name == NAMES["sdpa"] and kwargs.keys() <= IGNORED_KEYWORDS:
             return attend_by_torch(query, key, value, dropout, scaling), None
-    elif _is_ours(query, key, value, mask, name in EAGER) and not _asks_for_more(module, dropout, kwargs):
-        factor, softcap, sinks = scaling, kwargs.get("softcap"), kwargs.get("s_aux")
-        factor = float(query.shape[3] ** -0.5 if factor is None else factor)
+    elif not _asks_for_more(module, dropout, kwargs):
+        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
         if name in EAGER or (softcap is None and sinks is None):  # torch's own attention supports neither
-            interval = None if mask is None else mask[:, 0]
-            given = query, key, value, factor, interval
-            if query.shape[2] <= MOST_ROWS:
-                return attend_all(*given, softcap=softcap, sinks=sinks), None
-            fraction = module.__dict__.get(PROMPT_FRACTION) if key.shape[2] >= SPARSE_FROM else None
-            return attend_rows(*given, softcap=softcap, sinks=sinks, fraction=fraction), None
+            out = _attend_ourselves(module, query, key, value, mask, scaling, softcap, sinks)
+            if out is not None:
+                return out, None
     given = as_mask(mask, query, key, name)
     return dense_attention(module)(module, query, key, value, given, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _attend_ourselves(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """Attend with our kernels, or with torch's without a mask, where that is faster; else return None."""
+    name, rows = module.config._attn_implementation, query.shape[2]
+    if rows > MOST_ROWS and name == NAMES["sdpa"] and (starts := _starts(query, key, value, mask)) is not None:
+        return attend_in_parts(query, key, value, scaling, starts)
+    if not _is_ours(query, key, value, mask, name in EAGER):
+        return None
+    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
+    given = query, key, value, factor, None if mask is None else mask[:, 0]
+    if rows <= MOST_ROWS:
+        return attend_all(*given, softcap=softcap, sinks=sinks)
+    fraction = module.__dict__.get(PROMPT_FRACTION) if key.shape[2] >= SPARSE_FROM else None
+    return attend_rows(*given, softcap=softcap, sinks=sinks, fraction=fraction)
 
 
 def as_mask(mask: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tensor | None:
@@ -242,80 +207,3 @@ def _by_flash(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     own, own_config = copy.copy(module), copy.copy(module.config)
     own.config, own_config._attn_implementation_internal = own_config, FLASH  # by this name it finds the library
     return ALL_ATTENTION_FUNCTIONS[FLASH](own, q, k, v, mask, **options)
-
-
-# ---- Prompts ---------------------------------------------------------------------------------------------------------
-
-
-def own_prompts(model: PreTrainedModel) -> bool:
-    """Whether our kernel attends in prompts of a model."""
-    return model.device.type == "cpu" and model.dtype == torch.bfloat16 and supported()
-
-
-def suits_chunks(model: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Whether a prompt in chunks gives the same, and takes no longer than at once.
-
-    Some recurrent layers begin anew with each call of several tokens, and some kinds of RoPE turn keys by the length of
-    the text so far. A model's own eager attention also computes what masks hide.
-    """
-    config, recurrent = cast(Any, text_decoder(model).config), LinearAttentionCacheLayerMixin
-    if model.device.type != "cpu" or rope_kinds(config) & {"dynamic", "longrope"}:
-        return False
-    if any(isinstance(layer, recurrent) for layer in cache.layers):
-        return False
-    return own_prompts(model) or config._attn_implementation in ("sdpa", NAMES["sdpa"])
-
-
-def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
-    """Make `generate` split prompts of more than CHUNK tokens on a CPU, unless the caller gives a size.
-
-    Prompts of more than text, or whose hidden states are wanted, and other caches than a DynamicCache, stay whole.
-
-    Returns: a function that undoes it.
-    """
-    own, kind = cast(Callable[[], PreTrainedModel], weakref.ref(model)), type(model)
-
-    def prefill(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **how: Any) -> Any:
-        cache = model_kwargs.get("past_key_values")
-        text = type(cache) is DynamicCache and {n for n, x in model_kwargs.items() if x is not None} <= _OF_TEXT
-        given = generation_config
-        whole = given.prefill_chunk_size is not None or given.output_hidden_states or given.output_attentions
-        if text and input_ids.shape[1] > CHUNK and not whole and suits_chunks(own(), cast(DynamicCache, cache)):
-            generation_config = copy.copy(generation_config)
-            generation_config.prefill_chunk_size = CHUNK
-        tokens = input_ids.shape[1]  # and those of the answer, unless they may be very many
-        before = coming.set(min(generation_config.max_length or tokens, tokens + tokens // 8) if text else 0)
-        try:
-            return getattr(kind, _PREFILL)(own(), input_ids, generation_config, model_kwargs, *args, **how)
-        finally:
-            coming.reset(before)
-
-    def undo() -> None:
-        if vars(model).get(_PREFILL) is prefill:
-            delattr(model, _PREFILL)
-
-    if hasattr(kind, _PREFILL) and not getattr(model.config, "is_encoder_decoder", False):
-        setattr(model, _PREFILL, prefill)
-    return undo
-
-
-def require_sparse_prompts(model: PreTrainedModel) -> None:
-    """Raise ValueError if the kernel of sparse prompts does not support the model's device, dtype or processor."""
-    place = "a CPU without it" if model.device.type == "cpu" and not supported() else f"device {model.device}"
-    if not own_prompts(model):
-        raise ValueError(
-            f"sparse prompts need a model in bfloat16 on a CPU with AVX512_BF16, got {model.dtype} on {place}; leave "
-            "`prompt` out"
-        )
-
-
-def mark_sparse(modules: Mapping[int, Attention]) -> Callable[[], None]:
-    """Make the prompts of these attention modules sparse. Returns: a function that undoes it."""
-    for found in modules.values():
-        vars(found.module)[PROMPT_FRACTION] = FRACTION
-
-    def undo() -> None:
-        for found in modules.values():
-            vars(found.module).pop(PROMPT_FRACTION, None)
-
-    return undo

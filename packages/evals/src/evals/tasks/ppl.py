@@ -17,7 +17,7 @@ from hashtrain.run.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget, attach
 from sparse_decode.budget import LayerBudget
-from sparse_decode.dense import CHUNK, suits_chunks
+from sparse_decode.prompt import CHUNK, suits_chunks
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils.generic import ModelOutput

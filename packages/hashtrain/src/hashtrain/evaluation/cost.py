@@ -4,7 +4,7 @@
    for decode steps after a dense prompt. Each sees the context up to its own position and no other row, so one short
    forward pass over one cache computes many steps, for any set of sparse layers.
 2. A head's cost is the squared error of the layer's output through that head alone, which calibration measures at a few
-   budgets (`hashtrain.evaluation.remainder.calibrate`). It falls about as a power of the budget.
+   budgets (`hashtrain.evaluation.calibration`). It falls about as a power of the budget.
 """
 
 import math
@@ -18,7 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 from hashtrain.data.capture import capturing
 from hashtrain.data.offsets import places
 from hashtrain.data.offsets import positions as moved_to
-from hashtrain.evaluation.remainder import FRACTIONS, attend, grouped_product
+from hashtrain.evaluation.calibration import FRACTIONS
+from hashtrain.evaluation.remainder import attend, grouped_product
 from hashtrain.hasher import Hasher
 from hashtrain.training.target import logits
 

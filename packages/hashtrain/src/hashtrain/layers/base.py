@@ -70,7 +70,7 @@ class LayerHasher(nn.Module):
 
     @property
     def calibrated(self) -> bool:
-        """Whether `remainder` has been fitted (`hashtrain.evaluation.remainder.calibrate`)."""
+        """Whether `remainder` has been fitted (`hashtrain.evaluation.calibration`)."""
         return bool(self.remainder.any())
 
     def start(self, data: Capture, layer: int, most_digits: int = MAX_DIGITS) -> None:

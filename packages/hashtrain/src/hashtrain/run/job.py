@@ -14,8 +14,8 @@ import hashtrain
 from hashtrain.config import HasherConfig
 from hashtrain.data.captured import Capture
 from hashtrain.device import here
+from hashtrain.evaluation.calibration import calibrate
 from hashtrain.evaluation.metrics import layer_quality, summary
-from hashtrain.evaluation.remainder import calibrate
 from hashtrain.files.untrusted import open_tensors
 from hashtrain.hasher import make_layer
 from hashtrain.layers import LayerHasher
@@ -105,7 +105,7 @@ class LayerResult(NamedTuple):
 
     tensors: dict[str, Tensor]
     errors: Tensor
-    """Of each KV head at each budget (`hashtrain.evaluation.remainder.calibrate`)."""
+    """Of each KV head at each budget (`hashtrain.evaluation.calibration`)."""
     losses: list[float]
     stopped: str
     quality: dict[str, Any]

@@ -18,7 +18,7 @@ from hashtrain.data.offsets import reach_of
 from hashtrain.data.texts import read_texts, require_apart, room_for
 from hashtrain.demo import base_model
 from hashtrain.device import here
-from hashtrain.evaluation.remainder import MAX_CONTEXTS
+from hashtrain.evaluation.calibration import MAX_CONTEXTS
 from hashtrain.hasher import require_own
 from hashtrain.layers.transform import CONTEXTS as STARTED_FROM
 from hashtrain.models import require_vocabulary, text_decoder
@@ -39,7 +39,7 @@ class Prepared:
     train: Source
     validation: Source
     far: Source
-    """Contexts of about the reach, for calibration (`hashtrain.evaluation.remainder`); none if training's are."""
+    """Contexts of about the reach, for calibration (`hashtrain.evaluation.calibration`); none if training's are."""
     waves: list[range]
     """The steps whose contexts are captured at once (`hashtrain.run.waves`)."""
     disk: int

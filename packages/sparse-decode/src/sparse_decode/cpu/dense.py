@@ -24,6 +24,9 @@ from sparse_decode.cpu.lanes import BLOCK, WIDTH
 from sparse_decode.inputs import KINDS, LIKE, reach
 from sparse_decode.intervals import causal
 
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Torch's kernel: it also returns the logarithm of each row's sum of weights."""
+
 
 def attend_all(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, interval: Tensor | None = None, *,
@@ -82,6 +85,31 @@ def attend_rows(
     bits = out.view(torch.int16).numpy().view(np.uint16)
     given = *_place(q), LIKE[2], *laid_out, bounds.contiguous().numpy(), each, *how, _of_heads(sinks, hkv, group), bits
     run(prompt_kernels.attend, tasks, work, granted(), CONFIGURATION, *given)
+    return out
+
+
+def attend_in_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, starts: list[int]) -> Tensor:
+    """Attend with the last R of N tokens by torch's kernel: to those before them, then among themselves.
+
+    One pass over all tokens would need a mask, and compute what it hides.
+
+    Args: starts: the first token that the rows of each sequence see.
+    Returns: [B, R, Hq, D], zeros for a row that sees no token.
+    """
+    (batch, hq, rows, dim), hkv, n = query.shape, key.shape[1], key.shape[2]
+    out = torch.zeros(batch, rows, hq, dim, dtype=query.dtype)
+    for b, start in enumerate(starts):
+        first = max(start, n - rows)
+        if first == n:
+            continue
+        q, k, v = (x[b : b + 1, :, first - n :] for x in (query, key, value))
+        own, log_sum = _flash(q, *(x.repeat_interleave(hq // hkv, 1) for x in (k, v)), 0.0, True, scale=scaling)
+        if start < first:
+            earlier = (x[b : b + 1, :, start:first] for x in (key, value))
+            found, before = _flash(q.reshape(1, hkv, -1, dim), *earlier, 0.0, False, scale=scaling)
+            share = torch.sigmoid(before.reshape(log_sum.shape) - log_sum)[..., None]
+            own = torch.lerp(own.float(), found.reshape(own.shape).float(), share)
+        out[b, first - n :] = own[0].transpose(0, 1)
     return out
 
 
