@@ -77,7 +77,7 @@ def test_tables_give_a_document_a_row_as_far_as_they_are_needed(table, ending, f
     found = read_texts([path])
     assert [d.text for d in found] == ["first\ntext", "third"]
     assert found[1].name == f"table.{ending}, row 3"
-    assert [d.text for d in read_texts([path], at_most=1)] == ["first\ntext"]
+    assert [d.text for d in read_texts([path], room=10)] == ["first\ntext"]
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,9 @@ def test_a_readers_text_is_split_without_overlap_and_refused_if_it_repeats_itsel
     train, validation = split([Document(str(i), "x") for i in range(7)])
     assert not {d.name for d in train} & {d.name for d in validation}
     assert len(train) + len(validation) == 7
-    (train,), (validation,) = split([Document("one", "0123456789")])
-    assert train.text + validation.text == "0123456789"
+    (one, *parts), (end, other) = split([Document("one", "0123456789"), *(Document(str(i), "x", 1) for i in range(5))])
+    assert one.text + end.text == "0123456789"
+    assert [part.corpus for part in (one, *parts, end, other)] == [0, 1, 1, 1, 1, 0, 1]
     for passage in ("The same sentence, over and over again. ", "A line, over and over again.\n", "ab "):
         parts = split([Document("one", passage * 500)])
         with pytest.raises(ValueError, match="held-out part of one is also in what is trained on: it repeats itself"):

@@ -10,6 +10,7 @@ Nothing is downloaded. The demo model and its hashers are trained on `python_sou
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -195,17 +196,24 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Split a user's documents into training and held-out ones: every fifth is held out.
+    """Split a user's documents into training and held-out ones, each corpus by itself: every fifth is held out.
 
-    With fewer than five, the last fifth of each text is held out instead, so that one file suffices.
+    Where one document is more than a fifth of its corpus, the last fifth of each text is held out instead, so that one
+    file suffices.
 
     Raises: ValueError if one of the two holds only white space.
     """
-    if len(documents) >= 5:
-        return [one for i, one in enumerate(documents) if i % 5], list(documents[::5])
-    cut = [(d, len(d.text) * 4 // 5) for d in documents]
-    parts = [Document(d.name, d.text[:at]) for d, at in cut], [Document(d.name, d.text[at:]) for d, at in cut]
-    train, held = ([document for document in part if document.text.strip()] for part in parts)
+    train, held = list[Document](), list[Document]()
+    for corpus in sorted({document.corpus for document in documents}):
+        own = sorted((d for d in documents if d.corpus == corpus), key=lambda d: len(d.text), reverse=True)
+        if 5 * len(own[0].text) <= sum(len(d.text) for d in own):
+            train += [d for i, d in enumerate(own) if i % 5 != 2]
+            held += own[2::5]
+            continue
+        cut = [(d, len(d.text) * 4 // 5) for d in own]
+        train += [replace(d, text=d.text[:at]) for d, at in cut]
+        held += [replace(d, text=d.text[at:]) for d, at in cut]
+    train, held = ([document for document in part if document.text.strip()] for part in (train, held))
     if not train or not held:
         names, part = ", ".join(d.name for d in documents), "last fifth" if train else "first four fifths"
         raise ValueError(f"no text in the {part} of {names}: expected more than white space; give a longer text")

@@ -14,7 +14,6 @@ Everything except plain text is streamed by `datasets` (the extra of that name):
 
 import codecs
 import collections
-import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,11 +45,10 @@ class Document:
     """Index of the path it was read from; contexts are drawn from all paths in turn."""
 
 
-def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
+def read_texts(paths: list[Path], room: int | None = None, seed: int = 0) -> list[Document]:
     """Read the documents of files, folders (all files below them with a known suffix) and Hub ids.
 
     Args:
-        at_most: largest number of documents from one table or data set.
         room: most bytes of text, divided equally among the paths (`shares`); None: no limit.
         seed: draws the files if not all are read.
     Raises: ValueError if a path is missing, binary, not UTF-8 or has no text, or is a table and the extra `datasets` is
@@ -63,7 +61,7 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
         found: list[Document] = []
         if str(path).startswith(HUB):
             rows, field = _hub_rows(str(path))
-            found += _of_rows(rows, field, str(path), at_most, own, corpus)
+            found += _of_rows(rows, field, str(path), own, corpus)
         else:
             for file, size in shares(_files(path), own, seed).items():
                 if (real := file.resolve()) in read:
@@ -73,7 +71,7 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
                     if not file.stat().st_size:
                         raise ValueError(f"{file} is empty: expected rows with a text")
                     rows = _stream(_TABLES[file.suffix], file.name, data_files=str(file))
-                    found += _of_rows(rows, None, file.name, at_most, size, corpus)
+                    found += _of_rows(rows, None, file.name, size, corpus)
                 else:
                     found.append(Document(file.name, _plain_text(file, size), corpus))
         if not (found := [document for document in found if document.text.strip()]):
@@ -183,11 +181,11 @@ def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iter
 
 
 def _of_rows(
-    rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int, room: int | None, corpus: int
+    rows: Iterable[dict[str, Any]], field: str | None, name: str, room: int | None, corpus: int
 ) -> list[Document]:
     documents: list[Document] = []
     try:
-        for number, row in enumerate(itertools.islice(rows, at_most)):
+        for number, row in enumerate(rows):
             text = row.get(field or next((f for f in _FIELDS if f in row), ""))
             if not isinstance(text, str):
                 wanted = field or " or ".join(_FIELDS)

@@ -130,12 +130,11 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase, reach: int
 
     Raises: ValueError if a text cannot be used, or a training document holds a held-out one.
     """
-    most = 4 * (command.contexts + command.held_out)
     room = room_for(command.context * (command.contexts + command.held_out))
-    train = read_texts(list(command.text), most, room, command.seed) if command.text else python_sources()
+    train = read_texts(list(command.text), room, command.seed) if command.text else python_sources()
     if command.held_out_text:
         room = room_for(command.context * command.held_out)
-        validation = read_texts(list(command.held_out_text), most, room, command.seed)
+        validation = read_texts(list(command.held_out_text), room, command.seed)
     elif command.text:
         train, validation = split(train)
     else:
