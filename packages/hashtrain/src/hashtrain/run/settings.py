@@ -10,7 +10,7 @@ from hashtrain.demo import DEMO, model_path
 from hashtrain.run.recipes import ALL, RECIPES, Recipe
 from hashtrain.usage import UsageError, did_you_mean, require_counts, require_device_name, require_seed
 
-PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
+PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "warmup": 0.01}
 """The defaults of other models: the paper's schedule, where it differs from the demo's. The optimiser is the same
 (`hashtrain.training.trainer`). Source: section 4."""
 
@@ -33,7 +33,7 @@ class TrainCommand:
 
     model: str = DEMO
     """Folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain. Other models have
-    the paper's defaults: --context, --contexts and --steps 8192, --learning-rate 0.001, --warmup 0.01."""
+    the paper's defaults: --context, --contexts and --steps 8192, --warmup 0.01."""
     text: tuple[Path, ...] = ()
     """Training text: text files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME (README). Default: the Python
     sources on this machine."""
@@ -70,7 +70,8 @@ class TrainCommand:
     rows: int = 64
     """Query rows per step."""
     learning_rate: float | None = None
-    """Peak learning rate of every hasher. Default: each hasher's own, tuned on the demo model."""
+    """Peak learning rate of every hasher. Default: each hasher's own, tuned on the demo model; for `paper-exact`, the
+    paper's."""
     warmup: float = 0.02
     """Share of the steps during which the learning rate rises; after it, cosine decay to zero."""
     device: str = "auto"
@@ -84,7 +85,7 @@ class TrainCommand:
     """GB of disk for queries and keys. If they do not fit, they are captured and used in waves; that does not change
     the result. Default: as much as is free."""
     dry_run: bool = False
-    """Print what will be trained and the disk and memory it needs; write nothing."""
+    """Print what will be trained and the disk it needs; write nothing."""
     seed: int = 0
     """Draws the contexts, the rows, the pairs and the random starts."""
 
