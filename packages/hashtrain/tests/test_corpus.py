@@ -72,12 +72,11 @@ def test_only_texts_of_a_folder_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(("ending", "field"), [("jsonl", "text"), ("jsonl", "code"), ("parquet", "content")])
-def test_tables_give_a_document_a_row_as_far_as_they_are_needed(table, ending, field):
+def test_tables_give_a_document_a_row(table, ending, field):
     path = table(f"table.{ending}", [{"id": 1, field: "first\ntext"}, {"id": 2, field: ""}, {"id": 3, field: "third"}])
     found = read_texts([path])
     assert [d.text for d in found] == ["first\ntext", "third"]
     assert found[1].name == f"table.{ending}, row 3"
-    assert [d.text for d in read_texts([path], room=10)] == ["first\ntext"]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +175,16 @@ def test_contexts_take_the_start_of_each_document_before_second_pieces():
     assert len(contexts(documents, letters, 10, 2, seed=None)) == 2
     with pytest.raises(ValueError, match=r"shorter than the context: expected at least 10 tokens.*got at most 5"):
         contexts(documents[2:], letters, 10, 3)
+
+
+def test_contexts_begin_with_the_start_token_if_texts_do():
+    class Marking:
+        bos_token_id = 1
+
+        def __call__(self, text, add_special_tokens=True, **kwargs):
+            return SimpleNamespace(input_ids=[1] * add_special_tokens + [*text.encode()])
+
+    assert [cut.tolist() for cut in contexts([Document("a", "abcde")], Marking(), 3, 9)] == [[1, 97, 98], [1, 99, 100]]
 
 
 def test_corpora_give_contexts_in_turn():

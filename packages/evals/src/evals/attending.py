@@ -51,7 +51,7 @@ def attending(
         counting.sampled = counting.empty = 0
     start = 0 if prompt is None else prompt
     budget = replace(budget, sink=always.sink, recent=always.recent)
-    dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
+    dense = {*always.dense, *getattr(selector, "dense_layers", ())}
     with Attachment(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder, prompt=always.prompt
     ) as attachment:

@@ -35,9 +35,14 @@ class Always(NamedTuple):
     prompt: Prompt = "exact"
     """How rows of the prompt attend, which are dense for every method."""
 
+    @property
+    def dense(self) -> set[int]:
+        """Indices of the layers that stay dense."""
+        return {*range(self.dense_layers), *self.dense_at}
+
     def sparse(self, layers: int) -> list[int]:
         """Return the indices of the layers, out of `layers`, that do not stay dense."""
-        return [n for n in range(self.dense_layers, layers) if n not in self.dense_at]
+        return [n for n in range(layers) if n not in self.dense]
 
 
 ALWAYS = Always()

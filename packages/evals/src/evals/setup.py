@@ -119,7 +119,8 @@ def rows_of(command: MethodsCommand, ready: Ready, phase: str, n: int) -> Callab
         if method == DENSE:
             more |= {"budget": None, "rule": DENSE, "density": 1.0}
         value = {"value": estimate.mean, "low": estimate.low, "high": estimate.high}
-        return Row(method=method, metric=metric, **shared, **columns, **value, **more)
+        values: dict[str, Any] = {**shared, **columns, **value, **more}
+        return Row(method=method, metric=metric, **values)
 
     return row
 

@@ -19,6 +19,7 @@ from hashcore.validation import Comparison, RowLimits
 
 OPERATORS: Any = torch.ops.hashcore
 DEVICES = ("cpu", "cuda", "meta")
+MOST_PLANES = 8  # that the CUDA kernels are made for
 Tensor = torch.Tensor
 Outputs = tuple[Tensor, ...]
 
@@ -208,7 +209,10 @@ def compared(query: Tensor, keys: Tensor, weights: Any, blocks: Any = None) -> t
             )
         if not pages:
             raise ValueError("keys in pages must have at least one page, got none")
-    return query, keys, validation.comparison(layout("query", query), against, weights)
+    found = validation.comparison(layout("query", query), against, weights)
+    if keys.device.type != "cpu" and len(found.weights) > MOST_PLANES:
+        raise ValueError(f"queries on {keys.device} have at most {MOST_PLANES} planes, got {len(found.weights)}")
+    return query, keys, found
 
 
 def integers(name: str, x: Tensor, lead: Sequence[int], n: int) -> Tensor:

@@ -243,8 +243,8 @@ def _what_is_there(folder: Path) -> str:
     return "expected a config.json there; train one with `uv run hashtrain`"
 
 
-def require_own(folder: Path, base_model: str, shape: ModelShape) -> None:
-    """Raise ValueError if a folder that is about to be written is a model, or a hasher of another model."""
+def require_own(folder: Path, base_model: str, shape: ModelShape, adapter: str | None = None) -> None:
+    """Raise ValueError if a folder that is about to be written is a model, or a hasher of another model or adapter."""
     try:
         found, *_ = _read_config(folder)
     except _IsModel:
@@ -252,9 +252,10 @@ def require_own(folder: Path, base_model: str, shape: ModelShape) -> None:
     except (ValueError, OSError):
         return  # none, or a damaged one, which may be replaced
     else:
-        if (found.base_model, found.shape) == (base_model, shape):
+        own = (found.base_model, found.shape) == (base_model, shape)
+        if own and (None in (adapter, found.adapter) or found.adapter == adapter):
             return
-        what = f"a hasher of another model ({found.base_model or 'unnamed'})"
+        what = f"a hasher of another {'adapter' if own else 'model'} ({found.base_model or 'unnamed'})"
     raise ValueError(f"{folder} is {what}, which would be replaced; choose another --out, or remove that folder")
 
 

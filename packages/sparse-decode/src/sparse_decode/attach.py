@@ -98,6 +98,8 @@ class Attachment:
         self._dense: tuple[int, ...] = ()
         if prompt == "sparse":
             require_sparse_prompts(model)
+        if (words := other_adapter(hasher, model)) is not None:
+            warnings.warn(words, stacklevel=2)
         given = getattr(hasher, "dense_layers", ()) if dense_layers is None else dense_layers
         dense = range(given) if isinstance(given, int) else given
         modules, self._layers = plan_layers(model, hasher, budget, dense, sparse_rows, self._on_host, remainder)
@@ -108,12 +110,11 @@ class Attachment:
         self._switch_on(modules, dense)
         if modules and (reach := getattr(hasher, "reach", None)) is not None:
             self._layers[min(modules)].reach = reach
-        if (words := other_adapter(hasher, model)) is not None:
-            warnings.warn(words, stacklevel=2)
 
     def _switch_on(self, modules: Mapping[int, Attention], dense_layers: Collection[int]) -> None:
         """Set the model's attention, and hook its sparse layers."""
         model = self.model
+        sparse = sparse_modules(model, dense_layers) if self.prompt == "sparse" else {}
         register()
         self._config = cast(Any, text_decoder(model).config)
         dense = dense_name(model)
@@ -121,8 +122,7 @@ class Attachment:
         set_attention(model, name)
         vars(model)[_COPIER] = self.__reduce_ex__  # refuses shallow copies, too, which would keep `feed_in_chunks`
         self._name, self._undo = name, [feed_in_chunks(model), lambda: vars(model).pop(_COPIER, None)]
-        if self.prompt == "sparse":
-            self._undo.append(mark_sparse(sparse_modules(model, dense_layers)))
+        self._undo.append(mark_sparse(sparse))
         dense_ones = dense_modules(model, modules)
         self._dense = tuple(found.layer for found in dense_ones)
         if not modules and dense_ones:
@@ -198,8 +198,8 @@ class Attachment:
     def memory(self, cache: Cache) -> tuple[int, int]:
         """Return the bytes of a cache: keys and values of all layers; codes and sums of the remainder."""
         kv = codes = 0
-        for layer in cache.layers:
-            held: Any = layer
+        own_cache: Any = getattr(cache, "self_attention_cache", cache)
+        for held in own_cache.layers:
             own = [x.nbytes for name in ("keys", "values") if (x := getattr(held, name, None)) is not None]
             kv += sum(own)
             if sum(own) and getattr(held, "encoder", None) is not None:

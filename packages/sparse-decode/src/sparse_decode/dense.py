@@ -126,8 +126,8 @@ def as_mask(mask: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tenso
     if mask is None and not eager and (rows == n or name != NAMES["sdpa"]):
         return None  # with fewer rows, torch would align the first one with the first token
     interval = causal(1, rows, n, query.device) if mask is None else mask[:, 0]
-    if name == NAMES[FLASH]:
-        return torch.arange(n, device=interval.device) >= interval[:, -1, :1]
+    if name == NAMES[FLASH]:  # which leaves the keys behind its mask out: a static cache has room there
+        return torch.arange(int(interval[:, -1, 1].max()), device=interval.device) >= interval[:, -1, :1]
     shown = visible(interval, n)
     if not eager:
         return shown

@@ -94,6 +94,7 @@ class Hook:
         """Return the context of a call; the layer's cache then carries codes, unless it may stay plain."""
         cache = given.get(CACHE_NAMES[0])
         cache = given.get(CACHE_NAMES[1]) if cache is None else cache
+        cache = getattr(cache, "self_attention_cache", cache)
         if isinstance(cache, Cache) and self._index < len(cache.layers):
             held: Any = cache.layers[self._index]
             encoder, kind = getattr(held, "encoder", None), type(held)
@@ -253,6 +254,7 @@ class AttentionCall:
         layer, q, end = self.layer, self.query, self._end()
         if not self.whole:
             self.key, self.value, self.whole = self.key[:, :, :end], self.value[:, :, :end], True
+            self.mask = self.mask if self.mask is None or is_interval(self.mask) else self.mask[..., :end]
         interval = intervals_of(self.mask, q.shape[2], end)
         interval = interval if interval is None or not first else interval[:, first:]
         if readable(q) and layer.all_dense(end):

@@ -30,8 +30,10 @@ _HOLES = (
 )
 
 
-def _mask(other: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
+def _mask(theirs: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     """Return intervals, int64 [B, 1, Q, 2]; None if all rows see all tokens up to their own; else the other mask."""
+    by_flash = theirs is flash_attention_mask
+    other = partial(theirs) if by_flash else partial(_never_none, theirs)
     padding, device, rows = how.get("attention_mask"), how.get("device", "cpu"), how["q_length"]
     offset, n, first = how.get("q_offset", 0), how["kv_length"], how.get("kv_offset", 0)
     shown = how.get("mask_function", causal_mask_function)
@@ -40,9 +42,13 @@ def _mask(other: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
         return other(**how)
     if how.get("allow_is_causal_skip") is False and (rows > 1 or (isinstance(offset, int) and window is None)):
         return other(**how)  # the model reads the mask itself; otherwise this is a step of a static cache
-    if window is not None and (
-        other is flash_attention_mask or not (isinstance(offset, int) and isinstance(first, int))
-    ):
+    counted = isinstance(offset, int) and isinstance(first, int)
+    if window is not None and by_flash and not counted:
+        raise ValueError(
+            "flash attention with sliding windows needs a dynamic cache here, got a static one; load the model with "
+            'attn_implementation="sdpa"'
+        )
+    if window is not None and (by_flash or not counted):
         return other(**how)  # flash attention gets the window itself
     start, ends = None, torch.arange(1, rows + 1, device=device) + (offset - first)
     if padding is not None:
@@ -65,6 +71,11 @@ def _mask(other: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     if slides is not None:
         starts = starts.maximum(ends - slides)
     return torch.stack([starts.expand_as(ends), ends], -1)[:, None]
+
+
+def _never_none(theirs: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
+    """Return the mask of sdpa or eager attention: theirs may be None for rows that see more or less than `_mask`'s."""
+    return theirs(**{**how, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
 mask_of_sdpa, mask_of_eager, mask_of_flash = (partial(_mask, m) for m in (sdpa_mask, eager_mask, flash_attention_mask))

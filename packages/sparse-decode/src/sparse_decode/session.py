@@ -31,7 +31,7 @@ from hashtrain.files.atomic import replace
 from hashtrain.files.untrusted import MAX_HEADER_BYTES
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from sparse_decode.caches.cache import retype
@@ -51,6 +51,7 @@ _ALIGN = 4096  # of the arrays' start: a page
 _BLANK = "0" * 64  # in the place of a digest that is not known yet
 _FOREIGN = "name a file that attachment.save wrote"
 _WHOLE = DynamicLayer, GrowingLayer
+_KINDS = (*_WHOLE, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))  # since 5.21
 _SUMS = "keys", "values", "spread", "starts"
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
           torch.int32: "I32"}  # fmt: skip
@@ -142,7 +143,7 @@ def save(attachment: "Attachment", cache: Any, path: str | os.PathLike[str], tok
     attachment.prepare(cache)
     room, arrays = -(-(n + ROOM) // 64) * 64 - n, {"tokens": _Array(ids)}
     for index, layer in enumerate(cache.layers):
-        if layer.is_initialized:  # others use another layer's keys
+        if layer.is_initialized and layer.keys is not None:  # others use another layer's keys
             found = _of_layer(layer, attachment._layers.get(index), n, room)
             arrays |= {f"layers.{index}.{name}": array for name, array in found.items()}
     ordered = dict(sorted(arrays.items(), key=lambda item: (not item[1].room, -item[1].tensor.dtype.itemsize)))
@@ -173,7 +174,7 @@ def _require_savable(attachment: "Attachment", cache: Any) -> None:
         raise ValueError(f"a session needs a DynamicCache, got {type(cache).__name__}; {remedy}")
     made = DynamicCache(config=attachment.model.config).is_sliding
     for index, layer in enumerate(cache.layers):
-        known = type(layer) in (*_WHOLE, DynamicSlidingWindowLayer) and index < len(made)
+        known = type(layer) in _KINDS and index < len(made)
         if not known or cache.is_sliding[index] != made[index]:
             raise ValueError(f"a session cannot hold a {type(layer).__name__} in layer {index}; {remedy}")
     if not cache.get_seq_length():

@@ -94,7 +94,8 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
             warm_up(model, ids)
             attachment.reset_density()
             streamers[name] = TimedStreamer(tokenizer, write)
-            cache, stored = _begun(attachment, command.session, ids, document)
+            own = chosen is not None or command.prompt == "exact"  # a file is of one kind of prompts
+            cache, stored = _begun(attachment, command.session if own else None, ids, document)
             _run(model, ids, command.max_new_tokens, streamers[name], cache)
             found[name] = {**_measured(attachment, streamers[name], cache), "stored_tokens": stored}
     if command.compare:

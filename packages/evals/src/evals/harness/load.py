@@ -48,6 +48,12 @@ class BenchmarkTask:
     task: "ConfigurableTask"
     digest: str
     """Identifies every prompt and target."""
+    numbers: "list[int] | None" = None
+    """The items to run; None: as many as --limit says."""
+
+    def items(self, command: BenchmarkCommand) -> dict[str, Any]:
+        """Return the arguments with which the harness runs these items."""
+        return {"limit": command.limit} if self.numbers is None else {"samples": {self.name: self.numbers}}
 
 
 @contextlib.contextmanager
@@ -259,7 +265,8 @@ def _built(name: str, task: ConfigurableTask, own: bool, command: BenchmarkComma
         documents: Any = task.eval_docs if scored else ()
         for number, document in enumerate(documents, 1):
             require_texts(document.get(references), references, f"row {number}: ")
-        task.build_all_requests(limit=command.limit)
+        numbers = _of_each_length(task, command)
+        task.build_all_requests(**({"limit": command.limit} if numbers is None else {"samples": numbers}))
         for x in task.instances if task.OUTPUT_TYPE == "generate_until" else ():
             target = task.doc_to_target(x.doc)  # scored before the model is run, because that may take days
             task.process_results(x.doc, [str(target[0]) if isinstance(target, list) else str(target)])
@@ -269,4 +276,14 @@ def _built(name: str, task: ConfigurableTask, own: bool, command: BenchmarkComma
         ) from error
     asked = [[x.args, str(task.doc_to_target(x.doc))] for x in task.instances]
     text = json.dumps(asked, default=str)
-    return BenchmarkTask(name, task, hashlib.sha256(text.encode()).hexdigest()[:12])
+    return BenchmarkTask(name, task, hashlib.sha256(text.encode()).hexdigest()[:12], numbers)
+
+
+def _of_each_length(task: ConfigurableTask, command: BenchmarkCommand) -> list[int] | None:
+    """Return the numbers of the first `--limit` items of each of RULER's lengths, one after the other in its list."""
+    if command.limit is None or len(getattr(command, "lengths", ())) < 2:
+        return None
+    found: dict[int, list[int]] = {}
+    for number, document in enumerate(task.eval_docs):
+        found.setdefault(document["max_length"], []).append(number)
+    return [number for numbers in found.values() for number in numbers[: command.limit]]

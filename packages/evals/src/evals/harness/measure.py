@@ -51,7 +51,7 @@ def measure(
             "max_length": command.max_length,
             "truncation_side": command.truncation,
         }
-        asked = {"limit": command.limit, "apply_chat_template": command.chat_template}
+        asked = {**document.items(command), "apply_chat_template": command.has_template(document.name)}
         with as_guest(command.seed):
             lm = SparseLM(ready.model, ready.tokenizer, methods[method], budget_of(rule, amount), **how)
             document.task.set_fewshot_seed(command.seed)  # the same worked examples, whatever ran before

@@ -71,6 +71,11 @@ class MagicPigSelector(NoCodes):
             raise ValueError(f"prefill must be above sink + local, got {self.prefill}, {self.sink} and {self.local}")
 
     @property
+    def dense_rows(self) -> int:
+        """Rows that see at most this many tokens attend to all of them."""
+        return self.prefill
+
+    @property
     def code_bits(self) -> int:
         """Bits of its codes per token and KV head: a bucket in each table, without the tables' pointers."""
         return self.bits * self.tables

@@ -54,7 +54,8 @@ class QuestSelector(NoCodes):
         total = seen.sum(-1)  # [B, Q]
         pages = ranks(seen).clamp(min=0) // self.page  # [B, N]
         current = (total - 1).clamp(min=0) // self.page
-        wanted = (rows.counts // self.page).clamp(min=self.min_pages).minimum(current + 1)
+        budget = rows.counts + rows.sink + rows.recent  # counts are of tokens beyond those always read
+        wanted = (budget // self.page).clamp(min=self.min_pages).minimum(current + 1)
         wanted = torch.where((rows.counts >= total) | (total <= self.dense_rows), current + 1, wanted)
         wanted = wanted.masked_fill(rows.counts == 0, 0)
         scores = self._scores(rows, seen.any(1), pages)

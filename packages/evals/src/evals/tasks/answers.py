@@ -37,6 +37,7 @@ def continue_greedily(
         prompt = ids[None].to(model.device)
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "num_beams": 1}
         options |= {"pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+        options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # the model's own settings may have others
         found = model.generate(prompt, **options)  # pyright: ignore[reportCallIssue]
     return found[0, len(ids) :].cpu(), attended.density
 

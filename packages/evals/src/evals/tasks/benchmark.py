@@ -59,6 +59,9 @@ def _require_possible(command: BenchmarkCommand, ready: Ready) -> None:
     longest = getattr(ready.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and command.max_length is not None and command.max_length > longest:
         raise ValueError(f"--max-length must be at most the model's {longest} tokens, got {command.max_length}")
+    room, asked = command.max_length or longest, max(getattr(command, "lengths", (0,)))
+    if room is not None and asked > room:
+        raise ValueError(f"--lengths must be at most the {room} tokens of the model or of --max-length, got {asked}")
 
 
 def cells_of(command: BenchmarkCommand, ready: Ready) -> "list[Cell]":
@@ -75,13 +78,14 @@ def _rows(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Ite
         for cell in sample["cells"]:
             for metric, (value, error) in cell["results"].items():
                 values = cell["values"].get(metric, [])
-                mean = math.isclose(value, sum(values) / max(1, len(values)), abs_tol=1e-9)
+                mean = bool(values) and math.isclose(value, sum(values) / len(values), abs_tol=1e-9)
                 if mean and len(values) <= _FEW:
                     (estimate,) = bootstrap([[item] for item in values], command.seed)
                 else:
                     estimate = normal(value, error)
                 at = {"budget": cell["budget"], "rule": cell["rule"], "density": cell["density"], "where": cell["task"]}
-                yield row(cell["method"], metric, estimate, stderr=error, **at)
+                count = {"n": len(values)} if values else {}  # RULER's metrics have an item for one length only
+                yield row(cell["method"], metric, estimate, stderr=error, **count, **at)
 
 
 def means_of_tasks(rows: Sequence[Row]) -> Iterator[Row]:

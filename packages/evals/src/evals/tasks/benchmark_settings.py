@@ -26,13 +26,14 @@ class BenchmarkCommand(MethodsCommand):
     include_path: tuple[Path, ...] = ()
     """Folders with YAML of your own tasks, or of shipped ones with local data, or with LongBench's own files."""
     limit: int | None = None
-    """Items per task. Default: all."""
+    """Items per task, of RULER per task and length. Default: all."""
     shots: int | None = None
     """Worked examples before each question. Default: the task's own number."""
     rows: SparseRows = "continuation"
     """Sparse rows: `all`, or those that predict the continuation or the answer after a dense prefill."""
     chat_template: bool = False
-    """Put each prompt into the chat template of the model's tokenizer, as a user's message."""
+    """Put each prompt into the chat template of the model's tokenizer, as a user's message; not those of LongBench's
+    few-shot and code tasks, as in its own script."""
     max_length: int | None = None
     """Most tokens of a prompt and its answer, such as the 8192 of the paper. Default: as many as the model takes."""
     batch_size: int = 8
@@ -47,6 +48,8 @@ class BenchmarkCommand(MethodsCommand):
     """Field of an item with its accepted answers, a list."""
     truncation: ClassVar[Truncation] = "left"
     """Which part of a prompt that is too long for the model is dropped."""
+    plain: ClassVar[tuple[str, ...]] = ()
+    """Tasks whose prompts never get a chat template."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +68,10 @@ class BenchmarkCommand(MethodsCommand):
     def metadata(self) -> dict[str, Any]:
         """Arguments for tasks that generate their own data."""
         return {}
+
+    def has_template(self, task: str) -> bool:
+        """Whether the prompts of a task are put into the chat template."""
+        return self.chat_template and task.removesuffix("_e") not in self.plain
 
     @property
     def dense_prompt(self) -> bool:
@@ -86,6 +93,9 @@ class LongbenchCommand(BenchmarkCommand):
     folders: ClassVar[tuple[str, ...]] = ("longbench",)
     references: ClassVar[str] = "answers"
     truncation: ClassVar[Truncation] = "middle"
+    plain: ClassVar[tuple[str, ...]] = tuple(
+        f"longbench_{name}" for name in ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
+    )
 
 
 @dataclass(frozen=True)

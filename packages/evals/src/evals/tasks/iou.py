@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from hashtrain.data.capture import observe
 from hashtrain.evaluation.metrics import Quality, quality, reading
+from hashtrain.run.prepare import require_plain_attention
 from hashtrain.training.target import always_read, attention, top_count
 from rich.console import Console
 from sparse_decode import AttendingSelector, Rows
@@ -42,6 +43,7 @@ class Cell(NamedTuple):
 def run(command: IouCommand, console: Console) -> Result:
     """Run the task: see `evals.tasks`."""
     ready = load_with_documents(command, "iou", console)
+    require_plain_attention(ready.model.config)
     methods = [method for method in ready.methods if method.selector]
     heads_of = heads_measured(command)
     cells = [Cell(m.name, b, heads) for heads in heads_of for b in command.budgets for m in methods]

@@ -7,7 +7,7 @@ a few rows at a time, in the model's own type, and float32 log-probabilities for
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -111,12 +111,13 @@ def measure(
     dense = {"nll": reference.mean_loss(targets)}
     step(DENSE)
     if prompt is not None and always.prompt == "sparse":
-        cache = prefilled(model, ids[:prompt], "sparse")  # the same for every cell
+        cache = prefilled(model, ids[:prompt], "sparse", always.dense)  # the same for every cell
     found = []
     for cell in cells:
         fraction = cell.budget
-        if cell.rival:  # as much as it selected on this context
+        if cell.rival:  # as much as it selected on this context, in rows of which it does not read all
             fraction = next(x["density"] for x in found if (x["method"], x["budget"]) == (cell.rival, cell.budget))
+            fraction = beyond_dense_rows(fraction, methods[cell.rival].selector, len(ids)) if not prompt else fraction
         budget = budget_of(cell.rule, fraction, len(ids), always.beside * (always.sink + always.recent))
         with attending(model, methods[cell.method], budget, always, prompt) as attended:
             other = scored_rows(model, ids, scored, cache)
@@ -128,13 +129,27 @@ def measure(
     return {"scored": scored, "dense": dense, "cells": found}
 
 
-def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact") -> Cache:
-    """Prefill a prompt, int64 [T], as an attached model does, and return the cache."""
+def beyond_dense_rows(density: float, selector: Any, tokens: int) -> float:
+    """Return what a method reads in the rows after its dense first ones, as a share of the tokens visible there.
+
+    Args: density: over all rows of a context; selector: its `dense_rows`, if it has them, see all; tokens: its length.
+    """
+    whole = min(getattr(selector, "dense_rows", 0), tokens)
+    dense = whole * (whole + 1) / (tokens * (tokens + 1))
+    return (density - dense) / (1 - dense) if dense < 1 else 1.0
+
+
+def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact", dense: Collection[int] = ()) -> Cache:
+    """Prefill a prompt, int64 [T], as an attached model does, and return the cache.
+
+    Args: dense: layers that stay exact in a sparse prompt.
+    """
     cache = DynamicCache(config=model.config)
     size = CHUNK if suits_chunks(model, cache) else max(1, len(prompt))
-    with attach(model, prompt=how):
+    with attach(model, prompt=how, dense_layers=dense):
         for chunk in prompt.to(model.device)[None].split(size, 1):
             model(chunk, past_key_values=cache, logits_to_keep=1)
+    cache.activate_past_recording()  # so that sliding windows can be cropped
     return cache
 
 

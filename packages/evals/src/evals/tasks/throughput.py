@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.config import RECENT, SINK
 from hashtrain.demo import model_path
 from hashtrain.device import device_for
 from hashtrain.models import from_config, load_config
@@ -96,6 +97,7 @@ def fill(
         size = (batch, own.num_kv_heads, n, own.head_dim)
         k, v = (torch.randn(size, generator=generator, dtype=torch.float32).to(dtype).to(device) for _ in range(2))
         cache.update(k, v, layer)
+    cache.activate_past_recording()  # so that sliding windows can be cropped
 
 
 def _measure(command: ThroughputCommand, model: PreTrainedModel, hasher: Hasher, n: int, batch: int) -> list[Row]:
@@ -138,7 +140,8 @@ def _measure(command: ThroughputCommand, model: PreTrainedModel, hasher: Hasher,
         shared: dict[str, Any] = {
             **{"task": "throughput", "method": method, "variant": method, "bits": None, "rule": "visible"},
             **{"budget": None if method in DENSE_WAYS else command.budget, "density": density.get(method, 1.0)},
-            **{"dense_layers": command.dense_layers, "sink": 0, "recent": 0, "phase": "decode", "n": command.repeats},
+            **{"dense_layers": command.dense_layers, "phase": "decode", "n": command.repeats},
+            **({"sink": 0, "recent": 0} if method in DENSE_WAYS else {"sink": SINK, "recent": RECENT}),
             **{"seed": command.seed, "versions": versions(), "where": f"{n} tokens x {batch}"},
         }
         rows += [Row(**shared, metric=m, value=x.mean, low=x.low, high=x.high) for m, x in named.items()]

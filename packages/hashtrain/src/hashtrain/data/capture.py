@@ -164,6 +164,11 @@ def run_context(
     with contextlib.suppress(_Complete):
         observe(model, ids, keep, where)
     wait_for(device)
+    if missing := {*range(last + 1)} - {*calls}:
+        raise ValueError(
+            f"expected a model that attends through transformers' attention functions, got {type(model).__name__}: "
+            f"layer {min(missing)} does not; no hasher can be trained for it"
+        )
     return tensors, header
 
 

@@ -100,6 +100,8 @@ def numbered_contexts(
 ) -> list[tuple[int, Tensor]]:
     """Cut documents into token contexts. Every document gives its first context before any gives a second.
 
+    Each begins with the tokenizer's start token, if texts do: models that are used with it attend to it.
+
     Documents of several corpora give contexts in turn, so that each corpus gives equally many while it lasts. No more
     documents are tokenised than it takes.
 
@@ -128,10 +130,15 @@ def _cut(
     if seed is not None:
         random.Random(seed).shuffle(order)
     known = sorted({document.corpus for document in documents})
+    bos: int | None = getattr(tokenizer, "bos_token_id", None)
+    begins = bos is not None and cast("list[int]", tokenizer("").input_ids)[:1] == [bos]
+    begin = torch.tensor([bos] if begins else [], dtype=torch.int32)
+    size = length - len(begin)
     for number in _in_turn([[n for n in order if documents[n].corpus == corpus] for corpus in known]):
         ids = token_ids(documents[number].text, tokenizer, count * length)
         longest = max(longest, len(ids))
-        pieces = [(number, x) for x in ids[: len(ids) // length * length].int().view(-1, length)[:count]]
+        parts = ids[: len(ids) // size * size].int().view(-1, size)[:count]
+        pieces = [(number, torch.cat([begin, part])) for part in parts]
         first += pieces[:1]
         later.setdefault(documents[number].corpus, []).extend(pieces[1:])
         if len(first) == count:

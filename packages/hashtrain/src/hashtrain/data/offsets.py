@@ -96,6 +96,8 @@ def reach_of(model_config: Any, context: int, wanted: int | None = None) -> int:
     config = model_config.get_text_config(decoder=True)
     rope, kinds = _rope(config), rope_kinds(config)
     most = int(getattr(config, "max_position_embeddings", None) or context) if rope else context
+    if "yarn" in kinds:  # whose factor, in some configs, max_position_embeddings leaves out
+        most = max(most, int(rope.get("factor", 1) * (rope.get("original_max_position_embeddings") or 0)))
     if "dynamic" in kinds:
         most = min(most, int(rope.get("original_max_position_embeddings") or most))
     most = max(context, most)

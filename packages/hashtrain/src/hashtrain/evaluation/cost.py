@@ -118,14 +118,16 @@ def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int, reac
 
 
 def layer_costs(
-    steps: Sequence[Steps], hasher: Hasher, fraction: float, advance: Callable[[str, int], None]
-) -> dict[str, Any]:
-    """Measure the cost of each layer alone and of all together; drop remainders that make a layer worse.
+    steps: Sequence[Steps], hasher: Hasher, fraction: float, advance: Callable[[str, int], None],
+    dense: Sequence[int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the cost of each layer alone and of all that stay sparse; drop remainders that make a layer worse.
 
     Values that attention avoids may be the largest of all, as in the first layer of SmolLM2. A mean value then
     represents the unselected tokens badly, however well its weight is estimated.
 
-    Returns: `layers`, the mean KL of each in nats; `all`, that of every layer sparse; `dense`, those to keep dense;
+    Args: dense: the layers that stay dense; None: those that cost most.
+    Returns: `layers`, the mean KL of each in nats; `all`, that of the others sparse; `dense`, those that stay dense;
         `bare`, those whose remainder was dropped.
     """
 
@@ -148,9 +150,11 @@ def layer_costs(
         costs.append(cost)
         advance(f"cost of layer {layer}", 1)
     # The order of summation changes the last digits.
-    costs, whole = [round(cost, 4) for cost in costs], round(mean(range(count)), 4)
+    costs = [round(cost, 4) for cost in costs]
     wanted = sorted((n for n in range(count) if costs[n] > DENSE_ABOVE), key=lambda n: -costs[n])
-    return {"layers": costs, "all": whole, "dense": sorted(wanted[: int(MOST_DENSE * count)]), "bare": bare}
+    dense = sorted(wanted[: int(MOST_DENSE * count)] if dense is None else dense)
+    whole = round(mean([n for n in range(count) if n not in dense]), 4)
+    return {"layers": costs, "all": whole, "dense": dense, "bare": bare}
 
 
 def layer_shares(costs: Sequence[float], dense: Collection[int] = ()) -> tuple[float, ...]:

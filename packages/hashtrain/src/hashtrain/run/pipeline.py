@@ -53,8 +53,8 @@ def _run(command: TrainCommand, console: Console) -> dict[str, Any]:
         return {"dry_run": {"hashers": [*hashers], "disk": prepared.disk, "waves": len(prepared.waves)}}
     with locked(command.out):
         begin(command.out, as_toml(command), {path.name for job in jobs for path in (job.finished, job.unfinished)})
-        model, _ = loaded(command.model_path, str(here(prepared.device)))
-        save_tensors(output_projections(model), jobs[0].outputs)
+        # Not bound to a name: `loaded` is to hold the only copy, which `_train` frees.
+        save_tensors(output_projections(loaded(command.model_path, str(here(prepared.device)))[0]), jobs[0].outputs)
         for wave in prepared.waves:
             _train(prepared, jobs, wave, console)
         metrics = _settings(prepared)
@@ -150,9 +150,7 @@ def _collect(
             console.print(f"{job.recipe.name}, layer {job.layer} {found.stopped}", highlight=False)
     costs = _costs(prepared, hashers, console)
     for name, hasher in hashers.items():
-        dense = costs[name]["dense"] if name in costs else []
-        if prepared.command.dense_layers is not None:
-            dense = [*range(prepared.command.dense_layers)]
+        dense = costs[name]["dense"] if name in costs else [*range(prepared.command.dense_layers or 0)]
         if len(dense) < prepared.shape.num_layers:
             hasher.config = replace(hasher.config, dense_layers=tuple(dense))
         if name in costs:
@@ -175,9 +173,11 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
     device = here(prepared.device)
     model, _ = loaded(command.model_path, str(device))
     steps = steps_of(model, prepared.train.contexts, command.seed, prepared.reach)
+    dense = None if command.dense_layers is None else range(command.dense_layers)
     with tracking(console, prepared.shape.num_layers * len(coded)) as advance:
         return {
-            name: layer_costs(steps, hasher.to(device), command.fraction, advance) for name, hasher in coded.items()
+            name: layer_costs(steps, hasher.to(device), command.fraction, advance, dense)
+            for name, hasher in coded.items()
         }
 
 

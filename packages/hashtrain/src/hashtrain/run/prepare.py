@@ -69,7 +69,7 @@ def prepare(command: TrainCommand) -> Prepared:
     _check_model(command, model.config, shape)
     reach = reach_of(model.config, command.context, command.reach)
     for recipe in command.recipes:
-        require_own(command.out / recipe.name, base_model(command.model), shape)
+        require_own(command.out / recipe.name, base_model(command.model), shape, adapter_of(model))
     eager = text_decoder(model).config._attn_implementation == "eager"  # needs memory for the square of a context
     texts = _texts(command, tokenizer, command.context if eager else reach)
     require_vocabulary(model, *itertools.chain(*texts))

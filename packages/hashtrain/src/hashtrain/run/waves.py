@@ -152,7 +152,7 @@ def make_all(
     with shared_by_name():
         if jobs and workers > 1 and len(jobs) > 1:
             if jobs[0].device == "cpu":
-                given, _ = loaded(model)
+                given, _ = loaded(model, "cpu")
                 size = sum(tensor.numel() * tensor.element_size() for tensor in given.state_dict().values())
                 shared = Path("/dev/shm")
                 if not shared.is_dir() or size > 0.9 * shutil.disk_usage(shared).free:

@@ -79,6 +79,9 @@ class GrowingBuffer:
     def extend(self, rows: Tensor) -> Tensor:
         """Extend the buffer by rows like these, [B, H, t, X], and return the new part, for the caller to write."""
         first, data, tokens = self.length, self._data, rows.shape[2]
+        if data is not None and rows.shape[:2] != data.shape[:2]:
+            got = f"{data.shape[0]} sequences of {data.shape[1]} heads, got {rows.shape[0]} of {rows.shape[1]}"
+            raise ValueError(f"the cache holds {got} to append; repeat or select its sequences first")
         end = first + tokens
         fits = data is not None and self._own and end <= data.shape[2] and rows.dtype == data.dtype
         if data is None or not fits or rows.device != data.device:

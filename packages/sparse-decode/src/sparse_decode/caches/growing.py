@@ -78,6 +78,8 @@ class Retyped(CacheLayerMixin):
         memo[id(self)] = twin
         for name, value in vars(self).items():
             setattr(twin, name, copy.deepcopy(value, memo))
+        if self.on_host:
+            twin.begin()  # copies are not pinned
         twin.mark()
         self.owner.add(twin)
         return twin

@@ -155,6 +155,8 @@ class CpuStep:
 
     def _made(self, key: tuple[Any, ...], given: tuple[Tensor, ...], remainder: Fitted, sets: int) -> _Form | None:
         q, k, v, *codes = given
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"q, k and v must have one type, got {q.dtype}, {k.dtype}, {v.dtype}; use a new cache")
         names = "Q", "K", "V", "CODE"
         found = {f"{name}_{step}": x.stride(i) for name, x in zip(names, given, strict=False)
                  for i, step in enumerate(("BATCH", "HEAD", "TOKEN"))}  # fmt: skip
