@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import evals
 import numpy as np
@@ -13,6 +14,7 @@ import pandas
 import pytest
 from evals.methods import DENSE
 from evals.results import read_result
+from evals.setup import load_model_and_methods
 from evals.tables import grids
 from evals.tasks import benchmark
 from evals.tasks.benchmark_settings import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
@@ -108,6 +110,26 @@ def test_rows_follow_from_the_items(build):
     row = found.one(metric="score", method=DENSE)
     assert row.value == pytest.approx(np.mean(dense["values"]["score"]))
     assert row.stderr == pytest.approx(np.std(dense["values"]["score"], ddof=1) / 2)
+
+
+def test_a_metric_of_the_whole_task_that_is_zero_is_no_mean_of_items(build):
+    command, cell = build("fewshot"), {"method": DENSE, "budget": None, "rule": DENSE, "density": 1.0, "task": "cola"}
+    ready = load_model_and_methods(command, "fewshot")
+    sample = {"items": 4, "cells": [{**cell, "results": {"mcc": [0.0, 0.1]}, "values": {}}]}
+    (row,) = benchmark._rows(command, ready, [sample])
+    assert (row.value, row.stderr, row.n) == (0.0, 0.1, 4)
+
+
+def test_a_limit_is_of_items_of_each_length(build):
+    command = build("ruler", lengths=(128, 256), limit=2)
+    task = SimpleNamespace(eval_docs=[{"max_length": length} for length in (128, 256) for _ in range(5)])
+    assert load._of_each_length(task, command) == [0, 1, 5, 6]
+    assert load.BenchmarkTask("one", task, "", [0, 5]).items(command) == {"samples": {"one": [0, 5]}}
+    assert load._of_each_length(task, build("ruler", lengths=(128,), limit=2)) is None
+    with pytest.raises(ValueError, match="--lengths must be at most the 256 tokens"):
+        benchmark.run(build("ruler", lengths=(512,)), QUIET)
+    asked = build("longbench", chat_template=True)
+    assert [asked.has_template(f"longbench_{name}") for name in ("qasper_e", "trec", "lcc_e")] == [True, False, False]
 
 
 def test_means_over_tasks_are_plain_ones(build, example, tmp_path):

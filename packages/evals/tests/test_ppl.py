@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
 TENTH = Budget(0.1, sink=0, recent=0)
+SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+SIZES |= dict(num_key_value_heads=1, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def score(loaded, *cells, dense_layers=1):
@@ -211,6 +213,23 @@ def test_ends_beside_a_budget_are_read_on_top_of_it(loaded, ppl_command):
             ppl_command(ends="beside", **other)
 
 
+def test_sliding_layers_are_as_they_were_behind_every_method():
+    """And layers that are dense for all methods are in a sparse prompt, too."""
+    kinds = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SIZES, **kinds)).eval()
+    cells = [Cell("oracle", "visible", 1.0), Cell("recent", "visible", 0.1), Cell("oracle", "visible", 1.0)]
+    methods = {method.name: method for method in load_methods(["oracle", "recent"], None, None)}
+    found = measure(model, torch.arange(2, 50), cells, methods, Always(0, 0, 0), phase="decode", scored=9)["cells"]
+    assert found[0]["kl"] == found[2]["kl"] < 1e-6 < found[1]["kl"]
+
+
+def test_the_layers_that_stay_dense_do_in_a_sparse_prompt(loaded, monkeypatch):
+    given, prompt = [], Always(1, 0, 0, prompt="sparse")
+    monkeypatch.setattr(ppl, "attach", lambda model, **how: given.append(how) or attach(model))
+    measure(loaded.model, loaded.ids, [], loaded.methods, prompt, phase="decode", scored=9)
+    assert given[-1] == {"prompt": "sparse", "dense_layers": {0}}
+
+
 @pytest.mark.skipif(not supported(), reason="sparse prompts need AVX512_BF16")
 def test_sparse_prompts_are_measured_against_exact_ones(loaded, command, monkeypatch):
     monkeypatch.setattr(dense, "SPARSE_FROM", 512)
@@ -225,8 +244,6 @@ def test_sparse_prompts_are_measured_against_exact_ones(loaded, command, monkeyp
         command(PplCommand, prompt="sparse")
 
 
-SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-SIZES |= dict(num_key_value_heads=1, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 KINDS = {"Llama": {}, "Gemma2": {"final_logit_softcapping": 0.1}, "Cohere": {"logit_scale": 0.5}}
 KINDS |= {"Granite": {"logits_scaling": 3.0}}
 ROW_BYTES = 4 * SIZES["vocab_size"]

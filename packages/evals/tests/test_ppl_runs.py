@@ -6,9 +6,11 @@ import shutil
 
 import pytest
 from evals.results import read_result
+from evals.rivals.magicpig import MagicPigSelector
 from evals.tasks import ppl
 from hashtrain import models
 from rich.console import Console
+from sparse_decode import RecentSelector
 from transformers import LlamaModel
 
 QUIET = Console(quiet=True)
@@ -45,6 +47,13 @@ def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
     assert "| 10 %, as recent, planes |" in report
     assert "| 10 %, fixed, recent |" in report
     assert "| 10 %, as recent, planes - recent |" in report
+
+
+def test_rows_that_a_rival_leaves_dense_do_not_count_in_what_ours_take():
+    """Of ten tokens, the first four rows see all, and each later one reads two."""
+    density = (1 + 2 + 3 + 4 + 6 * 2) / 55
+    assert ppl.beyond_dense_rows(density, MagicPigSelector(prefill=4, sink=0, local=0), 10) == pytest.approx(12 / 45)
+    assert ppl.beyond_dense_rows(density, RecentSelector(), 10) == density
 
 
 def test_rows_follow_from_the_samples(ppl_command):

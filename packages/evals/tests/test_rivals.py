@@ -60,6 +60,9 @@ def test_quest_is_its_definition_in_every_row_and_behind_a_prompt_in_those_behin
     ):
         rows, _ = rows_of(50, budget, positions=range(first, 50))
         found = selector.select(rows)
+        with_ends = replace(rows, counts=(rows.counts - 3).clamp(min=0), sink=2, recent=1)  # as part of the budget
+        last, same = (x[..., -1, :] for x in (selector.select(with_ends), found))
+        assert torch.equal(last[last >= 0], same[same >= 0])
         assert found.shape[1] == (4 if per_query_head else 2)
         for head in range(found.shape[1]):
             for row in range(max(0, budget + 1 - first), 50 - first):

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,10 +60,12 @@ def test_dense_answer_is_the_models_own(loaded):
     assert found == pytest.approx(picked.mean().item(), rel=1e-5)
 
 
-def test_a_greedy_answer_is_more_likely_than_another(loaded):
+def test_a_greedy_answer_is_more_likely_than_another_whatever_the_models_settings(loaded, monkeypatch):
     prompt = loaded.ids[:50]
     for method, budget in ((load_methods([DENSE], None, None)[0], None), (loaded.methods["lsh"], 0.1)):
         written, density = continue_greedily(loaded.model, prompt, 6, method, budget, FIRST_DENSE)
+        monkeypatch.setattr(loaded.model.generation_config, "repetition_penalty", 2.0)
+        assert torch.equal(continue_greedily(loaded.model, prompt, 6, method, budget, FIRST_DENSE)[0], written)
         assert (density == 1) == (budget is None)
         answers = (Exercise(56, 0.0, prompt, answer, "") for answer in (written, written.roll(1)))
         own, other = (log_prob(loaded.model, answer, method, budget, FIRST_DENSE) for answer in answers)
@@ -230,6 +234,15 @@ def test_hashed_methods_agree_with_hashtrain(loaded, name):
     assert all(seen)
 
 
+def test_models_that_iou_would_measure_wrongly_are_refused(build, tmp_path, made):
+    config = json.loads((Path(made.model) / "config.json").read_text())
+    shutil.copytree(made.model, tmp_path / "model")
+    sliding = {"layer_types": ["sliding_attention"] * config["num_hidden_layers"], "sliding_window": 8}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | sliding))
+    with pytest.raises(ValueError, match="full attention in every layer, got sliding_attention"):
+        iou.run(build("iou", model=str(tmp_path / "model"), methods=("recent",)), QUIET)
+
+
 def test_the_mean_excludes_dense_layers():
     # Two documents, two layers, two heads; layer 0 stays dense.
     values = np.array([[[9.0, 9.0], [0.0, 2.0]], [[9.0, 9.0], [2.0, 4.0]]])
@@ -281,5 +294,6 @@ def test_throughput_measures_every_method(shape_folder, tmp_path):
         assert sizes == {batch * 3 * 2 * 99 * 2 * 16 * 4}
         steps = json.loads((tmp_path / "run" / "samples" / f"96x{batch}.json").read_text())["milliseconds"]
         assert {method: np.shape(taken) for method, taken in steps.items()} == dict.fromkeys(command.methods, (2, 2))
+        assert found.one(method="planes", metric="p50_ms", **at).sink == 4
         assert found.one(method="planes", metric="code_bytes", **at).value >= batch * 3 * 2 * 99 * 4
         assert 0.08 < found.one(method="planes", metric="p50_ms", **at).density < 0.12

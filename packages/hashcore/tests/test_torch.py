@@ -86,6 +86,7 @@ ONE = torch.zeros(5, 4, dtype=torch.int32)
 META, ARRAY, KIND = ONE.to("meta"), ONE.numpy(), "; convert them to one kind"
 REFUSED = [
     (TypeError, "scores on meta must be int8, uint8, int16 or int32, got int64", lambda: hashcore.topk(META.long(), 1)),
+    (ValueError, "at most 8 planes, got 9", lambda: hashcore.score(META[:1].expand(9, -1), META, (1,) * 9)),
     (ValueError, r"got query on meta, keys on cpu; move them with \.to\(\)", lambda: hashcore.score(META, ONE)),
     (TypeError, f"not mixed, got query: Tensor, keys: ndarray{KIND}", lambda: hashcore.score(META, ARRAY)),
     (TypeError, f"not mixed, got query: ndarray, keys: Tensor{KIND}", lambda: hashcore.score(ARRAY, ONE)),

@@ -91,14 +91,14 @@ def test_a_whole_budget_costs_nothing_and_less_costs_something(tiny, steps):
 def test_the_costliest_layers_stay_dense_but_few():
     class Given:
         def cost(self, hasher, layers, fraction):
-            return torch.tensor([5.0 if len(layers) > 1 else cost.DENSE_ABOVE * (layers[0] + 0.5)])
+            return torch.tensor([float(len(layers)) if len(layers) > 1 else cost.DENSE_ABOVE * (layers[0] + 0.5)])
 
     hasher = torch.nn.Module()
     hasher.remainder = lambda layer: None
     for layers, dense in ((30, [27, 28, 29]), (9, [])):  # of the 29 above the bound
         hasher.config = HasherConfig("lsh", ModelShape(layers, 4, 2, 32))
         found = layer_costs([Given()], hasher, 0.02, lambda doing, count: None)
-        assert (found["all"], found["dense"]) == (5.0, dense)
+        assert (found["all"], found["dense"]) == (layers - len(dense), dense)
 
 
 def test_a_remainder_that_makes_a_layer_worse_is_taken_off(tiny):

@@ -115,6 +115,15 @@ def test_frequencies_that_follow_what_ran_before_do_not_reach_beyond_their_begin
     assert reach_of(config, CONTEXT) == 256
     with pytest.raises(ValueError, match="expected --reach from 64, the --context, to 256"):
         reach_of(config, CONTEXT, 512)
+    config.rope_parameters |= {"rope_type": "yarn"}
+    config.max_position_embeddings = 256  # as in configs that people write by hand
+    assert reach_of(config, CONTEXT) == 1024
+
+
+def test_a_model_that_attends_by_itself_is_refused():
+    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="got BloomForCausalLM: layer 0 does not; no hasher can be trained for it"):
+        run_context(model, torch.arange(9))
 
 
 @pytest.mark.parametrize("count", [2, 3, 6, 17, 40])

@@ -6,7 +6,9 @@ import shutil
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.cli import main
+from hashtrain.cli import main, parse
+from hashtrain.hasher import require_own
+from hashtrain.models import load_config
 from hashtrain.run.prepare import _check_model
 from hashtrain.run.settings import TrainCommand
 from hashtrain_runs import command
@@ -44,9 +46,18 @@ def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
     (out / "lsh" / "config.json").write_text("{}")  # a damaged one may be replaced
     assert main(command(folder, out, "--only", "lsh")) == 0
     assert main(command(folder, out, "--only", "lsh")) == 0  # and the same model's
+    require_own(out / "lsh", "model", own := ModelShape.of(load_config(folder / "model")), "a" * 12)
+    Hasher(HasherConfig("lsh", own, base_model="model", adapter="b" * 12)).save_pretrained(out / "lsh")
+    with pytest.raises(ValueError, match=r"a hasher of another adapter \(model\)"):
+        require_own(out / "lsh", "model", own, "a" * 12)
     shutil.copy(folder / "model" / "config.json", out / "lsh" / "config.json")
     assert main(command(folder, out, "--only", "lsh")) == 2
     assert "lsh is a model, which would be replaced" in capsys.readouterr().err
+
+
+def test_other_models_have_the_papers_schedule_and_tuned_rates():
+    given = parse(["--model", "other", "--out", "made"])
+    assert (given.context, given.steps, given.learning_rate) == (8192, 8192, None)
 
 
 def test_unsupported_models_are_refused_before_training():

@@ -154,6 +154,19 @@ def test_the_rows_of_a_filled_layer_go_to_the_host_and_come_back():
         assert {layer.keys.device.type, layer.values.device.type} == {"cuda"}
 
 
+def test_rows_of_other_sequences_and_of_other_types_are_refused():
+    buffer = GrowingBuffer()
+    buffer.append(torch.zeros(2, 1, 3, 16))
+    with pytest.raises(ValueError, match="the cache holds 2 sequences of 1 heads, got 1 of 1 to append"):
+        buffer.append(torch.ones(1, 1, 1, 16))
+    model, ids = tiny_model(), prompts((40,))[0]
+    with attach(model, SignHasher(), LayerBudget(0.1)):
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"one type, got torch\.bfloat16, torch\.float32"):
+            model.bfloat16()(ids[:, :1], past_key_values=cache)
+
+
 @pytest.mark.parametrize("below", [30, 1000])
 def test_a_cache_carries_codes_from_the_break_even_on(below, monkeypatch):
     """Before, its layers are plain ones, then plain ones that grow; all are plain after detach."""

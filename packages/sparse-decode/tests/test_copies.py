@@ -18,6 +18,7 @@ from hashtrain import Hasher
 from sparse_decode import Attachment, Budget, HashSelector, LshSelector, OracleSelector, RecentSelector, attach
 from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode.caches.cache import HYBRIDS
+from sparse_decode.caches.growing import GrowingLayer
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
@@ -126,6 +127,16 @@ def test_the_cache_of_an_attached_model_can_be_kept(way, kind, monkeypatch):
         found = way(generate(model, ids, past_key_values=cache, return_dict_in_generate=True))
         assert torch.equal(found.sequences, dense)
         assert found.past_key_values.get_seq_length() == dense.shape[1] - 1
+
+
+def test_a_copy_of_a_cache_on_the_host_pins_its_rows_anew(monkeypatch):
+    began = []
+    monkeypatch.setattr(GrowingLayer, "begin", lambda layer, own=GrowingLayer.begin: began.append(layer) or own(layer))
+    model, (ids, _) = tiny_model(), prompts((40,))
+    with attach(model, SignHasher(), WHOLE, kv="host"):
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        assert copy.deepcopy(cache).layers[0] in began
 
 
 AFTERWARDS = {

@@ -108,6 +108,19 @@ def test_only_the_text_decoder_of_a_vision_model_is_touched(implementation, monk
     check(model, SignHasher(), (1, 3), monkeypatch, ids, **inputs)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_decoder_with_cross_attention_sees_all_of_the_encoder(sparse):
+    config = transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, add_cross_attention=True)
+    model, (ids, _) = transformers.GPT2LMHeadModel(config).eval(), prompts((30,))
+    seen = {"encoder_hidden_states": torch.randn(1, 60, 64)}
+    dense = model(ids, **seen).logits
+    with attach(model, LshSelector(config) if sparse else None, WHOLE) as attachment:
+        found = model(ids[:, :-1], **seen)
+        last = model(ids[:, -1:], past_key_values=found.past_key_values, **seen).logits
+        assert attachment.memory(found.past_key_values)[0] == 2 * 30 * 2 * 64 * 4
+    torch.testing.assert_close(torch.cat([found.logits, last], 1), dense, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("rule", [None, 0])
 def test_cross_attention_stays_dense(rule):
     torch.manual_seed(0)
@@ -144,7 +157,9 @@ def test_models_of_flash_attention_keep_it_for_prompts_and_dense_layers(lengths,
         rows, n = q.shape[2], k.shape[2]
         seen = torch.ones(rows, n, dtype=torch.bool).tril(n - rows)
         if mask is not None:
-            assert mask.shape == (len(q), n), "flash-attn takes the mask of padding"
+            assert mask.shape[1] <= n, "flash-attn takes the mask of padding"
+            k, v, n = k[:, :, : mask.shape[1]], v[:, :, : mask.shape[1]], mask.shape[1]  # as transformers does
+            seen = torch.ones(rows, n, dtype=torch.bool).tril(n - rows)
             seen = seen & mask[:, None, None].bool() | torch.eye(rows, n, dtype=torch.bool)[:, :n]
         calls.append(rows)
         seen = seen.expand(len(q), 1, rows, n)
@@ -163,6 +178,8 @@ def test_models_of_flash_attention_keep_it_for_prompts_and_dense_layers(lengths,
     assert calls[:4] == [40] * 4, "the prompt"
     assert set(calls[4:]) <= {1}
     assert model.config._attn_implementation == FLASH
+    with attach(model, SignHasher(), Budget(0.2), dense_layers=1):
+        assert torch.equal(generate(model, ids, mask, new_tokens=6, cache_implementation="static"), expected)
 
 
 REFUSED = {

@@ -66,12 +66,19 @@ def test_a_sliding_window_is_an_interval(lengths, rows, window, dropped):
 
 
 def test_masks_of_other_kinds_stay_masks():
-    """A prefix that sees itself, and a window on both sides."""
-    how = {"batch_size": 1, "q_length": 6, "kv_length": 6, "device": "cpu", "allow_is_causal_skip": False}
+    """A prefix that sees itself, a window on both sides, chunks in a room that is longer, and all tokens.
+
+    Transformers says None for some, which our attention would take for rows of a causal text.
+    """
+    how = {"batch_size": 1, "q_length": 6, "kv_length": 9, "device": "cpu"}
     prefix = masks.or_masks(sliding_window_causal_mask_function(3), lambda b, h, q, kv: (q < 4) & (kv < 4))
     both = masks.sliding_window_bidirectional_mask_function(3)
-    for shown in (prefix, masks.and_masks(masks.causal_mask_function, prefix), both):
-        assert torch.equal(mask_of_sdpa(mask_function=shown, **how), sdpa_mask(mask_function=shown, **how))
+    chunks = masks.chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64))
+    every = masks.bidirectional_mask_function
+    for shown in (prefix, masks.and_masks(masks.causal_mask_function, prefix), both, chunks, every):
+        whole = sdpa_mask(mask_function=shown, allow_is_causal_skip=False, **how)
+        skips = {"allow_is_causal_skip": True, "allow_is_bidirectional_skip": True, "local_size": 16}
+        assert torch.equal(mask_of_sdpa(mask_function=shown, **skips, **how), whole)
         assert mask_of_eager(mask_function=shown, dtype=torch.float32, **how).dtype == torch.float32
 
 

@@ -8,6 +8,7 @@ import torch
 from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, attach, dense, sums
+from sparse_decode import prompt as prompts_of
 from sparse_decode.caches import cache_encoder, growing
 from sparse_decode.caches.cache import retype
 from sparse_decode.caches.cache_encoder import Encoder
@@ -144,7 +145,7 @@ def test_torchs_kernel_attends_in_parts_without_a_mask(rows, dtype, monkeypatch,
 def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
     """Eager attention gets them whole: it computes what the mask of a chunk hides, too."""
     (ids, mask), rows = prompts(), []
-    monkeypatch.setattr(dense, "CHUNK", 20)
+    monkeypatch.setattr(prompts_of, "CHUNK", 20)
     for implementation in ("eager", "sdpa"):
         model = tiny_model(implementation=implementation)
         expected = generate(model, ids, mask)
@@ -164,10 +165,10 @@ def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
         generate(model, ids, mask, output_hidden_states=True, new_tokens=1)
         assert rows[-2:] == [40, 40]
     by_length = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    assert not dense.suits_chunks(tiny_model(rope_parameters=by_length), DynamicCache()), "whose keys would differ"
+    assert not prompts_of.suits_chunks(tiny_model(rope_parameters=by_length), DynamicCache()), "whose keys would differ"
     recurrent = DynamicCache()
     recurrent.layers = [LinearAttentionLayer()]
-    assert not dense.suits_chunks(model, recurrent), "some begin anew with each call"
+    assert not prompts_of.suits_chunks(model, recurrent), "some begin anew with each call"
     generate(model, ids, mask, new_tokens=1)
     assert rows[-1] == 40
 
@@ -175,8 +176,8 @@ def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
 def test_a_prompt_in_chunks_leaves_no_more_room_than_one_at_once(monkeypatch):
     """Growing by an eighth, a cache of 32,768 tokens would take up to an eighth more memory, and copies of itself."""
     model, rooms = tiny_model(max_position_embeddings=4096), []
-    monkeypatch.setattr(dense, "CHUNK", 700)
-    monkeypatch.setattr(dense, "own_prompts", lambda _: True)
+    monkeypatch.setattr(prompts_of, "CHUNK", 700)
+    monkeypatch.setattr(prompts_of, "own_prompts", lambda _: True)
     buffer = growing.GrowingBuffer
     made = buffer._room
     monkeypatch.setattr(buffer, "_room", lambda self, like, n, kind: (rooms.append(n), made(self, like, n, kind))[1])
@@ -270,6 +271,6 @@ def test_sparse_prompts_are_refused_where_there_is_no_kernel(monkeypatch):
         attach(tiny_model(), prompt="sparse")
     with pytest.raises(ValueError, match=r"prompt must be .* got 'dense'"):
         attach(tiny_model(), prompt="dense")
-    monkeypatch.setattr(dense, "supported", lambda: False)
+    monkeypatch.setattr(prompts_of, "supported", lambda: False)
     with pytest.raises(ValueError, match="bfloat16 on a CPU without it"):
         attach(tiny_model().bfloat16(), prompt="sparse")

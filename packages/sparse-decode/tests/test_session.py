@@ -16,7 +16,8 @@ from safetensors import safe_open
 from sparse_decode import Budget, HashSelector, OracleSelector, attach, session
 from sparse_decode.caches.growing import GrowingLayer
 from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache, cache_utils
+from transformers.cache_utils import DynamicLayer
 
 MUTATIONS = 400
 
@@ -254,6 +255,15 @@ def test_full_sliding_layers_are_not_cut(tmp_path):
                 assert attachment.load(tmp_path / "saved.kv", ids[:, :8])[0].get_seq_length() == 7
         with pytest.raises(ValueError, match="sliding layers cannot be cut"):
             attachment.load(tmp_path / "saved.kv", ids)
+
+
+def test_layers_that_reuse_keys_are_left_out(tmp_path):
+    model, (ids, _) = tiny_model("gemma3"), prompts((60,))
+    cache = prefilled(model, ids)
+    cache.layers[3] = getattr(cache_utils, "DummyLayer", DynamicLayer)()
+    with attach(model, dense_layers=4) as attachment:
+        attachment.save(cache, tmp_path / "saved.kv", ids)
+        assert "layers.3.keys" not in session._File(tmp_path / "saved.kv")
 
 
 def test_what_cannot_be_saved_is_refused_and_nothing_is_written(saved, tmp_path):

@@ -266,7 +266,7 @@ def _built(name: str, task: ConfigurableTask, own: bool, command: BenchmarkComma
         for number, document in enumerate(documents, 1):
             require_texts(document.get(references), references, f"row {number}: ")
         numbers = _of_each_length(task, command)
-        task.build_all_requests(**({"limit": command.limit} if numbers is None else {"samples": numbers}))
+        task.build_all_requests(limit=command.limit if numbers is None else None, samples=numbers)
         for x in task.instances if task.OUTPUT_TYPE == "generate_until" else ():
             target = task.doc_to_target(x.doc)  # scored before the model is run, because that may take days
             task.process_results(x.doc, [str(target[0]) if isinstance(target, list) else str(target)])
@@ -284,6 +284,7 @@ def _of_each_length(task: ConfigurableTask, command: BenchmarkCommand) -> list[i
     if command.limit is None or len(getattr(command, "lengths", ())) < 2:
         return None
     found: dict[int, list[int]] = {}
-    for number, document in enumerate(task.eval_docs):
+    documents: Any = task.eval_docs
+    for number, document in enumerate(documents):
         found.setdefault(document["max_length"], []).append(number)
     return [number for numbers in found.values() for number in numbers[: command.limit]]
