@@ -65,12 +65,6 @@ def limit(seconds: float, cases: int | None, count: int | None) -> Callable[[int
     return (lambda done, _: done < cases) if cases is not None else (lambda *_: time.monotonic() < end)
 
 
-def store(path: Path, found: dict[str, dict[str, Any]]) -> None:
-    """Add what was counted to a JSON file, in the place of what it holds of the same fuzzers."""
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    write_text(path, json.dumps({**before, **found}, indent=1) + "\n")
-
-
 def main() -> None:
     """Run the named fuzzers, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,7 +87,8 @@ def main() -> None:
         goes_on = limit(args.seconds / len(names), args.cases, args.count)
         found = run(name, goes_on, seed, args.first)
         if args.out is not None:
-            store(args.out, {name: found})
+            before = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
+            write_text(args.out, json.dumps({**before, name: found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

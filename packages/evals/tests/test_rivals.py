@@ -185,6 +185,4 @@ PUBLISHED |= {"magicpig-10x150": "bits10-tables150-4-64-1024-0"}
 
 
 def test_rivals_have_their_published_parameters():
-    assert {
-        name: load_methods([name], None, None)[0].identity.removeprefix(f"{name}-") for name in PUBLISHED
-    } == PUBLISHED
+    assert {x: load_methods([x], None, None)[0].identity.removeprefix(f"{x}-") for x in PUBLISHED} == PUBLISHED

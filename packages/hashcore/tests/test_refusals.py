@@ -65,17 +65,13 @@ REFUSED = {
 }
 
 
-def masked(call, *given):
-    return lambda: call(*given[:-1], np.ma.array(given[-1]))
-
-
 REFUSED |= {
     f"a mask in {name}": (call, TypeError, f"{name} must be an array without a mask, got a masked array; choose its")
     for name, call in {
-        "x": masked(pack, np.zeros(32)),
+        "x": lambda: pack(np.ma.array(np.zeros(32))),
         "query": lambda: score(np.ma.array(CODES), CODES),
-        "keys": masked(score, CODES, CODES),
-        "k": masked(topk, SCORES, 1),
+        "keys": lambda: score(CODES, np.ma.array(CODES)),
+        "k": lambda: topk(SCORES, np.ma.array(1)),
         "lengths": lambda: topk(SCORES, 1, lengths=np.ma.array([1, 1])),
         "blocks": lambda: search(ONE, POOL, 1, blocks=np.ma.array([1])),
     }.items()

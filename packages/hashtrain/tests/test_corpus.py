@@ -8,17 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashtrain.data import corpus, texts
-from hashtrain.data.corpus import (
-    Document,
-    contexts,
-    far_contexts,
-    held_out_sources,
-    python_sources,
-    read_texts,
-    split,
-    token_ids,
-)
-from hashtrain.data.texts import LEAST, long_lines, require_apart, room_for, shares
+from hashtrain.data.corpus import Document, contexts, far_contexts, held_out_sources, python_sources, split, token_ids
+from hashtrain.data.texts import LEAST, long_lines, read_texts, require_apart, room_for, shares
 from hashtrain.run.prepare import _texts
 from hashtrain.run.settings import TrainCommand
 from hashtrain.usage import UsageError

@@ -155,17 +155,6 @@ def test_half_written_files_of_killed_runs_are_swept_away(tmp_path):
 
 
 SHAPE = ModelShape(2, 4, 2, 32)
-READERS = [(calibration, "MAX_CONTEXTS"), (transform, "CONTEXTS"), (choose, "CONTEXTS")]
-"""How many first contexts each part of a run reads whole."""
-
-
-@pytest.fixture
-def one_whole(monkeypatch):
-    """Runs store only their first context whole, no start, choice or calibration reads another one, and contexts of 512
-    tokens keep every eighth query."""
-    for module, name in ((prepare_module, "MAX_CONTEXTS"), (prepare_module, "STARTED_FROM"), *READERS):
-        monkeypatch.setattr(module, name, 1)
-    monkeypatch.setattr(captured, "FEW", 60)
 
 
 def test_what_is_read_whole_is_stored_whole():
@@ -192,10 +181,13 @@ def test_queries_that_were_kept_are_those_of_all(model, data, tmp_path, monkeypa
     assert 0 < size - context_bytes(SHAPE, 512, torch.bfloat16, STEPS) < 4096  # the header
 
 
-def test_hashers_are_the_same_bits_in_waves_also_of_a_run_that_was_stopped_in_one(
-    folder, tmp_path, monkeypatch, capsys, one_whole
-):
+def test_hashers_are_the_same_bits_in_waves_also_of_a_run_stopped_in_one(folder, tmp_path, monkeypatch, capsys):
     """Four contexts, six steps: the disk that is given has room for the first context and one other."""
+    # Only the first context is stored whole and read by a start, a choice or calibration; of others every eighth query.
+    readers = (transform, "CONTEXTS"), (choose, "CONTEXTS"), (calibration, "MAX_CONTEXTS")
+    for module, name in ((prepare_module, "MAX_CONTEXTS"), (prepare_module, "STARTED_FROM"), *readers):
+        monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(captured, "FEW", 60)
     words = "--contexts 4 --steps 6 --rows 32 --checkpoint-seconds 100 --only planes".split()  # noqa: SIM905
     other = context_bytes(SHAPE, 512, torch.bfloat16, STEPS)
     far = 3 * context_bytes(SHAPE, 1024, torch.bfloat16, ROWS)

@@ -7,9 +7,8 @@ import pytest
 import torch
 import transformers
 from sparse_decode import Attachment, Budget, HashSelector, OracleSelector, RecentSelector, attach
-from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
+from sparse_decode_doubles import RoundedLayer, SignHasher, generate, hasher_for, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
 
 
 def hooks(model):
@@ -115,26 +114,17 @@ def test_heads_divided_among_processes_are_refused(monkeypatch):
         attach(model, S)
 
 
-class Compressed(DynamicLayer):
-    """A cache layer that nobody told us about."""
-
-
-def compressed(model):
+def cache_of(model, offloading=False):
+    """One that offloads, or whose last layer cannot carry codes."""
     cache = DynamicCache(config=model.config)
-    cache.layers[3] = Compressed()
-    return cache
-
-
-def offloading(model):
-    cache = DynamicCache(config=model.config)
-    cache.offloading = True
+    cache.layers[3:], cache.offloading = cache.layers[3:] if offloading else [RoundedLayer()], offloading
     return cache
 
 
 BIASED = torch.linspace(-3, 0, 40).expand(1, 1, 40, 40)
 CALLS = [
-    (r"Compressed.* use DynamicCache\(", {}, lambda model: {"past_key_values": compressed(model)}),
-    (r"offloads.* use DynamicCache\(", {}, lambda model: {"past_key_values": offloading(model)}),
+    (r"RoundedLayer.* use DynamicCache\(", {}, lambda model: {"past_key_values": cache_of(model)}),
+    (r"offloads.* use DynamicCache\(", {}, lambda model: {"past_key_values": cache_of(model, True)}),
     ("does not support position_bias", {}, lambda model: {"position_bias": torch.zeros(1)}),
     ("is causal, got", {}, lambda model: {"is_causal": False}),
     (r"continuous batching; .*vLLM \(sparse-serve\)", {}, lambda model: {"read_index": []}),

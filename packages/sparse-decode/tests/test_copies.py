@@ -8,37 +8,23 @@ import io
 import os
 import pickle
 import signal
-import sys
 import threading
-from pathlib import Path
 
+import check_families
 import pytest
 import torch
 from hashtrain import Hasher
-from sparse_decode import Attachment, Budget, HashSelector, LshSelector, OracleSelector, RecentSelector, attach
+from sparse_decode import Attachment, Budget, attach
 from sparse_decode.budget import LayerBudget, Tally
 from sparse_decode.caches.cache import HYBRIDS
 from sparse_decode.caches.growing import GrowingLayer
-from sparse_decode_doubles import SignHasher, generate, hasher_for, prompts, tiny_model
+from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
+from test_bad_rows import SELECTORS
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
-sys.path.append(str(Path(__file__).parents[3] / "tests"))
-import check_families
-
 WHOLE = Budget(1.0)
 MODEL = tiny_model()
-
-
-SELECTORS = {
-    **{f"Hasher {kind}": lambda kind=kind: hasher_for(MODEL, kind) for kind in ("linear", "paper", "planes")},
-    "Hasher": lambda: hasher_for(MODEL),
-    "HashSelector": lambda: HashSelector(hasher_for(MODEL, "planes")),
-    "LshSelector": lambda: LshSelector(MODEL.config),
-    "OracleSelector": OracleSelector,
-    "HashSelector per query head": lambda: HashSelector(hasher_for(MODEL), per_query_head=True),
-    "RecentSelector": RecentSelector,
-}
 
 
 def saved(x):
@@ -79,9 +65,7 @@ def test_an_attachment_is_refused(way):
 
 
 @pytest.mark.parametrize("hasher", [SignHasher(), None])
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())]
-)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda x: torch.save(x, io.BytesIO())])
 def test_copying_an_attached_model_is_refused_in_one_sentence(copied, hasher):
     """Shallow copies, too, which would keep this model's way to feed prompts, also when it is gone."""
     model, (ids, _) = tiny_model(), prompts((40,))

@@ -17,12 +17,6 @@ CLOSE = {"rtol": 1e-2, "atol": 2e-2}  # bfloat16
 SPEC = serve_doubles.FullAttentionSpec(dtype=torch.bfloat16)
 
 
-@pytest.fixture
-def simulated(monkeypatch):
-    """The kernels that the simulator has run."""
-    return send_steps(monkeypatch)
-
-
 def made(backend, asked, layers=2, **settings):
     """An engine whose first layer is dense: its config, and spec and builder of the others."""
     given = {"spotlight": asked["spotlight"] | {"sink": 1, "recent": 4, "dense_layers": [0]} | settings}
@@ -30,27 +24,22 @@ def made(backend, asked, layers=2, **settings):
     return config, specs[1], built(backend, config, specs)[1]
 
 
-def attend(impl, builder, cache, common, inputs):
-    q, k, v = inputs
-    metadata, out = builder.build(0, common), torch.full_like(q, torch.nan)
-    impl.do_kv_cache_update(None, k, v, cache, common.slot_mapping)
-    return metadata, impl.forward(None, q, k, v, cache, metadata, out)
-
-
 STEPS = [{"a": 70, "b": 25}, {"a": 1, "b": 1, "c": 40}, {"b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}]
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("fraction", [1.0, 0.1])
-def test_steps_are_those_of_vllm_and_of_the_cpu(gpu_backend, asked, simulated, fraction, tokens_first):
+def test_steps_are_those_of_vllm_and_of_the_cpu(gpu_backend, asked, monkeypatch, fraction, tokens_first):
     """At 100 % as dense attention; below as `PagedLayer` on the CPU. Prompts are FlashAttention's."""
-    config, spec, builder = made(gpu_backend, asked, fraction=fraction)
+    kernels, (config, spec, builder) = send_steps(monkeypatch), made(gpu_backend, asked, fraction=fraction)
     (_, impl), stock = impls(config), serve_doubles.FlashImpl()
     cache, requests = pool(spec, tokens_first=tokens_first), Requests()
     for tokens in STEPS:
-        common, inputs = requests.step(tokens)
-        metadata, out = attend(impl, builder, cache, common, inputs)
-        dense = stock.forward(None, *inputs, cache, common, torch.empty_like(out))
+        common, (q, k, v) = requests.step(tokens)
+        metadata = builder.build(0, common)
+        impl.do_kv_cache_update(None, k, v, cache, common.slot_mapping)
+        out = impl.forward(None, q, k, v, cache, metadata, torch.full_like(q, torch.nan))
+        dense = stock.forward(None, q, k, v, cache, common, torch.empty_like(out))
         rows = sum(count == 1 for count in tokens.values())
         assert metadata.spotlight.decodes == rows
         torch.testing.assert_close(out[rows:], dense[rows:], rtol=0, atol=0)
@@ -58,12 +47,12 @@ def test_steps_are_those_of_vllm_and_of_the_cpu(gpu_backend, asked, simulated, f
         if fraction < 1 and rows:
             pages, budget = pages_of(cache, WORDS), Served.of(config).budget
             step = Step.of(common.block_table_tensor[:rows], common.seq_lens[:rows], budget, len(cache), SIZE)
-            expected = impl.paged.decode(inputs[0][:rows], pages, step)
+            expected = impl.paged.decode(q[:rows], pages, step)
         torch.testing.assert_close(out[:rows], expected, **CLOSE)
         assert out.isfinite().all()
     assert impl.forwarded == [95, 40]
-    assert simulated.count("place_codes") == len(STEPS)
-    assert simulated.count("gather") == simulated.count("list_candidates") == len(STEPS) - 1
+    assert kernels.count("place_codes") == len(STEPS)
+    assert kernels.count("gather") == kernels.count("list_candidates") == len(STEPS) - 1
     # Only the whole step has a schedule.
     assert builder.built == [False, True, False, True, False, False]
     assert builder.reorder_batch_threshold == 1

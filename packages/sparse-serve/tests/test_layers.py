@@ -64,31 +64,23 @@ def test_dense_layers_and_engines_that_are_asked_for_nothing_are_vllms(stand):
     assert impls(config)[0].paged is None
 
 
-@pytest.mark.parametrize(
-    ("options", "words"), [({"alibi_slopes": [1.0]}, "attention biases"), ({"shares": "0"}, "layers that share keys")]
-)
-def test_what_a_sparse_layer_cannot_do_is_refused(options, words, stand):
-    with pytest.raises(ValueError, match=words):
-        stand.made([(stand.full, options)])
-    stand.made([(doubles.ChunkedLocalAttentionSpec(), options), (stand.full, {})])
-
-
-def test_a_step_that_is_not_causal_is_refused(stand):
+def test_what_a_sparse_layer_cannot_do_is_refused(stand):
+    for options, words in (({"alibi_slopes": [1.0]}, "attention biases"), ({"shares": "0"}, "layers that share keys")):
+        with pytest.raises(ValueError, match=words):
+            stand.made([(stand.full, options)])
+        stand.made([(doubles.ChunkedLocalAttentionSpec(), options), (stand.full, {})])
     _, _, (builder,) = stand.made([(stand.full, {})])
     with pytest.raises(ValueError, match="needs causal attention"):
         builder.build(0, replace(Requests().step({"a": 1})[0], causal=torch.ones(1)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_what_no_kernel_of_a_gpu_takes_is_refused(gpu_backend, asked):
+    for changes, words in (
         ({"block_size": 48}, "a power of two of tokens on a GPU, got 48"),
         ({"dtype": torch.float32}, "needs bfloat16 or float16, got torch.float32"),
-    ],
-)
-def test_what_no_kernel_of_a_gpu_takes_is_refused(changes, words, gpu_backend, asked):
-    with pytest.raises(ValueError, match=words):
-        built(gpu_backend, *engine(gpu_backend, asked, [(FullAttentionSpec(**(OF_GPU | changes)), {})]))
+    ):
+        with pytest.raises(ValueError, match=words):
+            built(gpu_backend, *engine(gpu_backend, asked, [(FullAttentionSpec(**(OF_GPU | changes)), {})]))
 
 
 def test_pages_resized_afterwards_are_refused_before_the_first_request(backend, asked):

@@ -46,15 +46,13 @@ def hasher(tmp_path):
     return str(tmp_path)
 
 
-RANKS = [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "decode_context", "prefill_context")]
-
-
 def config(asked):
+    ranks = [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "decode_context", "prefill_context")]
     return SimpleNamespace(
         additional_config=asked,
         model_config=SimpleNamespace(use_mla=False, is_encoder_decoder=False, hf_text_config=MODEL, max_model_len=4096),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(**dict.fromkeys(RANKS, 1)),
+        parallel_config=SimpleNamespace(**dict.fromkeys(ranks, 1)),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,
         kv_transfer_config=None,
@@ -177,37 +175,27 @@ def test_other_adapters_are_told(platform, tmp_path):
 
 # ---- Settings ------------------------------------------------------------------------------------------------------
 
-NO_SETTING = {
-    "a word": ({"spotlight": "yes"}, "must be a mapping with a hasher, got str"),
-    "no hasher": ({"spotlight": {"fraction": 0.1}}, "needs a hasher, the folder of a stored hasher, got none"),
-    "an empty hasher": ({"spotlight": {"hasher": ""}}, "hasher must be the folder of a stored hasher, got ''"),
-    "a stranger": ({"spotlight": {"hasher": "x", "topk": 3}}, "takes hasher, fraction, .*, got topk; remove"),
-    "too much": ({"spotlight": {"hasher": "x", "fraction": 2}}, "fraction must be above 0 and at most 1, got 2"),
-    "dense_below": ({"spotlight": {"hasher": "x", "dense_below": 9}}, "got dense_below; remove these"),
-    "one layer": ({"spotlight": {"hasher": "x", "dense_layers": 2}}, "must be a list of indices of layers, got 2"),
-    "layer -1": ({"spotlight": {"hasher": "x", "dense_layers": [-1]}}, "must be a list of indices of layers, got"),
-}
+
+def test_what_is_no_setting_is_refused():
+    for given, words in (
+        ("yes", "must be a mapping with a hasher, got str"),
+        ({"fraction": 0.1}, "needs a hasher, the folder of a stored hasher, got none"),
+        ({"hasher": ""}, "hasher must be the folder of a stored hasher, got ''"),
+        ({"hasher": "x", "topk": 3}, "takes hasher, fraction, .*, got topk; remove"),
+        ({"hasher": "x", "fraction": 2}, "fraction must be above 0 and at most 1, got 2"),
+        ({"hasher": "x", "dense_below": 9}, "got dense_below; remove these"),
+        ({"hasher": "x", "dense_layers": 2}, "must be a list of indices of layers, got 2"),
+        ({"hasher": "x", "dense_layers": [-1]}, "must be a list of indices of layers, got"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Settings.of({"spotlight": given})
 
 
-@pytest.mark.parametrize("name", NO_SETTING)
-def test_what_is_no_setting_is_refused(name):
-    additional, words = NO_SETTING[name]
-    with pytest.raises(ValueError, match=words):
-        Settings.of(additional)
-
-
-@pytest.mark.parametrize("additional", [None, {}, {"other": 1}, {"spotlight": None}])
-def test_without_settings_there_is_nothing_to_do(additional):
-    assert Settings.of(additional) is None
-
-
-def test_defaults_are_those_of_the_budget():
+def test_every_setting_arrives_and_defaults_are_those_of_the_budget():
+    assert [Settings.of(none) for none in (None, {}, {"other": 1}, {"spotlight": None})] == [None] * 4
     assert Settings("x").budget == LayerBudget()
     with pytest.raises(ValueError, match=r"must be a LayerBudget, got 0\.02"):
         Settings("x", 0.02)
-
-
-def test_every_setting_arrives():
     given = dict(fraction=0.1, min_tokens=3, max_tokens=50, sink=2, recent=5)
     settings = Settings.of({"spotlight": {"hasher": "x", "dense_layers": [0, 2], **given}})
     assert settings == Settings("x", LayerBudget(**given), (0, 2))
