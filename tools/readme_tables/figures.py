@@ -65,10 +65,9 @@ def reach(results: pathlib.Path) -> Figure:
     axes = figure.subplots()
     made, *runs = stored(results, f"{REACH[0]}/training"), *(load(results, f"{REACH[0]}/{name}") for name in REACH[1:])
     lengths = [run.config["context"] for run in runs]
-    longer = {f"8k/{OURS}": ("the same, made from contexts twice as long", GREEN)}
-    for method, (label, colour) in (METHODS | longer).items():
+    for method, (label, colour) in METHODS.items():
         found = [(run.config["context"], value(run, method, "kl")) for run in runs if method in run.config["methods"]]
-        axes.plot(*zip(*found, strict=True), label=label, color=colour, marker="o", linestyle="-:"["/" in method])
+        axes.plot(*zip(*found, strict=True), label=label, color=colour, marker="o")
     axes.axvline(made["context"], color="#bbbbbb", zorder=0)
     _finish(axes, "tokens of the context", "KL from dense, nats")
     axes.set_ylim(0.003, 0.4)

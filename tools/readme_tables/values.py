@@ -100,7 +100,10 @@ def step_share(run: Result, method: str) -> float:
 
 
 def comparisons(differences: list[dict[str, Any]], run: Result) -> list[dict[str, str]]:
-    """Return the lines of differences between ours and rivals: `label`, and the difference of each metric."""
+    """Return the lines of differences between ours and rivals: `label`, and the difference of each metric.
+
+    Args: differences: at budgets of their own; run: where ours read as many tokens.
+    """
     found: dict[str, dict[str, str]] = {}
 
     def add(label: str, metric: str, value: float, low: float | None, high: float | None) -> None:
@@ -112,12 +115,8 @@ def comparisons(differences: list[dict[str, Any]], run: Result) -> list[dict[str
         label = f"{ours} at {percent(own)}, {rival} at {percent(theirs)}"
         add(label, entry["metric"], entry["mean"], entry["low"], entry["high"])
     for row in run.rows:
-        if row.method not in (OURS, "transform", "planes") or not (row.against or "").startswith("magicpig"):
-            continue
-        matched = row.rule == f"as {row.against}"
-        if matched or (row.rule == "visible" and row.against == "magicpig-bare"):
-            at = f"as many tokens as {row.against} took" if matched else f"{percent(row.budget or 0)}, {row.against}"
-            add(f"{row.method} at {at}", row.metric, row.value, row.low, row.high)
+        if row.against and row.rule == f"as {row.against}":
+            add(f"{row.method} and {row.against} at {row.density:.1%}", row.metric, row.value, row.low, row.high)
     return list(found.values())
 
 
