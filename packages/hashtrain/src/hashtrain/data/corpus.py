@@ -205,15 +205,15 @@ def _parts(text: str) -> Iterator[str]:
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     """Split a user's documents into training and held-out ones, each corpus by itself: every fifth is held out.
 
-    Where one document is more than a fifth of its corpus, the last fifth of each text is held out instead, so that one
-    file suffices.
+    Of fewer than five, and where one is more than half of its corpus, the last fifth of each text is held out instead,
+    so that one file suffices.
 
     Raises: ValueError if one of the two holds only white space.
     """
     train, held = list[Document](), list[Document]()
     for corpus in sorted({document.corpus for document in documents}):
         own = sorted((d for d in documents if d.corpus == corpus), key=lambda d: len(d.text), reverse=True)
-        if 5 * len(own[0].text) <= sum(len(d.text) for d in own):
+        if len(own) >= 5 and 2 * len(own[0].text) <= sum(len(d.text) for d in own):
             train += [d for i, d in enumerate(own) if i % 5 != 2]
             held += own[2::5]
             continue
