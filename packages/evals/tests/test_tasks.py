@@ -64,7 +64,7 @@ def test_a_greedy_answer_is_more_likely_than_another_whatever_the_models_setting
     prompt = loaded.ids[:50]
     for method, budget in ((load_methods([DENSE], None, None)[0], None), (loaded.methods["lsh"], 0.1)):
         written, density = continue_greedily(loaded.model, prompt, 6, method, budget, FIRST_DENSE)
-        monkeypatch.setattr(loaded.model.generation_config, "no_repeat_ngram_size", 1)
+        monkeypatch.setattr(loaded.model.generation_config, "repetition_penalty", 1e-3)
         assert torch.equal(continue_greedily(loaded.model, prompt, 6, method, budget, FIRST_DENSE)[0], written)
         assert (density == 1) == (budget is None)
         answers = (Exercise(56, 0.0, prompt, answer, "") for answer in (written, written.roll(1)))
