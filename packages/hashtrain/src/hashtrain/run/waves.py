@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -119,14 +121,16 @@ def waves(train: Source, steps: int, always: int, room: int) -> list[range]:
 
 @dataclass(frozen=True)
 class _Job:
+    """A context to capture; its arrays are numpy's, because torch would send tensors through shared memory."""
+
     model: str
     device: str
-    ids: Tensor
+    ids: NDArray[np.int64]
     path: Path
     key: str
     name: str
     kept: Kept
-    where: Tensor
+    where: NDArray[np.int64]
 
 
 @functools.lru_cache(maxsize=1)
@@ -144,9 +148,9 @@ def make_all(
     processes, which share one copy of the model. On CUDA each process has its own device and its own copy.
     """
     jobs = [
-        _Job(model, of.device, of.contexts[n], of.stored.file(n), of.key(n), of.name, of.kept(n), of.places(n))
+        _Job(model, of.device, ids.numpy(), of.stored.file(n), of.key(n), of.name, of.kept(n), of.places(n).numpy())
         for of, numbers in lots
-        for n in numbers
+        for n, ids in ((n, of.contexts[n]) for n in numbers)
     ]
     given: Any = None
     with shared_by_name():
@@ -166,7 +170,8 @@ def make_all(
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:
     own = model or loaded(job.model, str(here(job.device)))[0]
-    tensors, header = run_context(own, job.ids, kept=job.kept, where=job.where)
+    ids, where = torch.from_numpy(job.ids), torch.from_numpy(job.where)
+    tensors, header = run_context(own, ids, kept=job.kept, where=where)
     save_tensors(tensors, job.path, metadata={**header, KEY: job.key})
     report(f"capture {job.name} q and k", 1)
 
