@@ -116,7 +116,8 @@ def comparisons(differences: list[dict[str, Any]], run: Result) -> list[dict[str
         add(label, entry["metric"], entry["mean"], entry["low"], entry["high"])
     for row in run.rows:
         if row.against and row.rule == f"as {row.against}":
-            add(f"{row.method} and {row.against} at {row.density:.1%}", row.metric, row.value, row.low, row.high)
+            at = f"{row.method} and {row.against}, both at {percent(row.density or 0)}"
+            add(at, row.metric, row.value, row.low, row.high)
     return list(found.values())
 
 

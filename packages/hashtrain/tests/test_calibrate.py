@@ -99,6 +99,8 @@ def test_the_costliest_layers_stay_dense_but_few():
         hasher.config = HasherConfig("lsh", ModelShape(layers, 4, 2, 32))
         found = layer_costs([Given()], hasher, 0.02, lambda doing, count: None)
         assert (found["all"], found["dense"]) == (layers - len(dense), dense)
+        found = layer_costs([Given()], hasher, 0.02, lambda doing, count: None, range(2))
+        assert (found["all"], found["dense"]) == (layers - 2, [0, 1])
 
 
 def test_a_remainder_that_makes_a_layer_worse_is_taken_off(tiny):

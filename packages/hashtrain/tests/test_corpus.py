@@ -175,7 +175,9 @@ def test_contexts_begin_with_the_start_token_if_texts_do():
         def __call__(self, text, add_special_tokens=True, **kwargs):
             return SimpleNamespace(input_ids=[1] * add_special_tokens + [*text.encode()])
 
-    assert [cut.tolist() for cut in contexts([Document("a", "abcde")], Marking(), 3, 9)] == [[1, 97, 98], [1, 99, 100]]
+    cut = contexts([Document("a", "abcde")], Marking(), 3, 9)
+    assert [context.tolist() for context in cut] == [[1, 97, 98], [1, 99, 100]]
+    assert [far.tolist() for far in far_contexts([], Marking(), cut, 6, 0)] == [[1, 97, 98, 99, 100]]
 
 
 def test_corpora_give_contexts_in_turn():

@@ -30,7 +30,8 @@ import torch
 from hashtrain import Hasher
 from results import machine, store
 from shapes import make_hasher, make_model
-from sparse_decode import attach, dense
+from sparse_decode import attach
+from sparse_decode.prompt import CHUNK
 from transformers import DynamicCache, PreTrainedModel
 
 LENGTHS = [4096, 8192, 16384, 32768]
@@ -84,7 +85,7 @@ def again(model: PreTrainedModel, hasher: Hasher, folder: pathlib.Path) -> Answe
         with attach(model, hasher) as attachment:
             if not path.exists():
                 cache = DynamicCache(config=model.config)
-                for chunk in given.split(dense.CHUNK, 1):
+                for chunk in given.split(CHUNK, 1):
                     model(chunk, past_key_values=cache, logits_to_keep=1)
                 attachment.save(cache, path, given)
                 del cache

@@ -19,7 +19,8 @@ import torch
 from hashtrain.models import pretrained
 from results import machine, store
 from shapes import make_model
-from sparse_decode import attach, dense
+from sparse_decode import attach
+from sparse_decode.prompt import CHUNK, FRACTION
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
@@ -45,8 +46,8 @@ def last_rows(model: PreTrainedModel, ids: Tensor, rows: int, first: str, last: 
     """
     cache, cut, logits, began = DynamicCache(config=model.config), ids.shape[1] - rows, torch.empty(0), time.time()
     with attach(model, prompt=first):  # pyright: ignore[reportArgumentType]
-        for start in range(0, cut, dense.CHUNK):
-            chunk = ids[:, start : min(cut, start + dense.CHUNK)]
+        for start in range(0, cut, CHUNK):
+            chunk = ids[:, start : min(cut, start + CHUNK)]
             model(chunk, past_key_values=cache, logits_to_keep=1)
     seconds = time.time() - began
     with attach(model, prompt=last):  # pyright: ignore[reportArgumentType]
@@ -75,7 +76,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     model = make_model(given.model, "", None)
     result: dict[str, Any] = {"model": pathlib.Path(given.model).name, "context": given.context, "rows": given.rows}
-    result |= {"fraction": dense.FRACTION, **machine(), "texts": []}
+    result |= {"fraction": FRACTION, **machine(), "texts": []}
     for name, ids in contexts(given.model, given.text, given.context, given.count).items():
         exact, exact_s = last_rows(model, ids, given.rows, "exact", "exact")
         row: dict[str, Any] = {"text": name, "exact_s": exact_s}

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from hashtrain.config import ModelShape
+from hashtrain.data.offsets import longest_of
 from hashtrain.device import device_for
 from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model, require_vocabulary
@@ -80,8 +81,7 @@ def load_with_documents(
     Raises: ValueError or OSError with one sentence.
     """
     ready = load_model_and_methods(command, task)
-    config: Any = ready.model.config
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = longest_of(ready.model.config)
     flag, length = ("--lengths", length) if make else ("--context", cast(TaskCommand, command).context)
     if longest is not None and length > longest:
         raise ValueError(f"{flag} must be at most the model's {longest} tokens, got {length}")

@@ -98,8 +98,6 @@ class Attachment:
         self._dense: tuple[int, ...] = ()
         if prompt == "sparse":
             require_sparse_prompts(model)
-        if (words := other_adapter(hasher, model)) is not None:
-            warnings.warn(words, stacklevel=2)
         given = getattr(hasher, "dense_layers", ()) if dense_layers is None else dense_layers
         dense = range(given) if isinstance(given, int) else given
         modules, self._layers = plan_layers(model, hasher, budget, dense, sparse_rows, self._on_host, remainder)
@@ -107,6 +105,8 @@ class Attachment:
         self.break_even: int | None = next(filter(None, lengths), None)
         self.layers: tuple[int, ...] = tuple(modules)
         self.remainder: bool = any(layer.remainder is not None for layer in self._layers.values())
+        if (words := other_adapter(hasher, model)) is not None:
+            warnings.warn(words, stacklevel=2)
         self._switch_on(modules, dense)
         if modules and (reach := getattr(hasher, "reach", None)) is not None:
             self._layers[min(modules)].reach = reach

@@ -85,6 +85,8 @@ def attend_densely(
     if rows == 1 and mask is None and key.shape[2] < OWN_FROM.get(key.dtype, 256):
         if name == NAMES["sdpa"] and kwargs.keys() <= IGNORED_KEYWORDS:
             return attend_by_torch(query, key, value, dropout, scaling), None
+    elif mask is None and rows > 1 and getattr(module, "is_causal", True) is False:  # as in cross-attention
+        return dense_attention(module)(module, query, key, value, None, scaling=scaling, dropout=dropout, **kwargs)
     elif not _asks_for_more(module, dropout, kwargs):
         softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
         if name in EAGER or (softcap is None and sinks is None):  # torch's own attention supports neither

@@ -316,7 +316,7 @@ class AttentionCall:
         kwargs = self.kwargs
         if kwargs.get("position_bias") is not None:
             raise ValueError("sparse attention does not support position_bias; leave this model dense")
-        both = not getattr(self.module, "is_causal", True) and self.mask is None and self.query.shape[2] > 1
+        both = not getattr(self.module, "is_causal", True) and not is_interval(self.mask) and self.query.shape[2] > 1
         if sparse and (both or kwargs.get("is_causal") is False):
             raise ValueError("sparse attention is causal, got is_causal=False; leave this model dense")
         if self.dropout and (sparse or not torch.is_grad_enabled()):  # dropout is fine in dense calls of training

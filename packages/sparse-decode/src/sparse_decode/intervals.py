@@ -33,16 +33,16 @@ _HOLES = (
 def _mask(theirs: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     """Return intervals, int64 [B, 1, Q, 2]; None if all rows see all tokens up to their own; else the other mask."""
     by_flash = theirs is flash_attention_mask
-    other = partial(theirs) if by_flash else partial(_never_none, theirs)
     padding, device, rows = how.get("attention_mask"), how.get("device", "cpu"), how["q_length"]
     offset, n, first = how.get("q_offset", 0), how["kv_length"], how.get("kv_offset", 0)
+    counted = isinstance(offset, int) and isinstance(first, int)
+    other = theirs if by_flash else partial(_told, theirs, counted and offset - first + rows == n)
     shown = how.get("mask_function", causal_mask_function)
     window = None if shown is causal_mask_function else _window(shown)
     if window is None and (shown is not causal_mask_function or first):
         return other(**how)
     if how.get("allow_is_causal_skip") is False and (rows > 1 or (isinstance(offset, int) and window is None)):
         return other(**how)  # the model reads the mask itself; otherwise this is a step of a static cache
-    counted = isinstance(offset, int) and isinstance(first, int)
     if window is not None and by_flash and not counted:
         raise ValueError(
             "flash attention with sliding windows needs a dynamic cache here, got a static one; load the model with "
@@ -73,9 +73,13 @@ def _mask(theirs: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     return torch.stack([starts.expand_as(ends), ends], -1)[:, None]
 
 
-def _never_none(theirs: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
-    """Return the mask of sdpa or eager attention: theirs may be None for rows that see more or less than `_mask`'s."""
-    return theirs(**{**how, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+def _told(theirs: Callable[..., Tensor | None], last: bool, **how: Any) -> Tensor | None:
+    """Return the mask of sdpa or eager attention; None only where that means what `_mask`'s does.
+
+    Args: last: whether the rows are the last ones of the tokens.
+    """
+    skip = last and how.get("allow_is_causal_skip", True)
+    return theirs(**{**how, "allow_is_causal_skip": skip, "allow_is_bidirectional_skip": False})
 
 
 mask_of_sdpa, mask_of_eager, mask_of_flash = (partial(_mask, m) for m in (sdpa_mask, eager_mask, flash_attention_mask))

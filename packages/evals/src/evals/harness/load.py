@@ -283,8 +283,8 @@ def _of_each_length(task: ConfigurableTask, command: BenchmarkCommand) -> list[i
     """Return the numbers of the first `--limit` items of each of RULER's lengths, one after the other in its list."""
     if command.limit is None or len(getattr(command, "lengths", ())) < 2:
         return None
-    found: dict[int, list[int]] = {}
+    found: dict[int | None, list[int]] = {}
     documents: Any = task.eval_docs
     for number, document in enumerate(documents):
-        found.setdefault(document["max_length"], []).append(number)
+        found.setdefault(document.get("max_length"), []).append(number)
     return [number for numbers in found.values() for number in numbers[: command.limit]]

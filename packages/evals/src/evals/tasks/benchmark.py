@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from hashtrain.data.offsets import longest_of
 from rich.console import Console
 
 from evals.methods import DENSE
@@ -56,7 +57,7 @@ def _require_possible(command: BenchmarkCommand, ready: Ready) -> None:
     if isinstance(command, RulerBenchmarkCommand) and (auto_maps[0] or "AutoTokenizer" in auto_maps[1]):
         what = f"RULER's generators would run the code that comes with the tokenizer of {command.model}"
         raise ValueError(f"{what}: remove `auto_map` from its tokenizer_config.json and config.json")
-    longest = getattr(ready.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = longest_of(ready.model.config)
     if longest is not None and command.max_length is not None and command.max_length > longest:
         raise ValueError(f"--max-length must be at most the model's {longest} tokens, got {command.max_length}")
     room, asked = command.max_length or longest, max(getattr(command, "lengths", (0,)))

@@ -111,13 +111,15 @@ def measure(
     dense = {"nll": reference.mean_loss(targets)}
     step(DENSE)
     if prompt is not None and always.prompt == "sparse":
-        cache = prefilled(model, ids[:prompt], "sparse", always.dense)  # the same for every cell
+        dense_ones = (getattr(methods[cell.method].selector, "dense_layers", ()) for cell in cells)
+        cache = prefilled(model, ids[:prompt], "sparse", always.dense.union(*dense_ones))  # the same for every cell
     found = []
     for cell in cells:
         fraction = cell.budget
         if cell.rival:  # as much as it selected on this context, in rows of which it does not read all
             fraction = next(x["density"] for x in found if (x["method"], x["budget"]) == (cell.rival, cell.budget))
-            fraction = beyond_dense_rows(fraction, methods[cell.rival].selector, len(ids)) if not prompt else fraction
+            if prompt is None:
+                fraction = beyond_dense_rows(fraction, methods[cell.rival].selector, len(ids))
         budget = budget_of(cell.rule, fraction, len(ids), always.beside * (always.sink + always.recent))
         with attending(model, methods[cell.method], budget, always, prompt) as attended:
             other = scored_rows(model, ids, scored, cache)
@@ -149,6 +151,8 @@ def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact", den
     with attach(model, prompt=how, dense_layers=dense):
         for chunk in prompt.to(model.device)[None].split(size, 1):
             model(chunk, past_key_values=cache, logits_to_keep=1)
+    if not cache.is_croppable:
+        raise ValueError(f"{type(model).__name__} has a state that methods cannot share; leave out --phase decode")
     cache.activate_past_recording()  # so that sliding windows can be cropped
     return cache
 

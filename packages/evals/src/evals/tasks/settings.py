@@ -50,8 +50,8 @@ class PplCommand(TaskCommand):
     """Whether --sink and --recent tokens count `within` the budget, or come `beside` it, as the paper's sink and local
     tokens do. `beside` requires --rules fixed."""
     match: tuple[str, ...] = ()
-    """Also measure our methods at the measured density of these methods, such as magicpig, on each context: a fair
-    comparison with methods that ignore the budget."""
+    """Also measure our methods at as many tokens as these, such as magicpig, read on each context, in rows that they do
+    not leave dense: a fair comparison with methods that ignore the budget."""
     out: Path = Path("runs/ppl")
 
     def __post_init__(self) -> None:

@@ -130,9 +130,7 @@ def _cut(
     if seed is not None:
         random.Random(seed).shuffle(order)
     known = sorted({document.corpus for document in documents})
-    bos: int | None = getattr(tokenizer, "bos_token_id", None)
-    begins = bos is not None and cast("list[int]", tokenizer("").input_ids)[:1] == [bos]
-    begin = torch.tensor([bos] if begins else [], dtype=torch.int32)
+    begin = _begin(tokenizer)
     size = length - len(begin)
     for number in _in_turn([[n for n in order if documents[n].corpus == corpus] for corpus in known]):
         ids = token_ids(documents[number].text, tokenizer, count * length)
@@ -144,6 +142,13 @@ def _cut(
         if len(first) == count:
             break
     return [(number, ids.long()) for number, ids in [*first, *_in_turn(list(later.values()))][:count]], longest
+
+
+def _begin(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Return the token that starts every text, int32 [1], or none, [0]."""
+    bos: int | None = getattr(tokenizer, "bos_token_id", None)
+    begins = bos is not None and cast("list[int]", tokenizer("").input_ids)[:1] == [bos]
+    return torch.tensor([bos] if begins else [], dtype=torch.int32)
 
 
 def far_contexts(
@@ -161,7 +166,8 @@ def far_contexts(
         return []
     each = min(length // context, len(found))
     starts = sorted({0, (len(found) - each) // 2, len(found) - each}) if each > 1 else []
-    others = [torch.cat(list(found[start : start + each])) for start in starts]
+    again = len(_begin(tokenizer))
+    others = [torch.cat([found[n], *(x[again:] for x in found[n + 1 : n + each])]) for n in starts]
     long = [one for one in documents if len(one.text.encode()) >= _BYTES * length]
     found_long, _ = _cut(long, tokenizer, length, FAR_CONTEXTS, seed)
     return [*(ids for _, ids in found_long), *others][:FAR_CONTEXTS]

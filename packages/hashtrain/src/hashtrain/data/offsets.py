@@ -83,6 +83,15 @@ def rope_kinds(config: Any) -> set[Any]:
     return {inner.get("rope_type") for inner in (rope, *(x for x in rope.values() if isinstance(x, dict)))}
 
 
+def longest_of(model_config: Any) -> int | None:
+    """Return the longest context of a model, None if its config names none."""
+    config = model_config.get_text_config(decoder=True)
+    most, rope = getattr(config, "max_position_embeddings", None), _rope(config)
+    if most and "yarn" in rope_kinds(config):  # whose factor some configs leave out there
+        most = max(most, int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or 0)))
+    return most
+
+
 def reach_of(model_config: Any, context: int, wanted: int | None = None) -> int:
     """Return the longest context that hashes of a model are made for: `wanted`, or as long as the model's own.
 
@@ -95,9 +104,7 @@ def reach_of(model_config: Any, context: int, wanted: int | None = None) -> int:
     """
     config = model_config.get_text_config(decoder=True)
     rope, kinds = _rope(config), rope_kinds(config)
-    most = int(getattr(config, "max_position_embeddings", None) or context) if rope else context
-    if "yarn" in kinds:  # whose factor, in some configs, max_position_embeddings leaves out
-        most = max(most, int(rope.get("factor", 1) * (rope.get("original_max_position_embeddings") or 0)))
+    most = (longest_of(model_config) or context) if rope else context
     if "dynamic" in kinds:
         most = min(most, int(rope.get("original_max_position_embeddings") or most))
     most = max(context, most)

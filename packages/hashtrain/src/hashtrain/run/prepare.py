@@ -14,7 +14,7 @@ from hashtrain.config import ModelShape
 from hashtrain.data.capture import context_key, free_disk, weights_hash
 from hashtrain.data.captured import ALL, ROWS
 from hashtrain.data.corpus import far_contexts, held_out_sources, numbered_contexts, python_sources, split
-from hashtrain.data.offsets import reach_of
+from hashtrain.data.offsets import longest_of, reach_of
 from hashtrain.data.texts import read_texts, require_apart, room_for
 from hashtrain.demo import base_model
 from hashtrain.device import here
@@ -103,7 +103,7 @@ def workers_of(command: TrainCommand, device: str) -> int:
 def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
     """Reject models that this version cannot train, or would train wrongly."""
     config = config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = longest_of(config)
     if longest and command.context > longest:
         raise ValueError(f"--context must be at most the model's {longest} tokens, got {command.context}")
     if command.dense_layers is not None and command.dense_layers >= shape.num_layers:

@@ -70,8 +70,8 @@ class TrainCommand:
     rows: int = 64
     """Query rows per step."""
     learning_rate: float | None = None
-    """Peak learning rate of every hasher. Default: each hasher's own, tuned on the demo model; for `paper-exact`, the
-    paper's."""
+    """Peak learning rate of every hasher. Default: each hasher's own, tuned on the demo model; for `paper-exact`
+    and its ablations, the paper's."""
     warmup: float = 0.02
     """Share of the steps during which the learning rate rises; after it, cosine decay to zero."""
     device: str = "auto"

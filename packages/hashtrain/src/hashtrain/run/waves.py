@@ -148,9 +148,12 @@ def make_all(
     processes, which share one copy of the model. On CUDA each process has its own device and its own copy.
     """
     jobs = [
-        _Job(model, of.device, ids.numpy(), of.stored.file(n), of.key(n), of.name, of.kept(n), of.places(n).numpy())
+        _Job(
+            *(model, of.device, of.contexts[n].numpy(), of.stored.file(n)),
+            *(of.key(n), of.name, of.kept(n), of.places(n).numpy()),
+        )
         for of, numbers in lots
-        for n, ids in ((n, of.contexts[n]) for n in numbers)
+        for n in numbers
     ]
     given: Any = None
     with shared_by_name():

@@ -141,7 +141,7 @@ class GrowingBuffer:
             self._own = not self._data.is_inference()
 
     def _room(self, like: Tensor, tokens: int, kind: torch.dtype) -> Tensor:
-        (batch, heads, _, width), pinned = like.shape, like.device.type == "cuda"
+        (batch, heads, _, width), pinned = like.shape, like.device.type == "cuda" or (self._host and like.is_pinned())
         with ordinary_tensors():
             if self._host:
                 shape = tokens, batch, heads, width
