@@ -37,13 +37,6 @@ def repeating(rng: np.random.Generator, rows: int, n: int, words: int) -> np.nda
     return np.take_along_axis(random_codes(rng, rows, 50, words), rng.integers(0, 50, (rows, n))[..., None], 1)
 
 
-def there(x):
-    """The same on the device: an array, or a range's options."""
-    if isinstance(x, dict):
-        return {name: there(value) for name, value in x.items()}
-    return torch.from_numpy(x).to(DEVICE) if isinstance(x, np.ndarray) else x
-
-
 def assert_equal(ours, expected) -> None:
     if isinstance(expected, tuple):
         assert len(ours) == len(expected)
@@ -103,7 +96,7 @@ def test_work_waits_for_the_current_stream(rng):
 def test_a_graph_replays_on_new_values(rng, n):
     """Planes, lengths and keys change between replays; the memory is ready for each."""
     w, keys = rng.normal(size=(4, 128)).astype(np.float32), random_codes(rng, 4, n, 4)
-    inputs, lengths = [there(w), there(keys)], there(np.full(4, n))
+    inputs, lengths = [moved(w), moved(keys)], moved(np.full(4, n))
 
     def step():
         planes, weights = hashcore.planes(inputs[0], 3, check=False)
@@ -126,7 +119,7 @@ def test_a_graph_replays_on_new_values(rng, n):
 
 
 def test_a_kernel_is_not_loaded_during_a_capture(rng):
-    codes = there(random_codes(rng, 3, 17))  # no other test has codes of this length
+    codes = moved(random_codes(rng, 3, 17))  # no other test has codes of this length
     graph = torch.cuda.CUDAGraph()
     forbidden = pytest.raises(RuntimeError, match="cannot be loaded while a CUDA graph is captured; run it once before")
     with forbidden, torch.cuda.graph(graph):

@@ -87,6 +87,15 @@ def test_a_session_is_written_once_and_continued_by_every_question(folder, tmp_p
     assert 0 < found[3]["sparse"]["stored_tokens"] < found[3]["prompt_tokens"] <= document < found[0]["prompt_tokens"]
 
 
+def test_a_dense_run_beside_sparse_prompts_leaves_their_session_alone(folder, tmp_path, monkeypatch):
+    """Whether the processor has the kernel of sparse prompts or not, which short ones do not need."""
+    session, begun = tmp_path / "prompt.kv", []
+    monkeypatch.setattr(sys.modules["sparse_decode.attach"], "require_sparse_prompts", lambda model: None)
+    monkeypatch.setattr(streaming, "_begun", lambda *given, own=streaming._begun: begun.append(given[1]) or own(*given))
+    assert main(arguments(folder, "--session", str(session), "--prompt", "sparse", "--compare")) == 0
+    assert begun == [session, None]
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [

@@ -151,7 +151,7 @@ def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact", den
     with attach(model, prompt=how, dense_layers=dense):
         for chunk in prompt.to(model.device)[None].split(size, 1):
             model(chunk, past_key_values=cache, logits_to_keep=1)
-    if not cache.is_croppable:
+    if not getattr(cache, "is_croppable", True):  # since transformers 5.19
         raise ValueError(f"{type(model).__name__} has a state that methods cannot share; leave out --phase decode")
     cache.activate_past_recording()  # so that sliding windows can be cropped
     return cache
