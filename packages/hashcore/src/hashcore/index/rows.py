@@ -112,21 +112,23 @@ class Rows:
         Args: ids: integers, or bool [count], a mask of the rows.
         Raises: ValueError for an id that is not present, or a mask of another length.
         """
-        marked = np.zeros(-(-self.count // 64) * 64 + 64, np.bool_)  # the kernels read two words of bits at once
+        bits = np.zeros(self.count // 64 + 2, np.uint64)  # the kernels read two words at once
         if (given := _id_array(ids, mask=True)).dtype == np.bool_:
             if len(given) != self.count:
                 raise ValueError(f"a mask must have a bool for each of the {self.count} rows, got {len(given)}; match")
-            marked[: self.count] = given
-        elif not self._mark(given, marked):
+            _pack(given, bits)
+        elif not self._mark(given, bits):
+            marked = np.zeros(self.count, np.bool_)
             marked[self.require(given)] = True
+            _pack(marked, bits)
         if others:
-            marked[: self.count] ^= True
-        bits = np.packbits(marked, bitorder="little").view(np.uint64)
+            np.invert(bits, out=bits)
+            bits[-2:] &= np.array([2 ** (self.count % 64) - 1, 0], np.uint64)
         return bits.view(np.int64), int(np.bitwise_count(bits).sum())
 
-    def _mark(self, ids: NDArray[Any], marked: NDArray[np.bool_]) -> bool:
-        """Mark the rows of ids that are not few, if rows have few gaps, with a table of all numbers between the first
-        and the last id; return whether it did, and found all ids."""
+    def _mark(self, ids: NDArray[Any], bits: NDArray[np.uint64]) -> bool:
+        """Set the bits of the rows of ids that are not few, if rows have few gaps, through a bitmap of all numbers
+        between the first and the last id; return whether it did, and found all ids."""
         ordered = self.ids[: self.count]
         if not self.ascending or not self.count or not ids.size:
             return False
@@ -135,25 +137,47 @@ class Rows:
             return False
         from hashcore.cpu import threads  # numba takes half a second to import
 
-        table = marked if span == self.count else np.zeros(span + 1, np.bool_)
+        numbers = bits if span == self.count else np.zeros(span // 64 + 2, np.uint64)
         ids = np.require(ids, np.int64, ["C", "A"]).view()
         ids.flags.writeable = False  # numba would compile again for read-only ids
-        workers = threads.count(4 * len(ids))  # marking an id takes as long as four popcounts
-        missing = any(threads.run(_mark_tasks, len(ids), workers, (ids, first, span, table)))
-        if table is not marked:
-            marked[: self.count] = table[ordered - first]
-            missing = missing or bool(np.count_nonzero(marked) != np.count_nonzero(table))
-        return not missing
+        if not threads.compiled(_put)(ids, first, span, numbers):
+            bits[:] = 0
+            return False
+        if numbers is not bits:
+            _pack(np.unpackbits(numbers.view(np.uint8), bitorder="little")[ordered - first], bits)
+        return numbers is bits or bool(np.bitwise_count(bits).sum() == np.bitwise_count(numbers).sum())
 
 
-def _mark_tasks(start, end, ids, first, span, table):
-    """Set table[id - first] for ids [start, end); return 1 if one is outside of the table, which sets table[span]."""
-    own, size, most = ids[start:end], np.uint64(span), np.uint64(0)  # of a slice, indices are known not to be negative
-    for n in range(len(own)):
-        at = np.uint64(own[n] - first)
-        most = max(most, at)
-        table[min(at, size)] = True
-    return np.int64(most >= size)
+def _pack(marked: NDArray[Any], bits: NDArray[np.uint64]) -> None:
+    packed = np.packbits(marked, bitorder="little")
+    bits.view(np.uint8)[: len(packed)] = packed
+
+
+def _put(ids, first, span, bits):
+    """Set the bits id - first of a bitmap of span bits, which has a word more; return whether all are in its range."""
+    one, six, low = np.uint64(1), np.uint64(6), np.uint64(63)
+    last = np.uint64(len(bits) - 1)
+    for start in range(0, len(ids), 32):
+        end = min(start + 32, len(ids))
+        if end - start == 32:  # ids in order often fit 128 bits; vector instructions take half the time
+            own, base = ids[start:end], (ids[start] - first) & ~np.int64(63)
+            head, tail, largest = np.uint64(0), np.uint64(0), np.uint64(0)
+            for n in range(32):
+                at = np.uint64(own[n] - first - base)
+                largest |= at
+                head |= one << at if at < np.uint64(64) else np.uint64(0)
+                behind = at ^ np.uint64(64)
+                tail |= one << behind if behind < np.uint64(64) else np.uint64(0)
+            if largest < np.uint64(128) and np.uint64(base) >> six < last:
+                bits[np.uint64(base) >> six] |= head
+                bits[(np.uint64(base) >> six) + one] |= tail
+                continue
+        for n in range(start, end):
+            at = np.uint64(ids[n] - first)
+            if at >> six >= last:
+                return False
+            bits[at >> six] |= one << (at & low)
+    return bits[last] == 0 and bits[last - one] >> (np.uint64(span) & low) == 0
 
 
 def empty(words: int, dim: int, kept: np.dtype[Any] | None) -> Rows:
