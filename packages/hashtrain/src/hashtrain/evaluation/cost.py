@@ -35,7 +35,7 @@ LEAST_COST = 5e-5
 STEP_CONTEXTS, ROWS = 2, 16
 """Number of training contexts that layers' costs are measured on, and of steps in each."""
 LEAST_SHARE, MOST_SHARE = 0.5, 2.0
-"""Costs are of few rows: wider bounds lost more on other text than they gained (docs/log.md, 2026-11-25)."""
+"""Costs are of few rows: wider bounds lost more on other text than they gained (log of d31aad51)."""
 
 
 class Steps:

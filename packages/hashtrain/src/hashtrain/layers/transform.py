@@ -138,7 +138,7 @@ def _spread(coordinate: Tensor, x: Tensor) -> Tensor:
 STEPS = (1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.05687, 0.03076)
 DISTORTIONS = (0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 0.00008769)
 WIDER = 1.1
-"""Keys have heavier tails than normal numbers: steps wider by this factor find more (docs/log.md, 2026-11-21)."""
+"""Keys have heavier tails than normal numbers: steps wider by this factor find more (log of d31aad51)."""
 _SMALLEST = 1e-6  # of the largest eigenvalue: smallest allowed one, to avoid division by zero
 
 
