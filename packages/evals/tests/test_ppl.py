@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from accelerate import cpu_offload
 from evals.attending import attending
 from evals.methods import REMAINDER, SPARSE_NAMES, load_methods
 from evals.rivals.magicpig import MagicPigSelector
 from evals.rivals.quest import QuestSelector
 from evals.settings import Always
 from evals.tasks import ppl
-from evals.tasks.ppl import Cell, budget_of, measure, row_logits, scored_rows
+from evals.tasks.ppl import Cell, budget_of, measure, scored_logits
 from evals.tasks.settings import PplCommand
 from hashtrain import Hasher
 from hashtrain.data.capture import capturing
@@ -24,7 +23,6 @@ from rich.console import Console
 from sparse_decode import Budget, attach, dense
 from sparse_decode.cpu.bfloat_lanes import supported
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
 TENTH = Budget(0.1, sink=0, recent=0)
@@ -83,11 +81,11 @@ def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded,
             steps.append(loaded.model(ids[None, i : i + 1], past_key_values=cache).logits[0, -1].log_softmax(-1))
     with torch.inference_mode():
         with attending(loaded.model, method, TENTH, FIRST_DENSE, prompt) as attended:
-            found = scored_rows(loaded.model, ids, scored)
+            found = scored_logits(loaded.model, ids, scored)
         with attending(loaded.model, method, TENTH, FIRST_DENSE, None):
-            everywhere = scored_rows(loaded.model, ids, scored)
+            everywhere = scored_logits(loaded.model, ids, scored)
     assert len(steps) == scored
-    found, everywhere = (rows.at(slice(None)).log_softmax(-1) for rows in (found, everywhere))
+    found, everywhere = (logits.log_softmax(-1) for logits in (found, everywhere))
     if method.remainder:
         divergence = [(found.exp() * (found - other)).sum(-1).max() for other in (torch.stack(steps), everywhere)]
         assert divergence[0] < 1e-2
@@ -244,59 +242,10 @@ def test_sparse_prompts_are_measured_against_exact_ones(loaded, command, monkeyp
         command(PplCommand, prompt="sparse")
 
 
-KINDS = {"Llama": {}, "Gemma2": {"final_logit_softcapping": 0.1}, "Cohere": {"logit_scale": 0.5}}
-KINDS |= {"Granite": {"logits_scaling": 3.0}}
-ROW_BYTES = 4 * SIZES["vocab_size"]
-
-
-def of_kind(kind, seed=0):
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind])
-    return transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-
-
-class Largest(TorchDispatchMode):
-    """The most rows of a tensor as wide as the vocabulary, and as long as a context."""
-
-    rows = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim and x.shape[-1] == self.width:
-                self.rows = max(self.rows, x.numel() // self.width)
-        return out
-
-    def __init__(self, width):
-        super().__init__()
-        self.width = width
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_the_logits_that_the_model_makes_at_once(kind, monkeypatch):
-    monkeypatch.setattr(ppl, "PIECE_BYTES", 7 * ROW_BYTES)
-    model, ids = of_kind(kind), torch.arange(3, 43)[None]
-    whole = model(ids).logits[0, 10:-1]
-    found = row_logits(model, ids, slice(10, -1), use_cache=False)
-    pieces = list(found.pieces())
-    assert [len(range(*piece.indices(29))) for piece in pieces] == [7, 7, 7, 7, 1]
-    torch.testing.assert_close(torch.cat([found.at(piece) for piece in pieces]), whole)
-    assert torch.equal(model(ids).logits[0, 10:-1], whole)  # the model is as it was
-
-
-def test_an_offloaded_model_makes_the_same():
-    model, ids = of_kind("Llama"), torch.arange(3, 43)[None]
-    whole = model(ids).logits[0, :-1]
-    moved = cpu_offload(copy.deepcopy(model), execution_device="cpu")
-    torch.testing.assert_close(row_logits(moved, ids, slice(0, -1), use_cache=False).at(slice(None)), whole)
-
-
 @pytest.mark.parametrize("phase", ["everywhere", "decode"])
-def test_perplexity_never_holds_the_logits_of_all_rows(loaded, phase, monkeypatch):
-    width = loaded.model.config.vocab_size
-    monkeypatch.setattr(ppl, "PIECE_BYTES", 8 * 4 * width)
-    cells = [Cell("lsh", "visible", 0.1), Cell("recent", "visible", 0.1)]
-    with Largest(width) as largest:
-        found = measure(loaded.model, loaded.ids, cells, loaded.methods, Always(1, 0, 0), phase=phase)
-    assert found["scored"] == 64
-    assert 1 < largest.rows <= 8
+def test_by_default_no_more_rows_are_scored_than_logits_can_be_kept_of(loaded, phase, monkeypatch):
+    monkeypatch.setattr(ppl, "MOST_SCORED", 16)
+    found = measure(loaded.model, loaded.ids, [], loaded.methods, FIRST_DENSE, phase=phase)
+    expected = F.cross_entropy(loaded.model(loaded.ids[None]).logits[0, 111:127], loaded.ids[112:])
+    assert found["scored"] == 16
+    assert found["dense"]["nll"] == pytest.approx(expected.item(), rel=1e-5)

@@ -1,18 +1,16 @@
 """Perplexity and divergence from dense attention, in one forward pass per method, with rows sparse from row n on: n = 0
 is sparse everywhere, n = the prompt's length is token-by-token decoding after a dense prefill.
 
-A document is one context. Its last hidden states are kept, dense and of one method at a time; logits are computed for
-a few rows at a time, in the model's own type, and float32 log-probabilities for fewer.
+A document is one context. The logits of its scored rows are kept in the model's own type, dense and of one method at a
+time; float32 log-probabilities are computed for a few rows at a time.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Collection, Generator, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from hashtrain import top_count
-from hashtrain.models import text_decoder
 from hashtrain.run.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget, attach
@@ -20,7 +18,6 @@ from sparse_decode.budget import LayerBudget
 from sparse_decode.prompt import CHUNK, suits_chunks
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from evals.attending import attending
 from evals.documents import TokenDocument
@@ -31,8 +28,8 @@ from evals.settings import Always, Phase, Prompt
 from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
 from evals.tasks.settings import PplCommand
 
-PIECE_BYTES = 1 << 26
-"""Most bytes of logits that exist at once, in the model's type: of 128K rows over 128K tokens they would take 32 GB."""
+MOST_SCORED = 4096
+"""Rows scored by default: the logits of 64K rows over 128K tokens would take 16 GB."""
 PAPER_MIN_TOKENS = 20
 AS = "as "
 
@@ -98,17 +95,17 @@ def measure(
     """Score the last tokens of one context by each cell and by dense attention.
 
     Args:
-        ids: int64 [T]; scored: number of last tokens to score; None for T // 2 ... T - 1.
+        ids: int64 [T]; scored: number of last tokens to score; None for T // 2 ... T - 1, at most `MOST_SCORED`.
         phase: which rows are sparse: all, or those after a dense prompt.
     Returns: `scored`, `dense` {nll} and `cells`, in order, with nll and kl (nats per token) and density; for methods
         that sample also `empty`, the share of sampled rows and heads that drew nothing.
     """
-    scored = len(ids) - len(ids) // 2 if scored is None else scored
+    scored = min(len(ids) - len(ids) // 2, MOST_SCORED) if scored is None else scored
     targets = ids[-scored:].to(model.device)
     prompt = None if phase == "everywhere" else len(ids) - scored - 1  # the next row predicts the first scored token
     cache = None if prompt is None else prefilled(model, ids[:prompt])
-    reference = scored_rows(model, ids, scored, cache)
-    dense = {"nll": reference.mean_loss(targets)}
+    reference = scored_logits(model, ids, scored, cache)
+    dense = {"nll": token_losses(reference, targets).mean().item()}
     step(DENSE)
     if prompt is not None and always.prompt == "sparse":
         dense_ones = (getattr(methods[cell.method].selector, "dense_layers", ()) for cell in cells)
@@ -122,9 +119,9 @@ def measure(
                 fraction = beyond_dense_rows(fraction, methods[cell.rival].selector, len(ids))
         budget = budget_of(cell.rule, fraction, len(ids), always.beside * (always.sink + always.recent))
         with attending(model, methods[cell.method], budget, always, prompt) as attended:
-            other = scored_rows(model, ids, scored, cache)
-        nll, kl = reference.compare(other, targets)
-        measured = {"nll": nll, "kl": kl, "density": attended.density}
+            other = scored_logits(model, ids, scored, cache)
+        nll = token_losses(other, targets).mean().item()
+        measured = {"nll": nll, "kl": mean_kl(reference, other), "density": attended.density}
         empty = {} if attended.empty is None else {"empty": attended.empty}
         found.append({**cell._asdict(), **measured, **empty})
         step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
@@ -157,89 +154,17 @@ def prefilled(model: PreTrainedModel, prompt: Tensor, how: Prompt = "exact", den
     return cache
 
 
-class RowLogits:
-    """The logits of rows whose last hidden states are known.
+def scored_logits(model: PreTrainedModel, ids: Tensor, scored: int, cache: Cache | None = None) -> Tensor:
+    """Return the logits of the rows that predict the last `scored` tokens, [scored, V], in the model's type.
 
-    Args:
-        model: the model that made them. What it does after its decoder (projection, scaling, soft-capping) it does
-            again for each piece.
-        states: last hidden states [R, H].
-        kind: class of what the model's decoder returns.
-    """
-
-    def __init__(self, model: PreTrainedModel, states: Tensor, kind: type[ModelOutput]):
-        self._model = model
-        self._states = states
-        self._kind = kind
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def pieces(self) -> Iterator[slice]:
-        """Yield consecutive rows whose logits take at most `PIECE_BYTES`, at least one row each."""
-        config: Any = self._model.config
-        width = int(config.get_text_config(decoder=True).vocab_size) * self._states.element_size()
-        most = max(1, PIECE_BYTES // width)
-        for first in range(0, len(self), most):
-            yield slice(first, min(first + most, len(self)))
-
-    def at(self, rows: slice) -> Tensor:
-        """Compute the logits of some rows, [r, V], in the model's type."""
-        states = self._states[rows]
-        ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
-        out = self._kind(last_hidden_state=states[None])
-        with _returning(text_decoder(self._model), out):
-            return self._model(ids, use_cache=False).logits[0]
-
-    def mean_loss(self, targets: Tensor) -> float:
-        """Return the mean negative log-probability of each row's target, int64 [R], in nats."""
-        return torch.cat([token_losses(self.at(rows), targets[rows]) for rows in self.pieces()]).mean().item()
-
-    def compare(self, other: "RowLogits", targets: Tensor) -> tuple[float, float]:
-        """Return the other rows' mean loss, and the mean of KL(these || those), in nats.
-
-        Args: targets: int64 [R].
-        """
-        losses: list[Tensor] = []
-        divergence = 0.0
-        for rows in self.pieces():
-            found = other.at(rows)
-            losses.append(token_losses(found, targets[rows]))
-            divergence += mean_kl(self.at(rows), found) * len(found)
-        return torch.cat(losses).mean().item(), divergence / len(self)
-
-
-def row_logits(model: PreTrainedModel, ids: Tensor, rows: slice, **how: Any) -> RowLogits:
-    """Run a model over ids [1, T] and return the logits of some of these rows, to be computed later.
-
-    Args: how: as the model takes it, such as `past_key_values`.
-    """
-    kept: list[RowLogits] = []
-
-    def keep(decoder: object, given: object, out: Any) -> None:
-        states = cast(Tensor, out.last_hidden_state)[0, rows].clone()  # a view would keep all rows
-        kept.append(RowLogits(model, states, type(out)))
-
-    hook = text_decoder(model).register_forward_hook(keep)
-    try:
-        model(ids, logits_to_keep=1, **how)
-    finally:
-        hook.remove()
-    return kept[-1]
-
-
-def scored_rows(model: PreTrainedModel, ids: Tensor, scored: int, cache: Cache | None = None) -> RowLogits:
-    """Return the logits of the rows that predict the last `scored` tokens, to be computed a piece at a time.
-
-    Args:
-        cache: of the tokens before the first of these rows, which are then not recomputed; it is left unchanged.
+    Args: cache: of the tokens before the first of these rows, which are then not recomputed; it is left unchanged.
     """
     rows = scored + 1
-    if cache is None:
-        return row_logits(model, ids[None].to(model.device), slice(-rows, -1), use_cache=False)
-    found = row_logits(model, ids[None, -rows:].to(model.device), slice(-rows, -1), past_key_values=cache)
-    cache.crop(-rows)
-    return found
+    given = (ids if cache is None else ids[-rows:])[None].to(model.device)
+    out = model(given, past_key_values=cache, use_cache=cache is not None, logits_to_keep=rows)
+    if cache is not None:
+        cache.crop(-rows)
+    return out.logits[0, -rows:-1]
 
 
 def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
@@ -294,16 +219,3 @@ def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
             matched = (c for c in cells if c.method == other.method and c.budget == cell.budget)
             if other == next(matched) if cell.rival == other.method else other[1:] == cell[1:]:
                 yield cell, other
-
-
-@contextlib.contextmanager
-def _returning(decoder: PreTrainedModel, out: ModelOutput) -> Generator[None]:
-    """Let a decoder return `out`, whatever it is given."""
-    own = vars(decoder).get("forward")  # accelerate sets one to move weights
-    vars(decoder)["forward"] = lambda *_, **__: out
-    try:
-        yield
-    finally:
-        del vars(decoder)["forward"]
-        if own is not None:
-            vars(decoder)["forward"] = own

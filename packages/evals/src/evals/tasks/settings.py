@@ -43,7 +43,7 @@ class PplCommand(TaskCommand):
     """Sparse rows: `everywhere`, the paper's protocol; or `decode`, as in serving: the rows before the scored part are
     a dense prompt, and each scored token is predicted by a sparse row."""
     score: Score = "second-half"
-    """Tokens scored in each context: the second half, or `all` but the first, as in the paper."""
+    """Tokens scored in each context: the second half, at most 4,096 tokens; or `all` but the first, as in the paper."""
     scored: int | None = None
     """Number of tokens scored at the end of each context. Default: see --score."""
     ends: Ends = "within"
@@ -84,7 +84,7 @@ class PplCommand(TaskCommand):
 
     @property
     def last(self) -> int | None:
-        """Number of tokens scored at the end of each context; None for the second half."""
+        """Number of tokens scored at the end of each context; None for the default."""
         return self.context - 1 if self.score == "all" else self.scored
 
 
