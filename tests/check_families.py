@@ -5,10 +5,10 @@
     uv run tests/check_families.py --out docs/results/families.json
 
 Each family's config is built with one set of small sizes, under the names that families use for them. Every model that
-can be built generates a few tokens dense, attached at a budget of 100 %, and detached. "equal": token for token, with
-logits within a tolerance; "refused": an error of one sentence, at `attach` or at prefill; "not built": the config needs
-other arguments, or the model cannot generate by itself. Prints one line per family and exits 1 if one crashes or
-differs, or if fewer than `LEAST` are equal.
+can be built generates a few tokens dense, attached at a budget of 100 %, detached, and by exact kernels behind a longer
+prompt. "equal": token for token, with logits within a tolerance; "refused": an error of one sentence, at `attach` or at
+prefill; "not built": the config needs other arguments, or the model cannot generate by itself. Prints one line per
+family and exits 1 if one crashes or differs, or if fewer than `LEAST` are equal.
 """
 
 import argparse
@@ -32,7 +32,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 LEAST = 125
 TOLERANCE = 1e-3
 MOST_WEIGHTS = 100_000_000
-PROMPT, NEW = 24, 6
+PROMPT, LONG, NEW = 24, 300, 6
+"""Tokens of prompts, the second long enough for our dense kernels, and new ones."""
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim"), 96),
@@ -97,9 +98,9 @@ def parts(make: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     return {key: kind(**{**sizes, **PARTS, **parts(kind, sizes)}) for key, kind in kinds.items()}
 
 
-def generate(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+def generate(model: PreTrainedModel, tokens: int = PROMPT) -> tuple[torch.Tensor, torch.Tensor]:
     """Generate greedily from a prompt: tokens [B, T], logits [steps, B, vocabulary]."""
-    ids = torch.randint(3, 90, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 90, (2, tokens), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     with torch.no_grad():
         found: Any = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)  # pyright: ignore[reportCallIssue]
@@ -153,6 +154,13 @@ def check_with(name: str, change: dict[str, Any]) -> Found:
             return Found("crashes", f"{at}: {type(error).__name__}: {error}"[:200])
         if apart := differs(dense, generate(model)):
             return Found("differs", f"detached: {apart}")
+    try:
+        dense = generate(model, LONG)
+    except Exception:  # of a model for shorter texts
+        return Found("equal", f"layers {', '.join(map(str, layers))}")
+    with Attachment(model):
+        if apart := differs(dense, generate(model, LONG)):
+            return Found("differs", f"exact, {LONG} tokens: {apart}")
     return Found("equal", f"layers {', '.join(map(str, layers))}")
 
 

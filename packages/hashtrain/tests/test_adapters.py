@@ -65,6 +65,14 @@ def test_an_adapters_folder_is_its_model_with_the_adapter(folder, settings):
         assert adapter_of(adapted) == ""
 
 
+def test_adapters_of_other_kinds_are_seen(folder):
+    how = {"target_modules": ["k_proj"], "feedforward_modules": [], "init_ia3_weights": False}
+    adapted = peft.get_peft_model(load_model(str(folder / "model"))[0], peft.IA3Config(**how))
+    assert adapter_of(adapted) != ""
+    with adapted.disable_adapter():
+        assert adapter_of(adapted) == ""
+
+
 def test_hashers_record_the_adapter_and_tell_it_from_others(folder):
     names = ["--text", str(folder / "text.txt"), *SMALL, "--only", "planes", "--out", str(folder / "run")]
     assert main(["--model", str(folder / "adapter"), *names]) == 0

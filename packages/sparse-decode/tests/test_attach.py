@@ -68,6 +68,19 @@ def attending_by(name):
     return model
 
 
+def choosing():
+    """A model of attention that makes a mask of its own, from one that it gets, as MiniMax-M3 and DeepSeek-V4 do."""
+
+    class Choosing(transformers.models.llama.modeling_llama.LlamaAttention):
+        def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
+            attention_mask = None if attention_mask is None else attention_mask[..., :1]
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+
+    model = tiny_model()
+    model.model.layers[1].self_attn.__class__ = Choosing
+    return model
+
+
 S = SignHasher()
 OTHER = hasher_for(tiny_model(num_key_value_heads=4), "planes")
 REFUSED = [  # words, model, what attach is given, options
@@ -80,6 +93,7 @@ REFUSED = [  # words, model, what attach is given, options
     ("none of which sees the whole context", lambda: tiny_model("mistral", sliding_window=16), (S,), {}),
     ("expected causal attention", lambda: tiny_model("gemma3", use_bidirectional_attention=True), (S,), {}),
     ("decoder-only", t5, (S,), {}),
+    ("takes its mask as it is, got Choosing", choosing, (), {}),
     ('"eager" or "flash_attention_2", got "flash_attention_3"', lambda: attending_by("flash_attention_3"), (S,), {}),
     ('must be "sdpa", "eager" or .*, got "flex_attention"', lambda: attending_by("flex_attention"), (S,), {}),
     (r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model, (S,), {"dense_layers": 4}),

@@ -173,6 +173,20 @@ def test_generate_feeds_long_prompts_in_chunks(monkeypatch):
     assert rows[-1] == 40
 
 
+def test_the_last_chunk_of_a_prompt_is_no_step_if_it_has_one_token(monkeypatch):
+    monkeypatch.setattr(prompts_of, "CHUNK", 13)
+    (ids, mask), model = prompts(), tiny_model()
+    expected = model(ids, attention_mask=mask).logits[:, -1]
+    with attach(model, SignHasher(), Budget(0.1)) as attachment:
+        options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+        found = model.generate(ids, attention_mask=mask, do_sample=False, **options)
+        assert attachment.counts() == {}
+        torch.testing.assert_close(found.logits[0], expected)
+        cache = found.past_key_values
+        model(ids[:, :1], past_key_values=cache)
+        assert attachment.counts()
+
+
 def test_a_prompt_in_chunks_leaves_no_more_room_than_one_at_once(monkeypatch):
     """Growing by an eighth, a cache of 32,768 tokens would take up to an eighth more memory, and copies of itself."""
     model, rooms = tiny_model(max_position_embeddings=4096), []

@@ -220,12 +220,36 @@ def test_a_file_of_another_is_refused(saved, other, sentence):
         foreign.load(path)
 
 
+def test_a_file_of_another_scale_of_an_adapter_is_refused(tmp_path):
+    model, (ids, _) = with_adapter(tiny_model()), prompts((20,))
+    with attach(model) as attachment:
+        attachment.save(prefilled(model, ids), tmp_path / "saved.kv", ids)
+        model.model.layers[0].mlp.scaling = {"other": 2.0}
+        with pytest.raises(ValueError, match="expected one of this model "):
+            attachment.load(tmp_path / "saved.kv")
+
+
+def test_sums_that_no_step_made_are_looked_at_before_the_first_step(tmp_path):
+    """A step on a GPU takes sums that are `ready` as they are, and these know of no padding."""
+    model, (ids, mask) = tiny_model(), prompts((60, 41))
+    with attach(model, hasher_for(model), Budget(0.2)) as attachment:
+        cache = prefilled(model, ids, mask)
+        attachment.save(cache, tmp_path / "saved.kv", ids)
+        for held in (cache, attachment.load(tmp_path / "saved.kv")[0]):
+            layer, starts = held.layers[0], torch.tensor([0, 19])
+            assert not layer.sums.ready
+            found = layer.sums.advance(layer.keys, layer.values, starts, 60, torch.device("cpu"))
+            assert layer.sums.ready
+            torch.testing.assert_close(found.keys[1], layer.keys[1, :, 19:].double().sum(1))
+
+
 @pytest.mark.parametrize(
     ("prompt", "sentence"),
     [
         (torch.full((1, 5), 90), "expected tokens that begin this prompt"),
         (torch.zeros(2, 70, dtype=torch.long), "expected a prompt of 1 sequences, got 2"),
         (torch.zeros(1, 70), "tokens must be integers"),
+        (torch.zeros(1, 1, dtype=torch.long), "expected a prompt of at least 2 tokens, got 1"),
         ("sparse", r"expected one of this kind of prompts \(sparse\), got exact"),
     ],
 )

@@ -107,6 +107,13 @@ def test_the_default_dtype_changes_nothing(variant, default_dtype):
     assert torch.equal(run(), expected)
 
 
+def test_the_default_device_changes_nothing():
+    model, (ids, mask) = tiny_model(max_position_embeddings=2048), prompts((300, 190))
+    expected = model(ids, attention_mask=mask).logits
+    with attach(model), torch.device("meta"):
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected[mask.bool()])
+
+
 def test_float64_is_refused():
     with pytest.raises(ValueError, match=r"needs float32, bfloat16 or float16, got torch.float64; convert the model"):
         attach(tiny_model().double(), SignHasher())

@@ -96,17 +96,19 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 
 def adapter_of(model: Any) -> str:
-    """Return a digest of the LoRA weights that are active in a model, or merged into it by `merged`; "" if none are."""
+    """Return a digest of peft's weights that are active in a model, or merged into it by `merged`; "" if none are."""
     sha, found = hashlib.sha256(), getattr(model, _MERGED, "")
     for name, module in () if found else sorted(model.named_modules()):
-        if not hasattr(module, "lora_A") or module.disable_adapters:
+        if not (parts := getattr(module, "adapter_layer_names", ())) or module.disable_adapters:
             continue
-        for active in (one for one in module.active_adapters if one in module.scaling):
-            sha.update(f"{name.removeprefix(_PREFIX)} {module.scaling[active]}".encode())
-            for own, weight in sorted(module.named_parameters()):
-                if own.startswith("lora_") and active in own.split("."):
-                    sha.update(f"{own.replace(f'.{active}', '')} {tuple(weight.shape)}".encode())
-                    sha.update(weight.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        of = [(own, x) for own, x in sorted(module.named_parameters()) if own.startswith(("lora_", *parts))]
+        for active in module.active_adapters:
+            if not (on := [(own, x) for own, x in of if active in own.split(".")]):
+                continue
+            sha.update(f"{name.removeprefix(_PREFIX)} {getattr(module, 'scaling', {}).get(active, 1.0)}".encode())
+            for own, weight in on:
+                sha.update(f"{own.replace(f'.{active}', '')} {tuple(weight.shape)}".encode())
+                sha.update(weight.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
             found = sha.hexdigest()[:12]
     return found
 

@@ -220,6 +220,11 @@ class HasherConfig:
         for name, most in (("planes", 8), ("hidden", 65536)):
             if type(value := getattr(self, name)) is not int or not 1 <= value <= most:
                 yield f"{name} must be between 1 and {most}, got {value!r}"
+        shape = self.shape
+        groups = (shape.at(layer).group for layer in range(len(shape.per_layer) or 1))
+        top = self.bits * (2**self.planes - 1 if self.variant in ("planes", "transform") else max(groups))
+        if top >= 1 << 16:
+            yield f"scores must stay below {1 << 16}, got {top} at {self.bits} bits; use fewer bits or planes"
         if self.reach is not None and (type(self.reach) is not int or not 1 <= self.reach <= _MOST_REACH):
             yield f"reach must be between 1 and {_MOST_REACH} tokens, or null, got {self.reach!r}"
         if self.variant == "transform":

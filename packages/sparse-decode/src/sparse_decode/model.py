@@ -5,6 +5,7 @@ attention over its own keys, sees the whole context, and calls attention through
 keyword arguments that it was given.
 """
 
+import dis
 import gc
 import inspect
 import itertools
@@ -83,6 +84,11 @@ def require_attachable(model: PreTrainedModel) -> None:
             f"expected a model with one key per KV head, got {config.model_type}, which stores compressed keys "
             "(multi-head latent attention)"
         )
+    if own := [m for m in attention_modules(model) if m.chooses]:
+        raise ValueError(
+            f"expected attention that takes its mask as it is, got {type(own[0].module).__name__}, which chooses "
+            "tokens itself; leave this model as it is"
+        )
     if dense_name(model) in NAMES.values():
         gc.collect()  # a model that was dropped while attached refers to itself
     name = dense_name(model)
@@ -130,6 +136,14 @@ class Attention:
             return bool(said)
         place = self.name.rpartition(".")[2]
         return OTHER_STATES[0] in self.arguments or "cross" in place or "encoder" in place
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it makes a mask of its own from the one that it gets: then the name of its attention may decide, or
+        whether there is a mask."""
+        made = dis.get_instructions(inspect.unwrap(type(self.module).forward))
+        writes = any(x.opname.startswith("STORE_FAST") and x.argval == "attention_mask" for x in made)
+        return writes and not set(OTHER_STATES) & set(self.arguments)  # else it may be another sequence's mask
 
     @property
     def reaches_us(self) -> bool:

@@ -1,9 +1,13 @@
 """What a caller may set around a model (inference mode, autocast, a graph), and what is then allowed."""
 
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+
+prompting: ContextVar[bool] = ContextVar("sparse_decode_prompting", default=False)
+"""Whether `generate` runs a prompt, of which the last chunk may be one token."""
 
 
 def readable(x: Tensor) -> bool:

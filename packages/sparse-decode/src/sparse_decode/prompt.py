@@ -21,6 +21,7 @@ from sparse_decode.caches.buffer import coming
 from sparse_decode.cpu.bfloat_lanes import supported
 from sparse_decode.dense import PROMPT_FRACTION
 from sparse_decode.model import NAMES, Attention
+from sparse_decode.modes import prompting
 
 CHUNK = 2048
 """Rows of a prompt at a time."""
@@ -40,13 +41,14 @@ def own_prompts(model: PreTrainedModel) -> bool:
 def suits_chunks(model: PreTrainedModel, cache: DynamicCache) -> bool:
     """Whether a prompt in chunks gives the same, and takes no longer than at once.
 
-    Some recurrent layers begin anew with each call of several tokens, and some kinds of RoPE turn keys by the length of
-    the text so far. A model's own eager attention also computes what masks hide.
+    Some recurrent layers begin anew with each call of several tokens, some kinds of RoPE turn keys by the length of the
+    text so far, and Doge's experts are chosen by all tokens of a call. A model's own eager attention also computes what
+    masks hide.
     """
     config, recurrent = cast(Any, text_decoder(model).config), LinearAttentionCacheLayerMixin
     if model.device.type != "cpu" or rope_kinds(config) & {"dynamic", "longrope"}:
         return False
-    if any(isinstance(layer, recurrent) for layer in cache.layers):
+    if any(isinstance(layer, recurrent) for layer in cache.layers) or getattr(config, "is_moe", False):
         return False
     return own_prompts(model) or config._attn_implementation in ("sdpa", NAMES["sdpa"])
 
@@ -70,9 +72,11 @@ def feed_in_chunks(model: PreTrainedModel) -> Callable[[], None]:
             generation_config.prefill_chunk_size = CHUNK
         tokens = input_ids.shape[1]  # and those of the answer, unless they may be very many
         before = coming.set(min(generation_config.max_length or tokens, tokens + tokens // 8) if text else 0)
+        first = prompting.set(not given.is_assistant)  # an assistant's later calls are steps
         try:
             return getattr(kind, _PREFILL)(own(), input_ids, generation_config, model_kwargs, *args, **how)
         finally:
+            prompting.reset(first)
             coming.reset(before)
 
     def undo() -> None:

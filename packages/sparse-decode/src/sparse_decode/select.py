@@ -192,7 +192,12 @@ class HashSelector:
     def encode_queries(self, layer: int, q: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] of one layer to int32 planes [B, H, T, P, W] and the planes' weights."""
         if not isinstance(self.hasher, Hasher):
-            return self.hasher.encode_queries(layer, q)
+            planes, weights = self.hasher.encode_queries(layer, q)
+            if (top := 32 * planes.shape[-1] * sum(weights)) >= 1 << 16:
+                raise ValueError(
+                    f"scores must stay below {1 << 16}, got up to {top}; use fewer bits or smaller weights"
+                )
+            return planes, weights
         own = self.placed(layer, q.device)
         if encode_cuda.supports(own, q):
             return encode_cuda.tokens(own, self.per_query_head, q=q)

@@ -161,6 +161,7 @@ def _of_layer(layer: Any, sparse: SparseLayer | None, n: int, room: int) -> dict
         codes, sums = layer.codes, layer.sums
         if sparse.remainder is not None and not sums.length:  # no step has needed them yet
             sums.advance(keys, values, None, n, codes.device)
+            sums.ready = False  # the next step looks whether there is padding
         found["codes"] = _Array(codes, room)
         found["sums.length"] = _Array(torch.tensor([sums.length], dtype=torch.int64))
         found |= {f"sums.{name}": _Array(x) for name in _SUMS if (x := getattr(sums, name)) is not None}
@@ -253,7 +254,8 @@ def _common(file: _File, stored: Tensor, ids: Tensor) -> int:
     """Return how many of the stored tokens [B, n] begin the prompt ids [B, T], of which at least one is to be run."""
     if len(ids) != len(stored):
         file.refuse(f"expected a prompt of {len(stored)} sequences, got {len(ids)}", "pass the same batch")
-    most = min(stored.shape[1], ids.shape[1] - 1)
+    if (most := min(stored.shape[1], ids.shape[1] - 1)) < 1:
+        raise ValueError(f"expected a prompt of at least 2 tokens, got {ids.shape[1]}: the last one is run, not loaded")
     alike = (stored[:, :most] == ids[:, :most]).all(0)
     kept = int(alike.cumprod(0).sum())
     if not kept:
@@ -276,7 +278,7 @@ def _fill(
     if sliding:
         keys, values = keys.to(device, copy=True), values.to(device, copy=True)
         if kept < n and keys.shape[2] < n:
-            remedy = "begin the prompt with all of them"
+            remedy = "begin the prompt with all of them, and add a token"
             file.refuse(f"expected a prompt with its {n} tokens, got {kept}: sliding layers cannot be cut", remedy)
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys[:, :, :kept], values[:, :, :kept]
@@ -331,7 +333,7 @@ def _model_digest(model: PreTrainedModel) -> str:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("a session needs the model's weights in memory, got some that are loaded when called")
     adapters = [
-        (tuple(on), bool(getattr(module, "disable_adapters", False)))
+        (tuple(on), bool(getattr(module, "disable_adapters", False)), str(getattr(module, "scaling", None)))
         for module in model.modules()
         if isinstance(on := getattr(module, "active_adapters", None), list)
     ]

@@ -31,7 +31,7 @@ from sparse_decode.cuda.gather import OPERATORS
 from sparse_decode.cuda.sums import add_token
 from sparse_decode.inputs import Inputs
 from sparse_decode.intervals import Memo, Numbers, Seen, causal, intervals_of, seen_on_device
-from sparse_decode.modes import in_graph, readable
+from sparse_decode.modes import in_graph, prompting, readable
 from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.sums import FOLD, Coefficients, Sums, means_of_rows
 
@@ -90,7 +90,8 @@ class SparseLayer:
         """Return the first of `rows` rows that are sparse in a call that ends at token `n`; `rows` for none."""
         if self.start is not None:
             return max(0, min(rows, self.start + rows - n))
-        return 0 if rows == 1 < n else rows
+        step = rows == 1 < n and (torch.compiler.is_compiling() or not prompting.get())
+        return 0 if step else rows
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""

@@ -172,6 +172,7 @@ class Sums:
     def restore(self, keys: Tensor, values: Tensor, spread: Tensor, starts: Tensor | None, length: int) -> None:
         """Take sums over `length` tokens, as the attributes of these names hold them."""
         self._put(Moments(keys.new_zeros(len(keys)), keys, values, spread), starts, length)
+        self.ready = False
 
     def _moments(self) -> Moments:
         assert self.keys is not None
@@ -195,6 +196,7 @@ class Sums:
             self._put(Moments.of(k, v, starts, 0, length, device), starts, length)
         elif self.length < length:
             self._put(self._moments().join(Moments.of(k, v, starts, self.length, length, device)), starts, length)
+        self.ready = True
         return self._moments()
 
     def is_for(self, batch: int, device: torch.device) -> bool:

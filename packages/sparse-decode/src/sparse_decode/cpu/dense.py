@@ -77,7 +77,7 @@ def attend_rows(
     if q.dtype != torch.bfloat16 or not supported() or not scaling > 0:
         return torch.cat([_block(q, k, v, scaling, bounds, r, softcap, sinks) for r in range(0, rows, BLOCK)], 1)
     seen = torch.stack([bounds[..., 0].amin(1), bounds[..., 1].amax(1)], 1).clamp(0, n).numpy()
-    out, group = torch.empty(batch, rows, hq, dim_v, dtype=q.dtype), hq // hkv
+    out, group = torch.empty(batch, rows, hq, dim_v, dtype=q.dtype, device=q.device), hq // hkv
     laid_out = _laid_out(k, seen, True), _laid_out(v, seen, False)
     each = max(1, prompt_kernels.LINES // group) if fraction is None else prompt_kernels.ROWS
     how = () if fraction is None else (np.float32(fraction),), np.float32(scaling), np.float32(softcap or 0)
@@ -97,7 +97,7 @@ def attend_in_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
     Returns: [B, R, Hq, D], zeros for a row that sees no token.
     """
     (batch, hq, rows, dim), hkv, n = query.shape, key.shape[1], key.shape[2]
-    out = torch.zeros(batch, rows, hq, dim, dtype=query.dtype)
+    out = torch.zeros(batch, rows, hq, dim, dtype=query.dtype, device=query.device)
     for b, start in enumerate(starts):
         first = max(start, n - rows)
         if first == n:
