@@ -34,10 +34,12 @@ def score(loaded, *cells, dense_layers=1):
     return measure(loaded.model, loaded.ids, list(cells), loaded.methods, Always(dense_layers, 0, 0))
 
 
-def test_dense_loss_is_that_of_the_second_half(loaded):
-    expected = F.cross_entropy(loaded.model(loaded.ids[None]).logits[0, 63:127], loaded.ids[64:])
+@pytest.mark.parametrize(("most", "scored"), [(4096, 64), (16, 16)])
+def test_dense_loss_is_that_of_the_second_half_of_as_many_rows_as_can_be_kept(loaded, most, scored, monkeypatch):
+    monkeypatch.setattr(ppl, "MOST_SCORED", most)
+    expected = F.cross_entropy(loaded.model(loaded.ids[None]).logits[0, -scored - 1 : -1], loaded.ids[-scored:])
     found = score(loaded)
-    assert found["scored"] == 64
+    assert found["scored"] == scored
     assert found["dense"]["nll"] == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -240,12 +242,3 @@ def test_sparse_prompts_are_measured_against_exact_ones(loaded, command, monkeyp
     assert kl["exact"] < 1e-3 < 1e-2 < kl["sparse"]
     with pytest.raises(UsageError, match="--prompt sparse needs rows before the evaluated ones; in ppl, add"):
         command(PplCommand, prompt="sparse")
-
-
-@pytest.mark.parametrize("phase", ["everywhere", "decode"])
-def test_by_default_no_more_rows_are_scored_than_logits_can_be_kept_of(loaded, phase, monkeypatch):
-    monkeypatch.setattr(ppl, "MOST_SCORED", 16)
-    found = measure(loaded.model, loaded.ids, [], loaded.methods, FIRST_DENSE, phase=phase)
-    expected = F.cross_entropy(loaded.model(loaded.ids[None]).logits[0, 111:127], loaded.ids[112:])
-    assert found["scored"] == 16
-    assert found["dense"]["nll"] == pytest.approx(expected.item(), rel=1e-5)

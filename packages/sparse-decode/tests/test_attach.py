@@ -69,12 +69,10 @@ def attending_by(name):
 
 
 def choosing():
-    """A model of attention that makes a mask of its own, from one that it gets, as MiniMax-M3 and DeepSeek-V4 do."""
-
     class Choosing(transformers.models.llama.modeling_llama.LlamaAttention):
         def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
-            attention_mask = None if attention_mask is None else attention_mask[..., :1]
-            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+            attention_mask = None  # a mask of its own, as MiniMax-M3 and DeepSeek-V4 make it
+            return hidden_states, attention_mask
 
     model = tiny_model()
     model.model.layers[1].self_attn.__class__ = Choosing
