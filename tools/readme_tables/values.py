@@ -110,7 +110,7 @@ def comparisons(differences: list[dict[str, Any]], run: Result) -> list[dict[str
         interval = "" if low is None or high is None else f" [{low:+.3f}, {high:+.3f}]"
         found.setdefault(label, {"label": label})[metric] = f"{value:+.3f}{interval}"
 
-    for entry in differences:
+    for entry in (x for x in differences if x["a"][0] == OURS):  # the others' hashers have changed since
         (ours, own), (rival, theirs) = entry["a"], entry["b"]
         label = f"{ours} at {percent(own)}, {rival} at {percent(theirs)}"
         add(label, entry["metric"], entry["mean"], entry["low"], entry["high"])
