@@ -26,8 +26,8 @@ def quality_table(metrics: Metrics) -> Table:
         caption_justify="left",
         title=f"{100 * metrics['fraction']:g} % of the tokens selected, on held-out text",
         caption="IoU: overlap with exact selection. Attention: share of what that finds. In the worst head: its 5th "
-        "percentile, and lost rows, which find less than half. KL: of the output from dense, with the remainder, nats, on "
-        "training text.",
+        "percentile, and lost rows, which find less than half. KL: of the output from dense, with the remainder, nats, "
+        "on training text.",
     )
     any_dense = any(found["dense_layers"] for found in metrics["hashers"].values())
     for title in ("hasher", "IoU", "attention", "worst head", "lost rows", "KL", *["dense layers"] * any_dense):
