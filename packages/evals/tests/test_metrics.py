@@ -54,9 +54,9 @@ def test_bootstrap_repeats_with_its_seed_and_keeps_columns_together():
 
 
 def test_bootstrap_of_a_constant_is_that_constant_and_of_one_document_has_no_interval():
-    for found, value in zip(bootstrap(np.full((20, 2), [[0.1, -0.3]]), seed=0), (0.1, -0.3), strict=True):
+    for found, value in zip(bootstrap(np.full((5, 2), [[1 / 9, -0.3]]), seed=0), (1 / 9, -0.3), strict=True):
         assert (found.low, found.high) == (value, value)
-        assert found.mean == pytest.approx(value)
+        assert found.mean == value
     (found,) = bootstrap([[2.0]], seed=0)
     assert tuple(found) == (2.0, None, None)
 

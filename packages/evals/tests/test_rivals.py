@@ -70,6 +70,7 @@ def test_quest_is_its_definition_in_every_row_and_behind_a_prompt_in_those_behin
                 assert chosen == quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head)
     dense = published.select(rows_of(50, 9)[0])
     assert (dense >= 0).sum(-1)[0, 0].tolist() == list(range(1, 51))  # its first 128 rows
+    assert torch.equal(published.select(replace(rows_of(50, 0)[0], sink=4, recent=4)), dense)  # all is always read
 
 
 SELECTORS = {

@@ -188,6 +188,15 @@ def test_ids_are_not_given_twice_by_default():
     assert index.ids.tolist() == [0, 1, 3, 4, 40, 41]
 
 
+def test_a_search_between_two_additions_knows_the_ids_of_the_first():
+    index = BitIndex.from_codes(codes_of(0, 20, 1), ids=np.arange(20)[::-1])
+    before, _ = index._rows, index.add(codes_of(1, 10, 1), ids=np.arange(100, 110))
+    between, found = index._rows, [before.find(np.array([3])).tolist()]
+    index.add(codes_of(2, 25, 1), ids=np.arange(200, 225))
+    found += [rows.find(np.array([105, 205])).tolist() for rows in (between, index._rows)]
+    assert found == [[16], [25, -1], [25, 35]]
+
+
 def test_what_is_given_to_an_index_and_by_it_is_a_copy():
     x, ids = vectors_of(0, 9, 32), np.arange(9)
     copy = x.copy()

@@ -15,6 +15,7 @@ import pytest
 from hashcore import BitIndex, atomic
 from hashcore.atomic import replacing, sweep
 from hashcore.index import file
+from hashcore.index.encoder import Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,6 +122,12 @@ def test_ids_that_no_index_has_are_refused(folder):
         index.save(folder / "index")
         with pytest.raises(ValueError, match="its ids are not unique numbers below its next id"):
             BitIndex.load(folder / "index")
+
+
+def test_numbers_that_are_not_finite_are_refused(folder):
+    file.write(folder / "index", Encoder(8, 8, np.full(8, np.nan, np.float32)), small_index()._rows)
+    with pytest.raises(ValueError, match="it has numbers that are not finite"):
+        BitIndex.load(folder / "index")
 
 
 @pytest.mark.parametrize(

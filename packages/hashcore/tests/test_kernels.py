@@ -116,9 +116,11 @@ def test_a_sample_that_misleads_costs_time_only(rng, wanted):
         assert_finds(Device(order), query, keys, wanted, PLANES)
 
 
-def test_a_search_keeps_its_launches_also_of_a_cache_that_grows(rng, monkeypatch):
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_search_keeps_its_launches_also_of_a_cache_that_grows(rng, copied, monkeypatch):
     """The second search describes no launch again, and no memory is cleared."""
     query, cache = torch.from_numpy(random_codes(rng, 2, 3, 4)), torch.from_numpy(random_codes(rng, 2, 900, 4))
+    cache = cache.mT.contiguous().mT if copied else cache  # whose words lie apart
     forget(monkeypatch)
     for n in (900, 777, 778, 777, 760, 900):
         out = empty(2, 70), empty(2, 70, dtype=np.int64)

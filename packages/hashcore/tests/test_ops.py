@@ -18,7 +18,7 @@ DTYPES = ["f4", "f8", "f2", "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8",
 LENGTHS = [1, 31, 33, 64, 65, 97]  # around the 32 and 64 of words and masks
 # Words and weights: one code, regular planes, a group's, weights without a pattern, and codes of every kernel.
 CODES = [(4, None), (4, (1,)), (4, (1, 2, 4)), (4, (1, 2, 2)), (1, (1, 2))]
-CODES += [(2, (3, 5)), (3, None), (5, (1, 2)), (9, (7,))]
+CODES += [(2, (3, 5)), (3, None), (5, (1, 2)), (9, (7,)), (4, (1, 1, 100))]
 ORDERS = ["best", "index"]
 
 

@@ -86,10 +86,9 @@ def bootstrap(samples: ArrayLike, seed: int) -> list[Estimate]:
     """
     values = np.asarray(samples, dtype=np.float64)
     n = len(values)
-    means = values.mean(0)
+    means = (values - values[0]).mean(0) + values[0]  # constant columns give exactly their value, as their ends do
     if n < 2:
         return [Estimate(float(mean), None, None) for mean in means]
-    # Relative to the first document, so that constant columns give exactly their value.
     drawn = _resamples(n, seed) @ (values - values[0]) + values[0]
     low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
     return [Estimate(float(m), float(a), float(b)) for m, a, b in zip(means, low, high, strict=True)]

@@ -56,8 +56,8 @@ class QuestSelector(NoCodes):
         current = (total - 1).clamp(min=0) // self.page
         budget = rows.counts + rows.sink + rows.recent  # counts are of tokens beyond those always read
         wanted = (budget // self.page).clamp(min=self.min_pages).minimum(current + 1)
-        wanted = torch.where((rows.counts >= total) | (total <= self.dense_rows), current + 1, wanted)
-        wanted = wanted.masked_fill(rows.counts == 0, 0)
+        wanted = torch.where((budget >= total) | (total <= self.dense_rows), current + 1, wanted)
+        wanted = wanted.masked_fill(budget.minimum(total) == 0, 0)
         scores = self._scores(rows, seen.any(1), pages)
         numbers = torch.arange(scores.shape[-1], device=scores.device)
         at = current[:, None, :, None]

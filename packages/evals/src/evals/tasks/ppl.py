@@ -26,10 +26,8 @@ from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
 from evals.results import Result, Row
 from evals.settings import Always, Phase, Prompt
 from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
-from evals.tasks.settings import PplCommand
+from evals.tasks.settings import PplCommand, scored_by_default
 
-MOST_SCORED = 4096
-"""Rows scored by default: the logits of 64K rows over 128K tokens would take 16 GB."""
 PAPER_MIN_TOKENS = 20
 AS = "as "
 
@@ -95,21 +93,23 @@ def measure(
     """Score the last tokens of one context by each cell and by dense attention.
 
     Args:
-        ids: int64 [T]; scored: number of last tokens to score; None for T // 2 ... T - 1, at most `MOST_SCORED`.
+        ids: int64 [T]; scored: number of last tokens to score; None: `scored_by_default`.
         phase: which rows are sparse: all, or those after a dense prompt.
     Returns: `scored`, `dense` {nll} and `cells`, in order, with nll and kl (nats per token) and density; for methods
         that sample also `empty`, the share of sampled rows and heads that drew nothing.
     """
-    scored = min(len(ids) - len(ids) // 2, MOST_SCORED) if scored is None else scored
+    scored = scored_by_default(len(ids)) if scored is None else scored
     targets = ids[-scored:].to(model.device)
     prompt = None if phase == "everywhere" else len(ids) - scored - 1  # the next row predicts the first scored token
     cache = None if prompt is None else prefilled(model, ids[:prompt])
     reference = scored_logits(model, ids, scored, cache)
-    dense = {"nll": token_losses(reference, targets).mean().item()}
+    dense = {"nll": _loss(reference, targets, f"the model in {model.dtype}")}
     step(DENSE)
+    dense_ones = set[int]().union(*(getattr(methods[cell.method].selector, "dense_layers", ()) for cell in cells))
     if prompt is not None and always.prompt == "sparse":
-        dense_ones = (getattr(methods[cell.method].selector, "dense_layers", ()) for cell in cells)
-        cache = prefilled(model, ids[:prompt], "sparse", always.dense.union(*dense_ones))  # the same for every cell
+        cache = prefilled(model, ids[:prompt], "sparse", always.dense | dense_ones)  # the same for every cell
+    if any(cell.rival for cell in cells):  # as many tokens in all layers, too
+        always = always._replace(dense_at=(*always.dense_at, *dense_ones))
     found = []
     for cell in cells:
         fraction = cell.budget
@@ -120,12 +120,20 @@ def measure(
         budget = budget_of(cell.rule, fraction, len(ids), always.beside * (always.sink + always.recent))
         with attending(model, methods[cell.method], budget, always, prompt) as attended:
             other = scored_logits(model, ids, scored, cache)
-        nll = token_losses(other, targets).mean().item()
+        nll = _loss(other, targets, cell.method)
         measured = {"nll": nll, "kl": mean_kl(reference, other), "density": attended.density}
         empty = {} if attended.empty is None else {"empty": attended.empty}
         found.append({**cell._asdict(), **measured, **empty})
         step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
     return {"scored": scored, "dense": dense, "cells": found}
+
+
+def _loss(logits: Tensor, targets: Tensor, whose: str) -> float:
+    """Return the mean loss. Raises: ValueError if it is not finite."""
+    found = token_losses(logits, targets).mean().item()
+    if not math.isfinite(found):
+        raise ValueError(f"{whose} gives a loss of {found}, expected a number; try --dtype float32")
+    return found
 
 
 def beyond_dense_rows(density: float, selector: Any, tokens: int) -> float:

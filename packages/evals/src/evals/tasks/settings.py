@@ -26,8 +26,14 @@ Score = Literal["second-half", "all"]
 Ends = Literal["within", "beside"]
 WAYS = ("sdpa", "eager", "planes", "recent")
 DENSE_WAYS = ("sdpa", "eager")
+MOST_SCORED = 4096
 SMALL = "small"
 """Name of a shape for two CPU cores (`evals.tasks.throughput`)."""
+
+
+def scored_by_default(tokens: int) -> int:
+    """Return how many last tokens of a context are scored: half. Logits of 64K rows over 128K tokens take 16 GB."""
+    return min(tokens - tokens // 2, MOST_SCORED)
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,12 @@ class PplCommand(TaskCommand):
         return super().always._replace(beside=self.ends == "beside")
 
     @property
-    def last(self) -> int | None:
-        """Number of tokens scored at the end of each context; None for the default."""
-        return self.context - 1 if self.score == "all" else self.scored
+    def last(self) -> int:
+        """Number of tokens scored at the end of each context."""
+        return self.context - 1 if self.score == "all" else self.scored or scored_by_default(self.context)
+
+    def settings(self, task: str) -> dict[str, Any]:
+        return {**super().settings(task), "scored": self.last}
 
 
 @dataclass(frozen=True)

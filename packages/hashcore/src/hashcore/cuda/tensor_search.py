@@ -59,6 +59,7 @@ def search(
         placed = _placed(query, keys, weights, lead, tables is not None)
         held = *held, placed
         at, keys_at = placed.query.data_ptr(), placed.keys.data_ptr()
+        ctypes.memmove(ctypes.byref(found.map), ctypes.byref(placed.map), ctypes.sizeof(found.map))  # strides of copies
     found.query.value, found.keys.value, found.pages.table = at, keys_at, tables and tables.blocks.data_ptr()
     found.values.value, found.indices.value = scores.data_ptr(), indices.data_ptr()
     launch.run(launches, device)

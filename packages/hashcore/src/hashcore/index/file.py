@@ -96,6 +96,8 @@ def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Enco
     if verify:
         _check_ids(path, arrays["ids"], next_id, bool(flags & ASCENDING))
     mean, matrix = (arrays[name] if flags & flag else None for name, flag in (("mean", MEAN), ("matrix", MATRIX)))
+    if any(x is not None and not np.isfinite(x).all() for x in (mean, matrix, arrays["vectors"] if verify else None)):
+        _refuse(path, "it has numbers that are not finite")
     encoder = Encoder(dim, dim if matrix is None else 32 * words, mean, matrix, None if seed < 0 else seed)
     codes, vectors = arrays["codes"], arrays["vectors"] if kept else None
     if verify and encoder.padding and (codes != encoder.masked(codes)).any():

@@ -25,8 +25,9 @@ class Rows:
 
     codes: int32 [capacity, W]. ids: int64 [capacity]. vectors: [capacity, D] or None. count: rows in use.
     next_id: what the next row gets by default. ascending: whether ids[:count] ascend.
-    places: positions of ids that do not ascend, added when first needed (about 100 bytes an id). Rows that were made
-        from each other by additions share it; it may lack ids or have later ones, so `find` checks what it says.
+    places: positions of ids that do not ascend, added when first needed (about 100 bytes an id), and at -1 the number
+        of first rows that it has. Rows that were made from each other by additions share it; it may have later ids, so
+        `find` checks what it says.
     """
 
     codes: NDArray[np.int32]
@@ -62,8 +63,9 @@ class Rows:
         end = self.count + len(ids)
         self.ids[self.count : end] = ids
         ascending = self.ascending and _ascend(self.ids[max(self.count - 1, 0) : end])
-        if self.places:
+        if self.places.get(-1) == self.count:
             self.places.update(zip(ids.tolist(), range(self.count, end), strict=True))
+            self.places[-1] = end
         return replace(self, count=end, next_id=max(self.next_id, int(ids.max()) + 1), ascending=ascending)
 
     def without(self, positions: NDArray[np.int64]) -> "Rows":
@@ -84,8 +86,9 @@ class Rows:
             return np.full(len(ids), -1)
         ordered = self.ids[: self.count]
         if not self.ascending:
-            if len(self.places) < self.count:
+            if self.places.get(-1, 0) < self.count:
                 self.places.update(zip(ordered.tolist(), range(self.count), strict=True))
+                self.places[-1] = self.count
             at = np.fromiter((self.places.get(i, 0) for i in ids.tolist()), np.int64, len(ids))
         elif ordered[-1] - ordered[0] < self.count and ordered[0] <= ids.min() and ids.max() <= ordered[-1]:
             return ids - ordered[0]  # of ids without gaps nothing is read
