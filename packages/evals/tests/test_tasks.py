@@ -154,9 +154,6 @@ def test_a_device_that_cannot_be_used(made, tmp_path, capsys, monkeypatch, task,
     assert not (tmp_path / "run").exists()
 
 
-# The environment
-
-
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
     """Open a run on a machine with some values changed, and make or read this many samples."""

@@ -193,11 +193,8 @@ def test_a_search_between_two_additions_knows_the_ids_of_the_first():
     before, _ = index._rows, index.add(codes_of(1, 10, 1), ids=np.arange(100, 110))
     between, found = index._rows, [before.find(np.array([3])).tolist()]
     index.add(codes_of(2, 25, 1), ids=np.arange(200, 225))
-    assert [*found, *(x.find(np.array([105, 205])).tolist() for x in (between, index._rows))] == [
-        [16],
-        [25, -1],
-        [25, 35],
-    ]
+    found += [rows.find(np.array([105, 205])).tolist() for rows in (between, index._rows)]
+    assert found == [[16], [25, -1], [25, 35]]
 
 
 def test_what_is_given_to_an_index_and_by_it_is_a_copy():
