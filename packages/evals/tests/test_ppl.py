@@ -108,6 +108,17 @@ def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted
     assert 1e-4 < served["cells"][0]["kl"] < whole["cells"][0]["kl"]
 
 
+def test_matched_methods_share_dense_layers_and_a_loss_that_is_no_number_is_named(loaded, monkeypatch):
+    given = []
+    monkeypatch.setattr(loaded.methods["lsh"].selector, "dense_layers", (1,), raising=False)
+    monkeypatch.setattr(ppl, "attending", lambda *how: given.append(how[3].dense) or attending(*how))
+    score(loaded, Cell("recent", "visible", 0.1), Cell("lsh", "as recent", 0.1), dense_layers=0)
+    assert given == [{1}, {1}]
+    monkeypatch.setattr(ppl, "token_losses", lambda logits, targets: logits[:, 0] * torch.nan)
+    with pytest.raises(ValueError, match=r"the model in torch.float32 gives a loss of nan"):
+        score(loaded)
+
+
 def test_a_hasher_without_a_remainder_is_refused(made, loaded, tmp_path):
     hasher = Hasher(loaded.methods["lsh"].selector.hasher.config)
     hasher.save_pretrained(tmp_path / "lsh")

@@ -38,15 +38,10 @@ def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
         result.one(method=m, rule=rule, metric="kl", against=None)
         for m, rule in (("recent", "fixed"), ("planes", "as recent"))
     )
-    assert theirs.density is not None
     assert theirs.density > 0.2  # at least 20 tokens
     assert ours.density == pytest.approx(theirs.density, abs=0.01)
     difference = result.one(method="planes", rule="as recent", against="recent", metric="kl")
     assert difference.value == pytest.approx(ours.value - theirs.value)
-    report = (command.out / "report.md").read_text()
-    assert "| 10 %, as recent, planes |" in report
-    assert "| 10 %, fixed, recent |" in report
-    assert "| 10 %, as recent, planes - recent |" in report
 
 
 def test_rows_that_a_rival_leaves_dense_do_not_count_in_what_ours_take():

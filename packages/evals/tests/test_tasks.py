@@ -72,9 +72,6 @@ def test_a_greedy_answer_is_more_likely_than_another_whatever_the_models_setting
         assert own > other
 
 
-# Runs
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TASKS)
 def test_a_run_in_bfloat16_is_whole_a_second_one_computes_nothing_and_a_sample_of_another_text_is_named(

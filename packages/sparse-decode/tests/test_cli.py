@@ -41,10 +41,8 @@ def test_it_streams_and_ends_with_json(folder, capsys):
     captured = capsys.readouterr()
     found = json.loads(captured.out.strip().splitlines()[-1])
     n, made = found["prompt_tokens"], found["sparse"]
-    assert "dense" not in found
     assert captured.out.count("\n") >= 2, "the text stands before the JSON"
     assert made["new_tokens"] == 6
-    assert made["tokens_per_second"] > 0
     steps = range(n + 1, n + 6)
     row = 2 * 2 * 16 * 4  # bytes of a token's key and value, of two heads of 16 float32
     assert made["kv_bytes"] == 4 * (n + 5) * row

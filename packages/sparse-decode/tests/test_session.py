@@ -223,14 +223,13 @@ def test_a_file_of_another_is_refused(saved, other, sentence):
 
 
 def test_sums_that_no_step_made_are_looked_at_before_the_first_step(tmp_path):
-    """A step on a GPU takes sums that are `ready` as they are, and these know of no padding."""
     model, (ids, mask) = tiny_model(), prompts((60, 41))
     with attach(model, hasher_for(model), Budget(0.2)) as attachment:
         cache = prefilled(model, ids, mask)
         attachment.save(cache, tmp_path / "saved.kv", ids)
         for held in (cache, attachment.load(tmp_path / "saved.kv")[0]):
             layer, starts = held.layers[0], torch.tensor([0, 19])
-            assert not layer.sums.ready
+            assert not layer.sums.ready, "a step on a GPU would take them as they are, of no padding"
             found = layer.sums.advance(layer.keys, layer.values, starts, 60, torch.device("cpu"))
             assert layer.sums.ready
             torch.testing.assert_close(found.keys[1], layer.keys[1, :, 19:].double().sum(1))
