@@ -49,9 +49,6 @@ def build(command):
     return lambda name, **changed: command(TASKS[name][1], **{"documents": 1, **TASKS[name][2], **changed})
 
 
-# Answers
-
-
 def test_dense_answer_is_the_models_own(loaded):
     question = Exercise(60, 0.0, loaded.ids[:50], loaded.ids[50:60], "")
     logits = loaded.model(loaded.ids[None, :59]).logits[0, 49:].log_softmax(-1)

@@ -23,7 +23,7 @@ REFUSED = {
     "pack 33": (lambda: pack(np.zeros(33)), ValueError, "positive multiple of 32 (bits per word), got 33; pad it"),
     "unpack floats": (lambda: unpack(np.zeros(4)), TypeError, "must be int32 words, got float64; use hashcore.pack"),
     "unpack a scalar": (lambda: unpack(np.int32(1) * np.array(1, "i4")), TypeError, "got codes: int32"),
-    "8 of 768 bits": (lambda: BitIndex(768).search(np.ones(768), 0, planes=8), ValueError, "planes of 1 to 6, got 8"),
+    "8 of 768 bits": (lambda: BitIndex(768).search(np.ones(768), 0, planes=8), ValueError, "195840; use fewer planes"),
     "9 planes": (lambda: quantise(np.ones(4), 9), ValueError, "planes must be in 1..8, got 9;"),
     "2.5 planes": (lambda: quantise(np.ones(4), 2.5), TypeError, "planes must be an integer, got 2.5"),
     "quantise inf": (lambda: quantise(np.array([1, np.inf])), ValueError, "finite in float32, got inf in a row"),

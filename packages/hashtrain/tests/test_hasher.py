@@ -61,7 +61,7 @@ HUGE = {"num_layers": 1 << 20, "num_query_heads": 1 << 20, "num_kv_heads": 1, "h
     [
         ({"variant": "magic"}, "variant must be one of"),
         ({"bits": 100}, "multiple of 32"),
-        ({"bits": 512, "planes": 8}, "scores must stay below 65536, got 130560 at 512 bits"),
+        ({"bits": 512, "planes": 8}, "scores must fit 16 bits, got 255 times 512 bits"),
         ({"bits": 256}, "does not match config.json"),
         ({"hidden": 65536}, "does not match config.json"),
         ({"shape": HUGE}, "expected tensors of 1048576 layers, got 22 tensors"),

@@ -30,7 +30,9 @@ def prefilled(model, ids, mask=None):
 
 def with_adapter(model, name="one", scale=1.0):
     part = model.model.layers[0].mlp
-    part.active_adapters, part.scaling = [name], {name: scale}  # as a layer of peft says it
+    part.lora_A = torch.nn.ParameterDict({"one": torch.ones(2), "other": torch.zeros(2)})  # as a layer of peft
+    part.adapter_layer_names, part.disable_adapters, part.active_adapters = ("lora_A",), False, [name]
+    part.scaling = {name: scale}
     return model
 
 

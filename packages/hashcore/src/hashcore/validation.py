@@ -211,10 +211,20 @@ def searched(compared: Comparison, blocks: Any) -> None:
             f"blocks must broadcast to one table per row, shape {[*compared.lead, 'T']}, got {list(blocks.shape)}; "
             "insert dimensions of size 1"
         )
-    if (top := sum(compared.weights) * 32 * compared.query.shape[-1]) >= 1 << 16:
+    require_short_scores(compared.query.shape[-1], compared.weights)
+
+
+def are_short(words: int, weights: Sequence[int]) -> bool:
+    """Whether scores of codes of this many words fit 16 bits."""
+    return 32 * words * sum(weights) < 1 << 16
+
+
+def require_short_scores(words: int, weights: Sequence[int]) -> None:
+    """Raise ValueError unless scores fit 16 bits, as those of a search do."""
+    if not are_short(words, weights):
         raise ValueError(
-            f"the scores of a search must stay below {1 << 16}, got sum(weights) * 32 * W = {top}; "
-            "use smaller weights or fewer bits"
+            f"the scores of a search must stay below {1 << 16}, got sum(weights) * 32 * W = "
+            f"{32 * words * sum(weights)}; use fewer planes, smaller weights or fewer bits"
         )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, Literal, TypeGuard, cast
 
+from hashcore.validation import are_short
+
 Heads = Literal["kv", "query"]
 """One target and selection per KV head, or one per query head."""
 VARIANTS = ("lsh", "linear", "paper", "planes", "transform")
@@ -222,9 +224,9 @@ class HasherConfig:
                 yield f"{name} must be between 1 and {most}, got {value!r}"
         shape = self.shape
         groups = (shape.at(layer).group for layer in range(len(shape.per_layer) or 1))
-        top = self.bits * (2**self.planes - 1 if self.variant in ("planes", "transform") else max(groups))
-        if top >= 1 << 16:
-            yield f"scores must stay below {1 << 16}, got {top} at {self.bits} bits; use fewer bits or planes"
+        total = 2**self.planes - 1 if self.variant in ("planes", "transform") else max(groups)  # of the planes' weights
+        if not are_short(self.bits // 32, (total,)):
+            yield f"scores must fit 16 bits, got {total} times {self.bits} bits; use fewer bits or planes"
         if self.reach is not None and (type(self.reach) is not int or not 1 <= self.reach <= _MOST_REACH):
             yield f"reach must be between 1 and {_MOST_REACH} tokens, or null, got {self.reach!r}"
         if self.variant == "transform":

@@ -6,6 +6,7 @@ keyword arguments that it was given.
 """
 
 import dis
+import functools
 import gc
 import inspect
 import itertools
@@ -141,15 +142,20 @@ class Attention:
     def chooses(self) -> bool:
         """Whether it makes a mask of its own from the one that it gets: then the name of its attention may decide, or
         whether there is a mask."""
-        made = dis.get_instructions(inspect.unwrap(type(self.module).forward))
-        writes = any(x.opname.startswith("STORE_FAST") and x.argval == "attention_mask" for x in made)
-        return writes and not set(OTHER_STATES) & set(self.arguments)  # else it may be another sequence's mask
+        other = set(OTHER_STATES) & set(self.arguments)  # it may be another sequence's mask
+        return not other and _writes_mask(type(self.module))
 
     @property
     def reaches_us(self) -> bool:
         """Whether it calls attention through transformers' interface and passes on its keyword arguments."""
         code = inspect.unwrap(type(self.module).forward).__code__
         return "get_interface" in code.co_names and bool(code.co_flags & _PASSES_KEYWORDS)
+
+
+@functools.cache
+def _writes_mask(kind: type) -> bool:
+    code = dis.get_instructions(inspect.unwrap(kind.forward))
+    return any(x.opname.startswith("STORE_FAST") and x.argval == "attention_mask" for x in code)
 
 
 def attention_modules(model: PreTrainedModel) -> list[Attention]:

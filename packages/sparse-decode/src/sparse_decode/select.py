@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import hashcore
 import torch
+from hashcore.validation import require_short_scores
 from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
@@ -193,10 +194,7 @@ class HashSelector:
         """Hash queries [B, Hq, T, D] of one layer to int32 planes [B, H, T, P, W] and the planes' weights."""
         if not isinstance(self.hasher, Hasher):
             planes, weights = self.hasher.encode_queries(layer, q)
-            if (top := 32 * planes.shape[-1] * sum(weights)) >= 1 << 16:
-                raise ValueError(
-                    f"scores must stay below {1 << 16}, got up to {top}; use fewer bits or smaller weights"
-                )
+            require_short_scores(planes.shape[-1], weights)
             return planes, weights
         own = self.placed(layer, q.device)
         if encode_cuda.supports(own, q):

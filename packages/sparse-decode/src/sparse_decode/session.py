@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 from hashtrain import Hasher, ModelShape
+from hashtrain.adapters import adapter_of
 from hashtrain.data.capture import weights_hash
 from hashtrain.files.atomic import replace
 from hashtrain.files.untrusted import MAX_HEADER_BYTES
@@ -332,12 +333,7 @@ def _model_digest(model: PreTrainedModel) -> str:
     """Identify a model by its config, its weights, and the adapters that are on."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("a session needs the model's weights in memory, got some that are loaded when called")
-    adapters = [
-        (tuple(on), bool(getattr(module, "disable_adapters", False)), str(getattr(module, "scaling", None)))
-        for module in model.modules()
-        if isinstance(on := getattr(module, "active_adapters", None), list)
-    ]
-    return hashlib.sha256(f"{weights_hash(model)} {adapters}".encode()).hexdigest()
+    return hashlib.sha256(f"{weights_hash(model)} {adapter_of(model)}".encode()).hexdigest()
 
 
 def _hasher_digest(attachment: "Attachment") -> str:

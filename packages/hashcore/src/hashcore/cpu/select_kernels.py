@@ -17,6 +17,33 @@ LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first with 
 LAST, INDEX, ALL = np.uint64(1 << 63), np.uint64((1 << 48) - 1), np.uint64((1 << 64) - 1)
 
 
+def mark(ids, first, span, bits):
+    """Set the bits id - first of a bitmap of span bits, which has a word more; return whether all are in its range."""
+    one, six, low = np.uint64(1), np.uint64(6), np.uint64(63)
+    last = np.uint64(len(bits) - 1)
+    for start in range(0, len(ids), 32):
+        end = min(start + 32, len(ids))
+        if end - start == 32:  # ids in order often fit 128 bits; vector instructions take half the time
+            own, base = ids[start:end], (ids[start] - first) & ~np.int64(63)
+            head, tail, largest = np.uint64(0), np.uint64(0), np.uint64(0)
+            for n in range(32):
+                at = np.uint64(own[n] - first - base)
+                largest |= at
+                head |= one << at if at < np.uint64(64) else np.uint64(0)
+                behind = at ^ np.uint64(64)
+                tail |= one << behind if behind < np.uint64(64) else np.uint64(0)
+            if largest < np.uint64(128) and np.uint64(base) >> six < last:
+                bits[np.uint64(base) >> six] |= head
+                bits[(np.uint64(base) >> six) + one] |= tail
+                continue
+        for n in range(start, end):
+            at = np.uint64(ids[n] - first)
+            if at >> six >= last:
+                return False
+            bits[at >> six] |= one << (at & low)
+    return bits[last] == 0 and bits[last - one] >> (np.uint64(span) & low) == 0
+
+
 @inner
 def _chosen(allowed, i):
     """Return the bits of keys [i, i + 64) in a bitmap of the keys that may be found, or all if it is empty."""

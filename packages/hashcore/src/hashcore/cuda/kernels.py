@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
+from hashcore.validation import are_short
 
 PACK_THREADS = 256
 PLANES_THREADS = 128
@@ -64,10 +65,11 @@ def planes(w: int, planes: int, rows: int, words: int, count: int) -> Launch:
 def score_macros(words: int, weights: Sequence[int], tensor: bool = False) -> list[tuple[str, str]]:
     """Return the macros of score.cu: words, planes, and how matches are counted.
 
-    tensor: whether tensor cores may count them. They do where that is faster; then the weights need not be known.
+    tensor: whether tensor cores may count them. They do where that is faster and two scores fit a word; then the
+        weights need not be known.
     """
     macros = [("HASHCORE_WORDS", str(words)), ("HASHCORE_PLANES", str(len(weights)))]
-    if tensor and words == 4 and 3 <= len(weights) <= 7:
+    if tensor and words == 4 and 3 <= len(weights) <= 7 and are_short(words, weights):
         macros.append(("HASHCORE_TENSOR", "1"))
     elif layout.are_planes(weights):
         macros.append(("HASHCORE_WEIGHTS", ",".join(map(str, weights))))

@@ -96,8 +96,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None
     addresses = (c_void_p(x.data_ptr()) for x in (at.query, at.keys, out))
     arguments = *addresses, at.map, layout.Weights(tuple(weights)), c_int32(n)
     grid = math.prod(lead), min(-(-n // layout.TILE), MAX_GRID_Y)
-    fits = 32 * words * sum(weights) < 1 << 16  # tensor cores add two scores in one word
-    macros = kernels.score_macros(words, weights, fits and launch.counts_bits(out.device))
+    macros = kernels.score_macros(words, weights, launch.counts_bits(out.device))
     launch.run([kernels.make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, macros)], out.device)
 
 

@@ -277,12 +277,9 @@ class BitIndex:
             if weights is not None:
                 raise ValueError("weights are for planes of int32 words, got vectors; omit weights")
             validation.shape("queries", array, self.dim)
-            planes, most = 3 if planes is None else planes, ((1 << 16) // (32 * self._encoder.words)).bit_length() - 1
-            if type(planes) is int and most < planes <= 8:
-                raise ValueError(f"{self.bits} bits allow planes of 1 to {most}, got {planes}; scores must fit 16 bits")
             projected = self._encoder.project("queries", array.reshape(-1, self.dim))
             projected = projected.reshape(*array.shape[:-1], 32 * self._encoder.words)
-            codes, weights = ops.planes(projected, planes)
+            codes, weights = ops.planes(projected, 3 if planes is None else planes)
             return self._encoder.masked(codes), weights
         if planes is not None:
             raise ValueError("planes= is for queries that are vectors, got codes; omit it or pass vectors")

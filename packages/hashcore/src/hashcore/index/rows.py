@@ -4,9 +4,6 @@ Additions write after `count`, which older snapshots do not read; removals copy 
 and whoever has an older one (a search, a copy of the index, a forked process) is not affected.
 """
 
-# numba is untyped, as is its kernel.
-# pyright: reportCallIssue=false
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,12 +135,12 @@ class Rows:
         first, span = int(ordered[0]), int(ordered[-1] - ordered[0]) + 1
         if span > 4 * self.count or span > 32 * len(ids):
             return False
-        from hashcore.cpu import threads  # numba takes half a second to import
+        from hashcore.cpu import select_kernels, threads  # numba takes half a second to import
 
         numbers = bits if span == self.count else np.zeros(span // 64 + 2, np.uint64)
         ids = np.require(ids, np.int64, ["C", "A"]).view()
         ids.flags.writeable = False  # numba would compile again for read-only ids
-        if not threads.compiled(_put)(ids, first, span, numbers):
+        if not threads.compiled(select_kernels.mark)(ids, first, span, numbers):
             bits[:] = 0
             return False
         if numbers is not bits:
@@ -154,33 +151,6 @@ class Rows:
 def _pack(marked: NDArray[Any], bits: NDArray[np.uint64]) -> None:
     packed = np.packbits(marked, bitorder="little")
     bits.view(np.uint8)[: len(packed)] = packed
-
-
-def _put(ids, first, span, bits):
-    """Set the bits id - first of a bitmap of span bits, which has a word more; return whether all are in its range."""
-    one, six, low = np.uint64(1), np.uint64(6), np.uint64(63)
-    last = np.uint64(len(bits) - 1)
-    for start in range(0, len(ids), 32):
-        end = min(start + 32, len(ids))
-        if end - start == 32:  # ids in order often fit 128 bits; vector instructions take half the time
-            own, base = ids[start:end], (ids[start] - first) & ~np.int64(63)
-            head, tail, largest = np.uint64(0), np.uint64(0), np.uint64(0)
-            for n in range(32):
-                at = np.uint64(own[n] - first - base)
-                largest |= at
-                head |= one << at if at < np.uint64(64) else np.uint64(0)
-                behind = at ^ np.uint64(64)
-                tail |= one << behind if behind < np.uint64(64) else np.uint64(0)
-            if largest < np.uint64(128) and np.uint64(base) >> six < last:
-                bits[np.uint64(base) >> six] |= head
-                bits[(np.uint64(base) >> six) + one] |= tail
-                continue
-        for n in range(start, end):
-            at = np.uint64(ids[n] - first)
-            if at >> six >= last:
-                return False
-            bits[at >> six] |= one << (at & low)
-    return bits[last] == 0 and bits[last - one] >> (np.uint64(span) & low) == 0
 
 
 def empty(words: int, dim: int, kept: np.dtype[Any] | None) -> Rows:
