@@ -7,6 +7,7 @@ Nothing is downloaded. The demo model and its hashers are trained on `python_sou
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
+import itertools
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -98,12 +99,11 @@ def contexts(
 def numbered_contexts(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None = 0
 ) -> list[tuple[int, Tensor]]:
-    """Cut documents into token contexts. Every document gives its first context before any gives a second.
+    """Cut documents into token contexts; corpora give contexts in turn, so that each gives equally many while it lasts.
 
-    Each begins with the tokenizer's start token, if texts do: models that are used with it attend to it.
-
-    Documents of several corpora give contexts in turn, so that each corpus gives equally many while it lasts. No more
-    documents are tokenised than it takes.
+    Every document of a corpus gives its first context before any gives a second. No more documents are tokenised than
+    it takes. Each context begins with the tokenizer's start token, if texts do: models that are used with it attend to
+    it.
 
     Args:
         length: tokens per context; a document's last, shorter piece is left out.
@@ -125,23 +125,25 @@ def _cut(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None
 ) -> tuple[list[tuple[int, Tensor]], int]:
     """Return what `numbered_contexts` does, none if no document is long enough, and the longest document's tokens."""
-    first, later, longest = list[tuple[int, Tensor]](), dict[int, list[tuple[int, Tensor]]](), 0
-    order = list(range(len(documents)))
+    order, sizes, begin = list(range(len(documents))), [0], _begin(tokenizer)
     if seed is not None:
         random.Random(seed).shuffle(order)
-    known = sorted({document.corpus for document in documents})
-    begin = _begin(tokenizer)
     size = length - len(begin)
-    for number in _in_turn([[n for n in order if documents[n].corpus == corpus] for corpus in known]):
-        ids = token_ids(documents[number].text, tokenizer, count * length)
-        longest = max(longest, len(ids))
-        parts = ids[: len(ids) // size * size].int().view(-1, size)[:count]
-        pieces = [(number, torch.cat([begin, part])) for part in parts]
-        first += pieces[:1]
-        later.setdefault(documents[number].corpus, []).extend(pieces[1:])
-        if len(first) == count:
-            break
-    return [(number, ids.long()) for number, ids in [*first, *_in_turn(list(later.values()))][:count]], longest
+
+    def cut(numbers: list[int]) -> Iterator[tuple[int, Tensor]]:
+        later: list[tuple[int, Tensor]] = []
+        for number in numbers:
+            ids = token_ids(documents[number].text, tokenizer, count * length)
+            sizes.append(len(ids))
+            parts = ids[: len(ids) // size * size].int().view(-1, size)[:count]
+            pieces = [(number, torch.cat([begin, part])) for part in parts]
+            yield from pieces[:1]
+            later += pieces[1:]
+        yield from later
+
+    known = sorted({document.corpus for document in documents})
+    each = [cut([n for n in order if documents[n].corpus == corpus]) for corpus in known]
+    return [(number, ids.long()) for number, ids in itertools.islice(_in_turn(each), count)], max(sizes)
 
 
 def _begin(tokenizer: PreTrainedTokenizerBase) -> Tensor:
@@ -173,10 +175,9 @@ def far_contexts(
     return [*(ids for _, ids in found_long), *others][:FAR_CONTEXTS]
 
 
-def _in_turn(lists: list[list[T]]) -> Iterator[T]:
-    """Yield one item of each list in turn, until all are used."""
-    longest = max(map(len, lists), default=0)
-    return (items[number] for number in range(longest) for items in lists if number < len(items))
+def _in_turn(parts: Sequence[Iterator[T]]) -> Iterator[T]:
+    """Yield one item of each part in turn, until all are used."""
+    return (item for items in itertools.zip_longest(*parts) for item in items if item is not None)
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None, special: bool = False) -> Tensor:
