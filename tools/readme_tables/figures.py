@@ -29,8 +29,8 @@ WAYS = {
 }
 """Ways to answer: their name, colour and style."""
 
-REACH = {"smollm2": ("english-2k", "english-4k", "english"), "qwen": ("english", "english-32k")}
-"""The stored results of quality against length: files, and their runs from short to long."""
+REACH = "english-2k", "english-4k", "english"
+"""The stored results of quality against length, from short to long."""
 
 
 def overview(results: pathlib.Path) -> Figure:
@@ -61,18 +61,18 @@ def overview(results: pathlib.Path) -> Figure:
 
 def reach(results: pathlib.Path) -> Figure:
     """Draw quality against the length of the context, on both sides of the one that hashers are made from."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, (file, names) in zip(figure.subplots(1, 2, sharey=True), REACH.items(), strict=True):
-        made, runs = stored(results, f"{file}/training"), [load(results, f"{file}/{name}") for name in names]
-        lengths = [run.config["context"] for run in runs]
-        for method, (label, colour) in METHODS.items():
-            axes.plot(lengths, [value(run, method, "kl") for run in runs], label=label, color=colour, marker="o")
-        axes.axvline(made["context"], color="#bbbbbb", zorder=0)
-        _finish(axes, "tokens of the context", "KL from dense, nats")
-        axes.set_ylim(0.003, 0.6)
-        _ticks(axes, {n: f"{n:,}" for n in lengths}, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
-        axes.set_title(f"{NAMES[made['model']]}; hashers from {made['context']:,} tokens (line)", fontsize=9)
-        axes.legend(frameon=False, fontsize=8, loc="lower left")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes, made = figure.subplots(), stored(results, "smollm2/training")
+    runs = [load(results, f"smollm2/{name}") for name in REACH]
+    lengths = [run.config["context"] for run in runs]
+    for method, (label, colour) in METHODS.items():
+        axes.plot(lengths, [value(run, method, "kl") for run in runs], label=label, color=colour, marker="o")
+    axes.axvline(made["context"], color="#bbbbbb", zorder=0)
+    _finish(axes, "tokens of the context", "KL from dense, nats")
+    axes.set_ylim(0.005, 0.6)
+    _ticks(axes, {n: f"{n:,}" for n in lengths}, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
+    axes.set_title(f"{NAMES[made['model']]}; hashers from {made['context']:,} tokens (line)", fontsize=9)
+    axes.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -87,7 +87,7 @@ def _ticks(axes: Axes, x: dict[int, str], y: tuple[float, ...]) -> None:
     axes.set_yticks(y, [f"{number:g}" for number in y])
 
 
-FIGURES = {"overview": (overview, ("qwen15", "answers")), "reach": (reach, tuple(REACH))}
+FIGURES = {"overview": (overview, ("qwen15", "answers")), "reach": (reach, ("smollm2",))}
 """By name: what draws a figure, and the stored results that it shows."""
 
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from evals.metrics import bootstrap, mean_kl, perplexity, token_losses
+from evals.metrics import mean_estimates, mean_kl, perplexity, token_losses
 from evals.synthetic import NEEDLE, QUESTION, assignment, prose
 from evals.text import common_prefix, edit_similarity, holds, rouge_l, words
 from hashtrain.demo import demo_model_path
@@ -38,27 +38,16 @@ def test_kl_of_two_coins():
     assert mean_kl(log([1.0, 0.0]), half) == pytest.approx(math.log(2), abs=EXACT)  # an impossible token is no NaN
 
 
-def test_bootstrap_interval_is_about_two_standard_errors():
-    values = np.random.default_rng(4).normal(3.0, 1.0, size=(400, 1))
-    (found,) = bootstrap(values, seed=0)
-    error = values.std() / 20
-    assert found.low == pytest.approx(found.mean - 1.96 * error, abs=0.2 * error)
-    assert found.high == pytest.approx(found.mean + 1.96 * error, abs=0.2 * error)
+def test_intervals_cover_the_mean_of_a_few_documents():
+    found = mean_estimates(np.random.default_rng(4).normal(3.0, 1.0, size=(4, 4000)))
+    assert np.mean([one.low < 3 < one.high for one in found]) == pytest.approx(0.95, abs=0.01)
+    assert tuple(mean_estimates([[0.0], [1.0]], 0, 1)[0]) == (0.5, 0, 1)
 
 
-def test_bootstrap_repeats_with_its_seed_and_keeps_columns_together():
-    samples = np.random.default_rng(0).normal(size=(9, 1))
-    a, b = bootstrap(np.hstack([samples, samples + 5]), seed=1)
-    assert [edge + 5 for edge in a] == pytest.approx(list(b))
-    assert bootstrap(samples, seed=1) == bootstrap(samples, seed=1) != bootstrap(samples, seed=2)
-
-
-def test_bootstrap_of_a_constant_is_that_constant_and_of_one_document_has_no_interval():
-    for found, value in zip(bootstrap(np.full((5, 2), [[1 / 9, -0.3]]), seed=0), (1 / 9, -0.3), strict=True):
-        assert (found.low, found.high) == (value, value)
-        assert found.mean == value
-    (found,) = bootstrap([[2.0]], seed=0)
-    assert tuple(found) == (2.0, None, None)
+def test_the_interval_of_a_constant_is_that_constant_and_one_document_has_none():
+    for found, value in zip(mean_estimates(np.full((5, 2), [[1 / 9, -0.3]])), (1 / 9, -0.3), strict=True):
+        assert tuple(found) == (value,) * 3
+    assert tuple(mean_estimates([[2.0]])[0]) == (2.0, None, None)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded,
     if method.remainder:
         divergence = [(found.exp() * (found - other)).sum(-1).max() for other in (torch.stack(steps), everywhere)]
         assert divergence[0] < 1e-2
-        assert divergence[1] > 0.1
+        assert divergence[1] > 5 * divergence[0]
     else:
         torch.testing.assert_close(found, torch.stack(steps), atol=1e-4, rtol=0)
     assert (everywhere - found).abs().max() > 1e-2

@@ -71,7 +71,6 @@ def test_rows_follow_from_the_samples(ppl_command):
     pair = found.one(method="planes", against="lsh", metric="kl", budget=0.1, rule="visible")
     gaps = [a["kl"] - b["kl"] for a, b in zip(planes, lsh, strict=True)]
     assert pair.value == pytest.approx(sum(gaps) / 3)
-    assert min(gaps) <= pair.low <= pair.high <= max(gaps)
     assert read_result(command.out) == found
 
 

@@ -9,7 +9,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.cli import main, parse
 from hashtrain.hasher import require_own
 from hashtrain.models import load_config
-from hashtrain.run.prepare import _check_model
+from hashtrain.run.prepare import _check_model, prepare
 from hashtrain.run.settings import TrainCommand
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
@@ -70,6 +70,14 @@ def test_unsupported_models_are_refused_before_training():
             _check_model(TrainCommand(context=512, dense_layers=1), config, ModelShape.of(config))
     full = MistralConfig(**heads, sliding_window=None)
     _check_model(TrainCommand(context=512, dense_layers=1), full, ModelShape.of(full))
+
+
+def test_each_corpus_gives_whole_contexts_and_torn_ones(folder, tmp_path):
+    texts = folder / "text.txt", tmp_path / "other.txt"
+    texts[1].write_text(texts[0].read_text().replace("name", "other"))
+    command = TrainCommand(model=str(folder / "model"), text=texts, context=512, contexts=4, held_out=1, out=tmp_path)
+    train = prepare(command).train
+    assert [bool((train.places(number).diff() > 1).any()) for number in range(4)] == [False, False, True, True]
 
 
 def test_a_run_stores_hashers_that_load_and_tell_how_they_were_trained(folder, tiny_config, tmp_path, capsys):

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hashtrain.data.corpus import held_out_sources, numbered_contexts, read_texts
@@ -31,20 +31,21 @@ def load_documents(
     context: int,
     count: int,
     seed: int,
+    within: int | None = None,
 ) -> list[TokenDocument]:
-    """Cut texts into contexts, the first of every document before any second one; a larger count only adds more.
+    """Cut texts into contexts, of each path in turn; a larger count only adds more (`numbered_contexts`).
 
     Args:
         text: files or folders; without any, standard-library modules that nothing here is trained on.
         context: tokens per context.
         count: largest number of contexts.
-        seed: draws the order of the documents.
+        seed: draws the order of a folder's documents.
+        within: cut contexts of so many tokens, and keep the last `context` of each.
     Raises: ValueError if a text is missing or not UTF-8, or if all are too short.
     """
-    documents = read_texts(list(text), room=room_for(context * count)) if text else held_out_sources()
-    alike = [replace(document, corpus=0) for document in documents]  # in one order, not each path in turn
+    documents = read_texts(list(text), room=room_for((within or context) * count)) if text else held_out_sources()
     found, seen = list[TokenDocument](), Counter[int]()
-    for number, ids in numbered_contexts(alike, tokenizer, context, count, seed):
+    for number, ids in numbered_contexts(documents, tokenizer, context, count, seed, within):
         seen[number] += 1
         name = documents[number].name
         found.append(TokenDocument(f"{name}#{seen[number]}" if seen[number] > 1 else name, ids))

@@ -3,7 +3,6 @@
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
@@ -11,10 +10,10 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import stdtrit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 from torch import Tensor
 
 _CHUNK = 1 << 20  # numbers processed at once, 4 MB, so that temporaries stay small compared with the logits
-_RESAMPLES = 10_000
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -55,14 +54,8 @@ def _log_probs(logits: Tensor) -> Iterator[Tensor]:
         yield part.float().log_softmax(-1)
 
 
-@functools.lru_cache(maxsize=4)
-def _resamples(n: int, seed: int) -> NDArray[np.float64]:
-    """Draw the weight of each of n documents in each resample: [resamples, n], rows summing to 1."""
-    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=_RESAMPLES) / n
-
-
 class Estimate(NamedTuple):
-    """A mean over documents and its 95 % bootstrap interval; no interval for fewer than two documents."""
+    """A mean over documents and its 95 % interval, by Student's t; no interval for fewer than two documents."""
 
     mean: float
     low: float | None
@@ -75,28 +68,28 @@ def normal(value: float, error: float | None) -> Estimate:
     return Estimate(value, None, None) if half is None else Estimate(value, value - half, value + half)
 
 
-def bootstrap(samples: ArrayLike, seed: int) -> list[Estimate]:
-    """Estimate the mean of each column by resampling rows: documents are the independent samples.
+def mean_estimates(samples: ArrayLike, least: ArrayLike = -np.inf, most: ArrayLike = np.inf) -> list[Estimate]:
+    """Estimate the mean of each column: documents are the independent samples.
 
-    Columns are resampled together. For a paired comparison pass each document's difference.
+    Percentiles of resampled means would cover 80 % at 4 documents and 90 % at 8; Student's t covers 95 % if documents
+    are normally distributed.
 
     Args:
-        samples: [documents, columns].
-        seed: the same seed gives the same resamples.
+        samples: [documents, columns]; for a paired comparison each document's differences.
+        least, most: bounds of a column's values, which no interval leaves.
     """
     values = np.asarray(samples, dtype=np.float64)
     n = len(values)
-    means = (values - values[0]).mean(0) + values[0]  # constant columns give exactly their value, as their ends do
+    apart = values - values[0]
+    means = apart.mean(0) + values[0]  # constant columns give exactly their value, as their ends do
     if n < 2:
         return [Estimate(float(mean), None, None) for mean in means]
-    drawn = _resamples(n, seed) @ (values - values[0]) + values[0]
-    low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
+    half = stdtrit(n - 1, 0.975) * apart.std(0, ddof=1) / math.sqrt(n)
+    low, high = np.maximum(means - half, least), np.minimum(means + half, most)
     return [Estimate(float(m), float(a), float(b)) for m, a, b in zip(means, low, high, strict=True)]
 
 
-def by_place(
-    values: NDArray[np.float64], sparse: Sequence[int], seed: int
-) -> Iterator[tuple[dict[str, int | None], Estimate]]:
+def by_place(values: NDArray[np.float64], sparse: Sequence[int]) -> Iterator[tuple[dict[str, int | None], Estimate]]:
     """Estimate the mean over the sparse layers, then each layer, then each head where there are heads.
 
     Args:
@@ -110,4 +103,4 @@ def by_place(
     if values.ndim == 3:
         columns.append(values.reshape(len(values), -1))
         keys += [{"layer": layer, "head": head} for layer in places[1:] for head in range(values.shape[2])]
-    yield from zip(keys, bootstrap(np.concatenate(columns, axis=1), seed), strict=True)
+    yield from zip(keys, mean_estimates(np.concatenate(columns, axis=1), 0), strict=True)

@@ -36,7 +36,8 @@ class RunFolder:
                 stored = environment_of(folder)
                 former |= {name: stored.get(name) for name in SOFTWARE}
                 now |= {name: here[name] for name in SOFTWARE}
-            for name in sorted((former.keys() | now.keys()) - {"documents"}):  # a run can be continued with more
+            continued = {"documents", "names"}  # with more of them
+            for name in sorted((former.keys() | now.keys()) - continued):
                 if former.get(name) != now.get(name):
                     raise ValueError(
                         f"{folder} holds a run with other settings: {name} was {former.get(name)}, now "

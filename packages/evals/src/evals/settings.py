@@ -107,7 +107,7 @@ class MethodsCommand:
     """`sparse`: with every method but dense, the rows before the evaluated ones are sparse as those of
     `attach(..., prompt="sparse")`. Needs --dtype bfloat16. `--methods oracle --budgets 1` then measures it alone."""
     seed: int = 0
-    """Draws the order of documents, the exercises, the sampled rows and the bootstrap."""
+    """Draws the order of documents, the exercises and the sampled rows."""
     device: str = "cpu"
     """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available). Stored with the run's environment; not part
     of the protocol."""
@@ -165,10 +165,13 @@ class TaskCommand(MethodsCommand):
     hub:OWNER/NAME[:SPLIT[:FIELD]] (extra `hashtrain[datasets]`). Default: held-out standard-library modules."""
     context: int = 4096
     """Tokens per context."""
+    within: int | None = None
+    """Cut contexts of so many tokens and keep the last --context of each, so that runs of several lengths score the
+    same tokens. Default: --context."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_counts(self, context=32)
+        require_counts(self, context=32, within=self.context)
 
 
 def settings_of(command: Any, task: str, model: str, *left_out: str) -> dict[str, Any]:

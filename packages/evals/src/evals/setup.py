@@ -88,12 +88,14 @@ def load_with_documents(
     if make is not None:
         documents = make(ready.tokenizer)
     else:
-        text = cast(TaskCommand, command).text
-        documents = load_documents(text, ready.tokenizer, length, command.documents, command.seed)
+        given = cast(TaskCommand, command)
+        cut = given.text, ready.tokenizer, length, command.documents, command.seed, given.within
+        documents = load_documents(*cut)
     require_vocabulary(ready.model, *(document.ids for document in documents))
     if len(documents) < command.documents:
         console.print(f"{len(documents)} contexts of {length} tokens found; {command.documents} were requested")
-    return replace(ready, documents=documents)
+    named = {"names": [document.name for document in documents]}
+    return replace(ready, documents=documents, settings={**ready.settings, **named})
 
 
 def rows_of(command: MethodsCommand, ready: Ready, phase: str, n: int) -> Callable[..., Row]:

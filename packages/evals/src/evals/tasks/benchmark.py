@@ -10,7 +10,7 @@ from hashtrain.data.offsets import longest_of
 from rich.console import Console
 
 from evals.methods import DENSE
-from evals.metrics import bootstrap, normal
+from evals.metrics import mean_estimates, normal
 from evals.results import Result, Row
 from evals.setup import Ready, Sample, each_document, finish, load_model_and_methods, rows_of
 from evals.tasks.answers import methods_of
@@ -81,7 +81,7 @@ def _rows(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Ite
                 values = cell["values"].get(metric, [])
                 mean = bool(values) and math.isclose(value, sum(values) / len(values), abs_tol=1e-9)
                 if mean and len(values) <= _FEW:
-                    (estimate,) = bootstrap([[item] for item in values], command.seed)
+                    (estimate,) = mean_estimates([[item] for item in values])
                 else:
                     estimate = normal(value, error)
                 at = {"budget": cell["budget"], "rule": cell["rule"], "density": cell["density"], "where": cell["task"]}

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from evals.documents import TokenDocument
 from evals.methods import DENSE
-from evals.metrics import bootstrap
+from evals.metrics import mean_estimates
 from evals.results import Result, Row
 from evals.setup import Ready, Sample, each_document, finish, load_with_documents, mean_density, rows_of
 from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
@@ -48,6 +48,6 @@ def _rows(command: FidelityCommand, ready: Ready, cells: list[Cell], samples: li
     row = rows_of(command, ready, "decode", len(samples))
     for i, cell in enumerate(cells):
         found = [sample["cells"][i] for sample in samples]
-        estimates = bootstrap([[one[name] for name in METRICS] for one in found], command.seed)
+        estimates = mean_estimates([[one[name] for name in METRICS] for one in found], 0, 1)
         for name, estimate in zip(METRICS, estimates, strict=True):
             yield row(cell.method, name, estimate, budget=cell.budget, rule="visible", density=mean_density(samples, i))

@@ -123,5 +123,5 @@ def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         at = {"budget": cell.budget, "rule": "visible", "density": mean_density(samples, i), "heads": cell.heads}
         for metric in METRICS:
             values = np.array([sample["cells"][i][metric] for sample in samples])  # [documents, layers, heads]
-            for place, estimate in by_place(values, command.always.sparse(values.shape[1]), command.seed):
+            for place, estimate in by_place(values, command.always.sparse(values.shape[1])):
                 yield row(cell.method, metric, estimate, **place, **at)

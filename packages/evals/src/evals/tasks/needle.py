@@ -1,5 +1,6 @@
 """A needle in a haystack, by length and depth: the text each method generates, and the likelihood of the answer."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from evals.attending import attending
 from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
-from evals.metrics import bootstrap
+from evals.metrics import mean_estimates
 from evals.results import Result, Row
 from evals.settings import Always
 from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
@@ -86,7 +87,8 @@ def _rows(command: NeedleCommand, ready: Ready, samples: list[Sample]) -> Iterat
         where = f"{first['length']} tokens, depth {100 * first['depth']:g} %"
         at = {"where": where, "budget": first["budget"], "rule": "visible"}
         at["density"] = sum(answer["density"] for answer in found) / len(found)
-        estimates = bootstrap([[answer[name] for name in METRICS] for answer in found], command.seed)
+        bounds = (0, 0, -math.inf), (1, 1, 0)
+        estimates = mean_estimates([[answer[name] for name in METRICS] for answer in found], *bounds)
         for name, estimate in zip(METRICS, estimates, strict=True):
             yield row(first["method"], name, estimate, **at)
 

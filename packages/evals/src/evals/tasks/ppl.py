@@ -22,7 +22,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from evals.attending import attending
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod, in_table
-from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
+from evals.metrics import Estimate, mean_estimates, mean_kl, perplexity, token_losses
 from evals.results import Result, Row
 from evals.settings import Always, Phase, Prompt
 from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
@@ -181,7 +181,7 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
     dense = [sample["dense"]["nll"] for sample in samples]
     of = {cell: [sample["cells"][i] for sample in samples] for i, cell in enumerate(cells)}
     tokens = [sample["scored"] for sample in samples]
-    n, seed = len(samples), command.seed
+    n = len(samples)
 
     def row(cell: Cell, metric: str, estimate: Estimate, **more: Any) -> Row:
         if cell in of:
@@ -191,7 +191,7 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
 
     def single(cell: Cell, nll: list[float], kl: list[float]) -> Iterator[Row]:
         excess = [a - b for a, b in zip(nll, dense, strict=True)]
-        loss, divergence, over = bootstrap(list(zip(nll, kl, excess, strict=True)), seed)
+        loss, divergence, over = mean_estimates(list(zip(nll, kl, excess, strict=True)), (-math.inf, 0, -math.inf))
         yield row(cell, "nll", loss)
         yield row(cell, "kl", divergence)
         # All contexts have the same number of scored tokens, so the interval of the mean loss is token-weighted.
@@ -202,10 +202,10 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
     for cell, found in of.items():
         yield from single(cell, *([s[name] for s in found] for name in ("nll", "kl")))
         if "empty" in found[0]:
-            yield row(cell, "empty", *bootstrap([[s["empty"]] for s in found], seed))
+            yield row(cell, "empty", *mean_estimates([[s["empty"]] for s in found], 0))
     for cell, other in _pairs(cells):
         differences = [[a["kl"] - b["kl"], a["nll"] - b["nll"]] for a, b in zip(of[cell], of[other], strict=True)]
-        for metric, estimate in zip(("kl", "nll"), bootstrap(differences, seed), strict=True):
+        for metric, estimate in zip(("kl", "nll"), mean_estimates(differences), strict=True):
             yield row(cell, metric, estimate, against=other.method)
 
 

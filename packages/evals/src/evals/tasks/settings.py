@@ -199,7 +199,7 @@ class ThroughputCommand:
     device: str = "cpu"
     """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available)."""
     seed: int = 0
-    """Draws weights, caches and the bootstrap."""
+    """Draws weights and caches."""
     out: Path = Path("runs/throughput")
     """Folder for rows, report and figure."""
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from sparse_decode import Budget, HashSelector, RecentSelector, Selector, attach
 from transformers import DynamicCache, PreTrainedModel, Qwen2Config
 
-from evals.metrics import Estimate, bootstrap
+from evals.metrics import Estimate, mean_estimates
 from evals.results import Result, Row, versions, write_json
 from evals.runner import RunFolder, environment_of
 from evals.setup import store
@@ -77,14 +77,14 @@ def timed(
     return times[warmup:]
 
 
-def quantiles(times: list[list[float]], seed: int) -> dict[str, Estimate]:
+def quantiles(times: list[list[float]]) -> dict[str, Estimate]:
     """Estimate the 50, 90 and 99 % quantiles of a step's milliseconds: the mean over repeats, and its interval.
 
     With few steps per repeat the 99 % quantile is close to the slowest step.
     """
     milliseconds = 1000 * np.array(times)
     columns = np.stack([np.percentile(milliseconds, share, axis=1) for share in QUANTILES.values()], axis=1)
-    return dict(zip(QUANTILES, bootstrap(columns, seed), strict=True))
+    return dict(zip(QUANTILES, mean_estimates(columns, 0), strict=True))
 
 
 def fill(
@@ -130,7 +130,7 @@ def _measure(command: ThroughputCommand, model: PreTrainedModel, hasher: Hasher,
     write_json(command.out / "samples" / f"{n}x{batch}.json", {"milliseconds": steps})
     rows = []
     for method, found in times.items():
-        named = quantiles(found, command.seed)
+        named = quantiles(found)
         totals = {
             "tokens_per_s": 1e3 * batch / named["p50_ms"].mean,
             "kv_bytes": memory[method][0],

@@ -97,49 +97,60 @@ def contexts(
 
 
 def numbered_contexts(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None = 0
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    seed: int | None = 0,
+    within: int | None = None,
 ) -> list[tuple[int, Tensor]]:
     """Cut documents into token contexts; corpora give contexts in turn, so that each gives equally many while it lasts.
 
-    Every document of a corpus gives its first context before any gives a second. No more documents are tokenised than
-    it takes. Each context begins with the tokenizer's start token, if texts do: models that are used with it attend to
-    it.
+    Every document of a corpus gives its first context before any gives a second, and so on. No more documents are
+    tokenised than it takes. Each context begins with the tokenizer's start token, if texts do: models that are used
+    with it attend to it.
 
     Args:
         length: tokens per context; a document's last, shorter piece is left out.
         count: largest number of contexts.
         seed: shuffles the documents; None keeps their order.
+        within: cut contexts of so many tokens, and keep the last `length` of each; None: of `length`.
     Returns: for each context the index of its document, and int64 tokens [length].
     Raises: ValueError if no document is long enough.
     """
-    found, longest = _cut(documents, tokenizer, length, count, seed)
+    found, longest = _cut(documents, tokenizer, length, count, seed, within or length)
     if not found:
         raise ValueError(
-            f"every text is shorter than the context: expected at least {length} tokens in one document, "
+            f"every text is shorter than the context: expected at least {within or length} tokens in one document, "
             f"got at most {longest}; give longer text or a smaller --context"
         )
     return found
 
 
 def _cut(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    seed: int | None,
+    within: int,
 ) -> tuple[list[tuple[int, Tensor]], int]:
     """Return what `numbered_contexts` does, none if no document is long enough, and the longest document's tokens."""
     order, sizes, begin = list(range(len(documents))), [0], _begin(tokenizer)
     if seed is not None:
         random.Random(seed).shuffle(order)
-    size = length - len(begin)
+    size, last = within - len(begin), length - len(begin)
 
     def cut(numbers: list[int]) -> Iterator[tuple[int, Tensor]]:
-        later: list[tuple[int, Tensor]] = []
+        later: list[Iterator[tuple[int, Tensor]]] = []
         for number in numbers:
-            ids = token_ids(documents[number].text, tokenizer, count * length)
+            ids = token_ids(documents[number].text, tokenizer, count * within)
             sizes.append(len(ids))
-            parts = ids[: len(ids) // size * size].int().view(-1, size)[:count]
+            parts = ids[: len(ids) // size * size].int().view(-1, size)[:count, size - last :]
             pieces = [(number, torch.cat([begin, part])) for part in parts]
             yield from pieces[:1]
-            later += pieces[1:]
-        yield from later
+            later.append(iter(pieces[1:]))
+        yield from _in_turn(later)
 
     known = sorted({document.corpus for document in documents})
     each = [cut([n for n in order if documents[n].corpus == corpus]) for corpus in known]
@@ -171,7 +182,7 @@ def far_contexts(
     again = len(_begin(tokenizer))
     others = [torch.cat([found[n], *(x[again:] for x in found[n + 1 : n + each])]) for n in starts]
     long = [one for one in documents if len(one.text.encode()) >= _BYTES * length]
-    found_long, _ = _cut(long, tokenizer, length, FAR_CONTEXTS, seed)
+    found_long, _ = _cut(long, tokenizer, length, FAR_CONTEXTS, seed, length)
     return [*(ids for _, ids in found_long), *others][:FAR_CONTEXTS]
 
 

@@ -12,6 +12,7 @@ apart as they will be.
    as all do.
 3. Of training contexts every second one is whole, at these offsets. The others are torn into `PIECES`, which lie apart
    over all of the reach (docs/log.md, 2026-11-27).
+4. Where several corpora give contexts in turn, n counts turns: each has whole ones and torn ones.
 """
 
 import inspect

@@ -87,7 +87,7 @@ def _files(path: Path) -> list[Path]:
         hint = f", or {HUB}{path} for the data set on the Hub" if _is_hub_id(path) else ""
         raise ValueError(f"text file not found: expected a file or folder at {path}{hint}")
     require_plain_file(path, "the text")
-    known = _PLAIN | set(_TABLES)
+    known = (_PLAIN | set(_TABLES)) - {".json"}  # in a folder, mostly no table
     # is_file excludes folders, pipes and broken links with such a name.
     return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
 

@@ -88,7 +88,7 @@ class _Rows(NamedTuple):
 def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
     generator, device = torch.Generator().manual_seed(seed * 1_000_003 + layer), hasher.remainder.device
     count = min(len(data), MAX_CONTEXTS)
-    for context in [*range(count)] * max(1, _LEAST_ROWS // (_ROWS * count)):
+    for context in [*range(count)] * -(-_LEAST_ROWS // (_ROWS * count)):
         k, scaling = data.keys(context, layer)
         drawn = _draw(k.shape[2], data.stride(context), generator)
         found = data.queries(context, layer, drawn), k, data.values(context, layer), drawn

@@ -33,7 +33,7 @@ FALLS = 1.5
 LEAST_COST = 5e-5
 """Costs below this, in nats of KL, cannot be told from zero: they are means of few steps, and rounded."""
 STEP_CONTEXTS, ROWS = 2, 16
-"""Number of training contexts that layers' costs are measured on, and of steps in each."""
+"""Number of training contexts that layers' costs are measured on, at least, and of steps in each."""
 LEAST_SHARE, MOST_SHARE = 0.5, 2.0
 """Costs are of few rows: wider bounds lost more on other text than they gained (log of d31aad51)."""
 
@@ -106,14 +106,14 @@ class Steps:
 
 
 def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int, reach: int | None = None) -> list[Steps]:
-    """Draw steps from the last three quarters of the first `STEP_CONTEXTS` contexts, int64 [T] each.
+    """Draw steps from the last three quarters of contexts, int64 [T] each.
 
-    Args: reach: contexts are spread over positions 0 to reach - 1, as those of training; None: all begin at 0.
+    Args: reach: contexts, none of them torn, are spread over positions 0 to reach - 1; None: all begin at 0.
     """
     draw, found = torch.Generator().manual_seed(seed), []
-    for number, ids in enumerate(contexts[:STEP_CONTEXTS]):
+    for number, ids in enumerate(contexts):
         rows = torch.randint(len(ids) // 4, len(ids), (ROWS,), generator=draw)
-        found.append(Steps(model, ids, rows, places(number, len(ids), reach, torn=True)))
+        found.append(Steps(model, ids, rows, places(number, len(ids), reach, torn=False)))
     return found
 
 

@@ -111,7 +111,7 @@ def _at(flags: Tensor, tokens: Tensor) -> Tensor:
 
 LEAST_LOW, MOST_LOST = 0.6, 0.001
 """A head fails if the 5th percentile of its rows' mass is below the first, or if the share of its rows that find less
-than half of the oracle's mass is above the second."""
+than half of the oracle's mass is above the second, and there are at least two."""
 _AT_ONCE = 32
 
 
@@ -142,7 +142,7 @@ def layer_quality(
 
 def fails(mass: Tensor) -> bool:
     """Whether a head loses too much in its worst rows, given its rows' mass [R] as shares of the oracle's."""
-    return bool(mass.quantile(0.05) < LEAST_LOW or (mass < 0.5).double().mean() > MOST_LOST)
+    return bool(mass.quantile(0.05) < LEAST_LOW or (mass < 0.5).sum() > max(1, MOST_LOST * len(mass)))
 
 
 def summary(found: Quality) -> dict[str, Any]:

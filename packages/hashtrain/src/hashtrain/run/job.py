@@ -128,6 +128,10 @@ def make(job: LayerJob, report: Report) -> None:
         if training.next_step is not None:
             return training.save()
         losses, stopped = training.losses, training.stopped
+        if (share := training.query_share) < 1:
+            report(
+                f"{job.name}: its loss rose; queries learnt at {share:g} of the rate", 0, {**job.line, "slower": share}
+            )
         if stopped:
             report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
         chosen = _choose(job, training)

@@ -14,7 +14,7 @@ from hashtrain.config import RECENT, SINK, HasherConfig
 from hashtrain.data.capture import output_projections
 from hashtrain.demo import DEMO, base_model
 from hashtrain.device import here
-from hashtrain.evaluation.cost import head_shares, layer_costs, layer_shares, steps_of
+from hashtrain.evaluation.cost import STEP_CONTEXTS, head_shares, layer_costs, layer_shares, steps_of
 from hashtrain.evaluation.metrics import means
 from hashtrain.files.atomic import save_tensors, write_text
 from hashtrain.hasher import Hasher
@@ -72,11 +72,12 @@ def _announce(prepared: Prepared, console: Console) -> None:
     """Print what will be trained, and whether the text is shorter than requested."""
     command, shape = prepared.command, prepared.shape
     count, held, far = (len(of.contexts) for of in (prepared.train, prepared.validation, prepared.far))
+    several = f" ({prepared.corpus})" if len(command.text) > 1 else ""
     longer = f", {far} of {len(prepared.far.contexts[0])} to calibrate on" if far else ""
     console.print(
         f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on{longer}, {held} held out, for "
-        f"contexts of up to {prepared.reach}; {prepared.disk / 1e9:.1f} GB of disk while it runs"
+        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on{several}{longer}, {held} held "
+        f"out, for contexts of up to {prepared.reach}; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
     if count < command.contexts:
         console.print(f"the text has {count} training contexts; {command.contexts} were requested")
@@ -172,7 +173,9 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
         return {}
     device = here(prepared.device)
     model, _ = loaded(command.model_path, str(device))
-    steps = steps_of(model, prepared.train.contexts, command.seed, prepared.reach)
+    train = prepared.train
+    first = train.contexts[: max(STEP_CONTEXTS, train.corpora)]
+    steps = steps_of(model, first, command.seed, prepared.reach)
     dense = None if command.dense_layers is None else range(command.dense_layers)
     with tracking(console, prepared.shape.num_layers * len(coded)) as advance:
         return {
@@ -218,14 +221,11 @@ def _found(layers: list[LayerResult], dense: Sequence[int]) -> dict[str, Any]:
 
 def _settings(prepared: Prepared) -> dict[str, Any]:
     command = prepared.command
-    corpus = (
-        ", ".join(p.name if p.exists() else str(p) for p in command.text) or "this machine's Python standard library"
-    )
     return {
         "version": hashtrain.__version__,
         "model": command.model if command.model == DEMO else Path(command.model).name,
         "layers": prepared.shape.num_layers,
-        "corpus": corpus,
+        "corpus": prepared.corpus,
         "contexts": len(prepared.train.contexts),
         "held_out": len(prepared.validation.contexts),
         **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_IN_METRICS},

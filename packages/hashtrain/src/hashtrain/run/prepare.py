@@ -1,5 +1,6 @@
 """Check a run's inputs before anything is written: the model, the texts, the disk space."""
 
+import collections
 import hashlib
 import itertools
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class Prepared:
     """A digest of the model's adapter (`hashtrain.adapters`)."""
     identity: str
     """A digest of all contexts, which decide the result."""
+    corpus: str
+    """The text that was trained on, for reports: of several paths, how many contexts each gave."""
 
     @property
     def workers(self) -> int:
@@ -71,13 +74,13 @@ def prepare(command: TrainCommand) -> Prepared:
     for recipe in command.recipes:
         require_own(command.out / recipe.name, base_model(command.model), shape, adapter_of(model))
     eager = text_decoder(model).config._attn_implementation == "eager"  # needs memory for the square of a context
-    texts = _texts(command, tokenizer, command.context if eager else reach)
+    texts, corpora, corpus = _texts(command, tokenizer, command.context if eager else reach)
     require_vocabulary(model, *itertools.chain(*texts))
     shared: dict[str, Any] = {"shape": shape, "weights": weights_hash(model), "device": device, "reach": reach}
     work = command.out / ".work"
     whole = STARTED_FROM if texts[2] else MAX_CONTEXTS  # calibration reads training contexts if there are no others
-    train = Source("train", work / "train", texts[0], whole, torn=True, **shared)
-    validation = Source("held", work / "held", texts[1], len(texts[1]), **shared)
+    train = Source("train", work / "train", texts[0], whole, torn=True, corpora=corpora[0], **shared)
+    validation = Source("held", work / "held", texts[1], len(texts[1]), corpora=corpora[1], **shared)
     far = Source("far", work / "far", texts[2], len(texts[2]), first=ROWS, **shared)
     held = sum(of.bytes(range(len(of.contexts))) for of in (validation, far))
     always = held + train.bytes(range(min(whole, len(train.contexts))))
@@ -90,7 +93,7 @@ def prepare(command: TrainCommand) -> Prepared:
         for number, ids in enumerate(source.contexts):
             identity.update(context_key(shared["weights"], ids, device[:4], ALL, source.places(number)).encode())
     checked = command, model.config, shape, reach, train, validation, far
-    return Prepared(*checked, parts, disk, device, adapter_of(model), identity.hexdigest())
+    return Prepared(*checked, parts, disk, device, adapter_of(model), identity.hexdigest(), corpus)
 
 
 def workers_of(command: TrainCommand, device: str) -> int:
@@ -125,8 +128,12 @@ def require_plain_attention(config: Any) -> None:
         raise ValueError(f"expected a model with plain attention logits, got {config.model_type}, which caps them")
 
 
-def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase, reach: int) -> list[list[Tensor]]:
-    """Return the contexts of training, those held out, and those of calibration if they are others.
+def _texts(
+    command: TrainCommand, tokenizer: PreTrainedTokenizerBase, reach: int
+) -> tuple[list[list[Tensor]], list[int], str]:
+    """Return the contexts of training, those held out, and those of calibration if they are others; and `corpus`.
+
+    Between them: how many corpora gave contexts of training, and how many such as are held out.
 
     Raises: ValueError if a text cannot be used, or a training document holds a held-out one.
     """
@@ -142,5 +149,13 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase, reach: int
     held = numbered_contexts(validation, tokenizer, command.context, command.held_out, command.seed)
     used = [validation[number] for number in sorted({number for number, _ in held})]
     require_apart(train, used, given=bool(command.held_out_text))
-    found = [ids for _, ids in numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)]
-    return [found, [ids for _, ids in held], far_contexts(train, tokenizer, found, reach, command.seed)]
+    found = numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)
+    given, held_by = (
+        collections.Counter(documents[number].corpus for number, _ in cut)
+        for documents, cut in ((train, found), (validation, held))
+    )
+    names = [path.name if path.exists() else str(path) for path in command.text]
+    counted = [f"{given[corpus]} of {name}" for corpus, name in enumerate(names)] if len(names) > 1 else names
+    learnt, known = [ids for _, ids in found], ", ".join(counted) or "this machine's Python standard library"
+    far = far_contexts(train, tokenizer, learnt, reach, command.seed)
+    return [learnt, [ids for _, ids in held], far], [len(given), len(held_by)], known

@@ -63,6 +63,8 @@ def sentences(metrics: Metrics) -> list[str]:
 def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
     """Write a hasher's README: what it was made from, and how well it selects."""
     mean = metrics["hashers"][name]["kv_head"]["mean"]
+    read = f"{metrics['contexts']} contexts of {metrics['context']} tokens ({metrics['corpus']})"
+    trained = f"{metrics['steps']} steps per layer, {read}." if config.training else "Not trained."
     base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
     return f"""---
 library_name: hashtrain
@@ -72,7 +74,7 @@ license: apache-2.0
 # Hasher `{name}` for `{config.base_model}`
 
 Variant `{config.variant}`, {config.bits} bits, made by hashtrain {metrics["version"]}.
-{metrics["steps"]} steps per layer, {metrics["contexts"]} contexts of {metrics["context"]} tokens ({metrics["corpus"]}).
+{trained}
 For contexts of {"any length" if config.reach is None else f"up to {config.reach} tokens"}.
 Layers that stay dense: {", ".join(map(str, config.dense_layers)) or "none"}.
 On {metrics["held_out"]} held-out contexts, reading {metrics["fraction"]:.1%} of the visible tokens, the others find

@@ -30,7 +30,7 @@ DIVERGED = 4.0
 ROSE = 1.35
 """A loss has risen if the mean of an interval is this many times the lowest one. When queries begin to be trained, it
 rises by up to 1.28 times and falls again in trainings that end well (demo model)."""
-_INTERVALS, _SHORTEST = 40, 10
+_INTERVALS, _SHORTEST, _ENOUGH = 40, 10, 64
 _log = logging.getLogger(__name__)
 
 
@@ -51,6 +51,15 @@ def train_layer(
     if training.stopped:
         _log.warning("layer %d %s", layer, training.stopped)
     return training.losses
+
+
+def _interval(steps: int, contexts: int) -> int:
+    """Return the length of an interval: rounds of all contexts, because their losses differ by more than half.
+
+    Means over `_ENOUGH` of many contexts differ little.
+    """
+    least = max(_SHORTEST, steps // _INTERVALS)
+    return min(-(-least // contexts) * contexts, max(least, _ENOUGH))
 
 
 def _optimized(hasher: LayerHasher, config: TrainConfig) -> tuple[list[nn.Parameter], torch.optim.AdamW]:
@@ -100,7 +109,7 @@ class Training:
         self.parameters, self.optimizer = _optimized(hasher, config)
         self.query_share: float = 1.0
         """Learning rate of the query functions, of that of the key functions."""
-        self.interval: int = max(_SHORTEST, config.steps // _INTERVALS)
+        self.interval: int = _interval(config.steps, len(data))
         self.losses: list[float] = []
         self.lowest: float = math.inf
         self.kept: dict[str, dict[str, Tensor]] = {"best": _copied(hasher)}
