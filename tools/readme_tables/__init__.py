@@ -30,9 +30,11 @@ def table(name: str, results: pathlib.Path) -> str:
     known = stored(results, described["file"]) if "file" in described else {}
     try:
         if "text" in described:
-            return environment.from_string(described["text"]).render(known).strip()
-        note = environment.from_string(described.get("note", "")).render(known)
-        return "\n\n".join(filter(None, (to_markdown(_grid(environment, described, known)), note)))
+            made = environment.from_string(described["text"]).render(known).strip()
+        else:
+            note = environment.from_string(described.get("note", "")).render(known)
+            made = "\n\n".join(filter(None, (to_markdown(_grid(environment, described, known)), note)))
+        return made.replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
     except (jinja2.UndefinedError, LookupError, TypeError) as error:
         raise ValueError(f"the table {name} lacks a stored value ({error}); store the run again") from error
 

@@ -69,8 +69,8 @@ def reach(results: pathlib.Path) -> Figure:
         axes.plot(lengths, [value(run, method, "kl") for run in runs], label=label, color=colour, marker="o")
     axes.axvline(made["context"], color="#bbbbbb", zorder=0)
     _finish(axes, "tokens of the context", "KL from dense, nats")
-    axes.set_ylim(0.005, 0.6)
-    _ticks(axes, {n: f"{n:,}" for n in lengths}, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
+    axes.set_ylim(0.005, 1.5)
+    _ticks(axes, {n: f"{n:,}" for n in lengths}, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1))
     axes.set_title(f"{NAMES[made['model']]}; hashers from {made['context']:,} tokens (line)", fontsize=9)
     axes.legend(frameon=False, fontsize=8)
     return figure

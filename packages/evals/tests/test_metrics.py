@@ -42,6 +42,7 @@ def test_intervals_cover_the_mean_of_a_few_documents():
     found = mean_estimates(np.random.default_rng(4).normal(3.0, 1.0, size=(4, 4000)))
     assert np.mean([one.low < 3 < one.high for one in found]) == pytest.approx(0.95, abs=0.01)
     assert tuple(mean_estimates([[0.0], [1.0]], 0, 1)[0]) == (0.5, 0, 1)
+    assert mean_estimates([[-2e-8], [-1e-8]], 0)[0].low == pytest.approx(-1.5e-8)
 
 
 def test_the_interval_of_a_constant_is_that_constant_and_one_document_has_none():

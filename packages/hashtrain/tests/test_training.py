@@ -12,7 +12,7 @@ from hashtrain.training import choose as module
 from hashtrain.training import trainer
 from hashtrain.training.choose import choose
 from hashtrain.training.target import attention
-from hashtrain.training.trainer import Training, _interval
+from hashtrain.training.trainer import Training, interval_of
 from hashtrain_runs import Given, captured
 
 SHAPE = ModelShape(2, 4, 2, 32)
@@ -108,8 +108,7 @@ def test_a_diverging_loss_stops_the_layer_and_the_best_interval_is_kept():
 
 
 def test_losses_of_equal_contexts_are_compared():
-    found = [_interval(*given) for given in ((60, 3), (300, 20), (800, 40), (8192, 4096))]
-    assert found == [12, 20, 40, 204]
+    assert [interval_of(*x) for x in ((60, 3), (300, 20), (800, 40), (8192, 4096), (30, 40))] == [12, 20, 40, 204, 10]
 
 
 @pytest.mark.sample(1)

@@ -85,15 +85,19 @@ def mean_estimates(samples: ArrayLike, least: ArrayLike = -np.inf, most: ArrayLi
     if n < 2:
         return [Estimate(float(mean), None, None) for mean in means]
     half = stdtrit(n - 1, 0.975) * apart.std(0, ddof=1) / math.sqrt(n)
-    low, high = np.maximum(means - half, least), np.minimum(means + half, most)
+    low = np.minimum(means, np.maximum(means - half, least))  # a mean may leave the bounds by rounding
+    high = np.maximum(means, np.minimum(means + half, most))
     return [Estimate(float(m), float(a), float(b)) for m, a, b in zip(means, low, high, strict=True)]
 
 
-def by_place(values: NDArray[np.float64], sparse: Sequence[int]) -> Iterator[tuple[dict[str, int | None], Estimate]]:
+def by_place(
+    values: NDArray[np.float64], sparse: Sequence[int], most: float = np.inf
+) -> Iterator[tuple[dict[str, int | None], Estimate]]:
     """Estimate the mean over the sparse layers, then each layer, then each head where there are heads.
 
     Args:
-        values: [documents, layers] or [documents, layers, heads]; sparse: the layers that the mean is over.
+        values: [documents, layers] or [documents, layers, heads], from 0 to `most`.
+        sparse: the layers that the mean is over.
     Returns: each estimate with the columns of its row: `layer` and `head`, None for a mean over them.
     """
     means = values.mean(2) if values.ndim == 3 else values
@@ -103,4 +107,4 @@ def by_place(values: NDArray[np.float64], sparse: Sequence[int]) -> Iterator[tup
     if values.ndim == 3:
         columns.append(values.reshape(len(values), -1))
         keys += [{"layer": layer, "head": head} for layer in places[1:] for head in range(values.shape[2])]
-    yield from zip(keys, mean_estimates(np.concatenate(columns, axis=1), 0), strict=True)
+    yield from zip(keys, mean_estimates(np.concatenate(columns, axis=1), 0, most), strict=True)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 NAMES = {LongbenchCommand: "longbench", RulerBenchmarkCommand: "ruler", FewshotCommand: "fewshot"}
 PHASES = {"all": "everywhere", "continuation": "decode"}
-_FEW = 500  # items; means over more are nearly normal, and resampling them would need much memory
 
 
 def run(command: BenchmarkCommand, console: Console) -> Result:
@@ -80,7 +79,7 @@ def _rows(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Ite
             for metric, (value, error) in cell["results"].items():
                 values = cell["values"].get(metric, [])
                 mean = bool(values) and math.isclose(value, sum(values) / len(values), abs_tol=1e-9)
-                if mean and len(values) <= _FEW:
+                if mean:
                     (estimate,) = mean_estimates([[item] for item in values])
                 else:
                     estimate = normal(value, error)

@@ -123,5 +123,6 @@ def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         at = {"budget": cell.budget, "rule": "visible", "density": mean_density(samples, i), "heads": cell.heads}
         for metric in METRICS:
             values = np.array([sample["cells"][i][metric] for sample in samples])  # [documents, layers, heads]
-            for place, estimate in by_place(values, command.always.sparse(values.shape[1])):
+            most = np.inf if metric in ("mass", "low") else 1.0  # a rival may read more than its budget
+            for place, estimate in by_place(values, command.always.sparse(values.shape[1]), most):
                 yield row(cell.method, metric, estimate, **place, **at)

@@ -202,7 +202,7 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
     for cell, found in of.items():
         yield from single(cell, *([s[name] for s in found] for name in ("nll", "kl")))
         if "empty" in found[0]:
-            yield row(cell, "empty", *mean_estimates([[s["empty"]] for s in found], 0))
+            yield row(cell, "empty", *mean_estimates([[s["empty"]] for s in found], 0, 1))
     for cell, other in _pairs(cells):
         differences = [[a["kl"] - b["kl"], a["nll"] - b["nll"]] for a, b in zip(of[cell], of[other], strict=True)]
         for metric, estimate in zip(("kl", "nll"), mean_estimates(differences), strict=True):

@@ -122,7 +122,7 @@ def numbered_contexts(
     if not found:
         raise ValueError(
             f"every text is shorter than the context: expected at least {within or length} tokens in one document, "
-            f"got at most {longest}; give longer text or a smaller --context"
+            f"got at most {longest}; give longer text or a smaller --{'within' if within else 'context'}"
         )
     return found
 

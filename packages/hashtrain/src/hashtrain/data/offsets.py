@@ -10,9 +10,8 @@ apart as they will be.
 2. Held-out contexts are whole. Context n begins at `offset(n, tokens, reach)`: the first at 0, the second as late as
    fits, each later one in the middle of a widest gap. So the first few contexts, which starts read, cover the reach
    as all do.
-3. Of training contexts every second one is whole, at these offsets. The others are torn into `PIECES`, which lie apart
-   over all of the reach (docs/log.md, 2026-11-27).
-4. Where several corpora give contexts in turn, n counts turns: each has whole ones and torn ones.
+3. Of the training contexts of each corpus every second one is whole, at these offsets. The others are torn into
+   `PIECES`, which lie apart over all of the reach (docs/log.md, 2026-11-27).
 """
 
 import inspect
@@ -36,13 +35,15 @@ def offset(number: int, tokens: int, reach: int | None) -> int:
     return room * mirrored >> digits.bit_length()
 
 
-def places(number: int, tokens: int, reach: int | None, torn: bool) -> Tensor:
+def places(number: int, tokens: int, reach: int | None, torn: bool, corpora: int = 1) -> Tensor:
     """Return the position of each token of context `number`, ascending: int64 [tokens].
 
-    Args: torn: whether every second context, from the second on, is torn; the number of a whole one is then halved.
+    Args:
+        torn: whether every second context is torn; the number of a whole one is then halved.
+        corpora: how many give contexts in turn: the torn ones are then every second of each corpus.
     """
     at, room = torch.arange(tokens, device="cpu"), max(0, (reach or 0) - tokens)
-    if not torn or number % 2 == 0:
+    if not torn or sum(divmod(number, corpora)) % 2 == 0:
         return at + offset(number // 2 if torn else number, tokens, reach)
     draw = torch.Generator("cpu").manual_seed(number)
     uneven, gaps = torch.rand(2, PIECES - 1, generator=draw, dtype=torch.float64, device="cpu")

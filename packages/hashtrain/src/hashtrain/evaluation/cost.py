@@ -32,8 +32,8 @@ FALLS = 1.5
 """A layer's cost falls as its budget to the power of this (1.4 to 1.6 on both models of docs/results.md)."""
 LEAST_COST = 5e-5
 """Costs below this, in nats of KL, cannot be told from zero: they are means of few steps, and rounded."""
-STEP_CONTEXTS, ROWS = 2, 16
-"""Number of training contexts that layers' costs are measured on, at least, and of steps in each."""
+STEP_CONTEXTS, MOST_CONTEXTS, ROWS = 2, 8, 16
+"""Number of training contexts that layers' costs are measured on, at least and at most, and of steps in each."""
 LEAST_SHARE, MOST_SHARE = 0.5, 2.0
 """Costs are of few rows: wider bounds lost more on other text than they gained (log of d31aad51)."""
 

@@ -25,7 +25,7 @@ from hashtrain.run.waves import held_out_rows, training_of
 from hashtrain.training.checkpoint import load_stored, save_stored, steps_in
 from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig
-from hashtrain.training.trainer import Training
+from hashtrain.training.trainer import Training, interval_of
 
 Report = Callable[..., None]
 """Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
@@ -76,6 +76,7 @@ class LayerJob:
             "candidate": asdict(self.recipe),
             "config": asdict(self.config),
             "training": asdict(self.training),
+            "interval": interval_of(self.command.steps, len(self.data)),
             "judged": evaluated,
             "layer": self.layer,
             "device": torch.device(self.device).type,
@@ -129,9 +130,8 @@ def make(job: LayerJob, report: Report) -> None:
             return training.save()
         losses, stopped = training.losses, training.stopped
         if (share := training.query_share) < 1:
-            report(
-                f"{job.name}: its loss rose; queries learnt at {share:g} of the rate", 0, {**job.line, "slower": share}
-            )
+            said = f"its loss rose; its queries were trained at {share:g} of the rate"
+            report(f"{job.name}: {said}", 0, {**job.line, "slower": share})
         if stopped:
             report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
         chosen = _choose(job, training)

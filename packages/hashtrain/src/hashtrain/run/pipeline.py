@@ -14,7 +14,7 @@ from hashtrain.config import RECENT, SINK, HasherConfig
 from hashtrain.data.capture import output_projections
 from hashtrain.demo import DEMO, base_model
 from hashtrain.device import here
-from hashtrain.evaluation.cost import STEP_CONTEXTS, head_shares, layer_costs, layer_shares, steps_of
+from hashtrain.evaluation.cost import MOST_CONTEXTS, STEP_CONTEXTS, head_shares, layer_costs, layer_shares, steps_of
 from hashtrain.evaluation.metrics import means
 from hashtrain.files.atomic import save_tensors, write_text
 from hashtrain.hasher import Hasher
@@ -174,7 +174,7 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
     device = here(prepared.device)
     model, _ = loaded(command.model_path, str(device))
     train = prepared.train
-    first = train.contexts[: max(STEP_CONTEXTS, train.corpora)]
+    first = train.contexts[: min(max(STEP_CONTEXTS, train.corpora), MOST_CONTEXTS)]
     steps = steps_of(model, first, command.seed, prepared.reach)
     dense = None if command.dense_layers is None else range(command.dense_layers)
     with tracking(console, prepared.shape.num_layers * len(coded)) as advance:

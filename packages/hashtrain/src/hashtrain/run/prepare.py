@@ -79,8 +79,8 @@ def prepare(command: TrainCommand) -> Prepared:
     shared: dict[str, Any] = {"shape": shape, "weights": weights_hash(model), "device": device, "reach": reach}
     work = command.out / ".work"
     whole = STARTED_FROM if texts[2] else MAX_CONTEXTS  # calibration reads training contexts if there are no others
-    train = Source("train", work / "train", texts[0], whole, torn=True, corpora=corpora[0], **shared)
-    validation = Source("held", work / "held", texts[1], len(texts[1]), corpora=corpora[1], **shared)
+    train = Source("train", work / "train", texts[0], whole, torn=True, corpora=corpora, **shared)
+    validation = Source("held", work / "held", texts[1], len(texts[1]), **shared)
     far = Source("far", work / "far", texts[2], len(texts[2]), first=ROWS, **shared)
     held = sum(of.bytes(range(len(of.contexts))) for of in (validation, far))
     always = held + train.bytes(range(min(whole, len(train.contexts))))
@@ -130,10 +130,9 @@ def require_plain_attention(config: Any) -> None:
 
 def _texts(
     command: TrainCommand, tokenizer: PreTrainedTokenizerBase, reach: int
-) -> tuple[list[list[Tensor]], list[int], str]:
-    """Return the contexts of training, those held out, and those of calibration if they are others; and `corpus`.
-
-    Between them: how many corpora gave contexts of training, and how many such as are held out.
+) -> tuple[list[list[Tensor]], int, str]:
+    """Return the contexts of training, those held out, and those of calibration if they are others; the
+    number of corpora among those of training; and `corpus`.
 
     Raises: ValueError if a text cannot be used, or a training document holds a held-out one.
     """
@@ -150,12 +149,9 @@ def _texts(
     used = [validation[number] for number in sorted({number for number, _ in held})]
     require_apart(train, used, given=bool(command.held_out_text))
     found = numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)
-    given, held_by = (
-        collections.Counter(documents[number].corpus for number, _ in cut)
-        for documents, cut in ((train, found), (validation, held))
-    )
+    given = collections.Counter(train[number].corpus for number, _ in found)
     names = [path.name if path.exists() else str(path) for path in command.text]
     counted = [f"{given[corpus]} of {name}" for corpus, name in enumerate(names)] if len(names) > 1 else names
     learnt, known = [ids for _, ids in found], ", ".join(counted) or "this machine's Python standard library"
     far = far_contexts(train, tokenizer, learnt, reach, command.seed)
-    return [learnt, [ids for _, ids in held], far], [len(given), len(held_by)], known
+    return [learnt, [ids for _, ids in held], far], len(given), known

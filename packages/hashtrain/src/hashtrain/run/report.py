@@ -63,8 +63,9 @@ def sentences(metrics: Metrics) -> list[str]:
 def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
     """Write a hasher's README: what it was made from, and how well it selects."""
     mean = metrics["hashers"][name]["kv_head"]["mean"]
-    read = f"{metrics['contexts']} contexts of {metrics['context']} tokens ({metrics['corpus']})"
-    trained = f"{metrics['steps']} steps per layer, {read}." if config.training else "Not trained."
+    corpus, read = metrics["corpus"], f"{metrics['contexts']} contexts of {metrics['context']} tokens"
+    untrained = f"Not trained; calibrated on text of {corpus}."
+    trained = f"{metrics['steps']} steps per layer, {read} ({corpus})." if config.training else untrained
     base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
     return f"""---
 library_name: hashtrain

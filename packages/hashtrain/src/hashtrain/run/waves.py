@@ -56,13 +56,13 @@ class Source:
     torn: bool = False
     """Whether every second one is torn (`hashtrain.data.offsets`), as those of training are."""
     corpora: int = 1
-    """How many corpora give contexts in turn; those of one turn are at the same places."""
+    """How many corpora give contexts in turn."""
     first: Kept = ALL
     """What is stored of the first contexts."""
 
     def places(self, number: int) -> Tensor:
         """Return the position of each token of a context."""
-        return places(number // self.corpora, len(self.contexts[number]), self.reach, self.torn)
+        return places(number, len(self.contexts[number]), self.reach, self.torn, self.corpora)
 
     @property
     def stored(self) -> Capture:

@@ -53,13 +53,13 @@ def train_layer(
     return training.losses
 
 
-def _interval(steps: int, contexts: int) -> int:
+def interval_of(steps: int, contexts: int) -> int:
     """Return the length of an interval: rounds of all contexts, because their losses differ by more than half.
 
-    Means over `_ENOUGH` of many contexts differ little.
+    Means over `_ENOUGH` of many contexts differ little. Steps are judged four times at least, if they are not few.
     """
     least = max(_SHORTEST, steps // _INTERVALS)
-    return min(-(-least // contexts) * contexts, max(least, _ENOUGH))
+    return max(_SHORTEST, min(-(-least // contexts) * contexts, max(least, _ENOUGH), steps // 4))
 
 
 def _optimized(hasher: LayerHasher, config: TrainConfig) -> tuple[list[nn.Parameter], torch.optim.AdamW]:
@@ -109,7 +109,7 @@ class Training:
         self.parameters, self.optimizer = _optimized(hasher, config)
         self.query_share: float = 1.0
         """Learning rate of the query functions, of that of the key functions."""
-        self.interval: int = _interval(config.steps, len(data))
+        self.interval: int = interval_of(config.steps, len(data))
         self.losses: list[float] = []
         self.lowest: float = math.inf
         self.kept: dict[str, dict[str, Tensor]] = {"best": _copied(hasher)}
