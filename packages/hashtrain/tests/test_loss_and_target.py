@@ -11,8 +11,9 @@ from hashtrain.hasher import make_layer
 from hashtrain.layers import BY_VARIANT
 from hashtrain.layers.surrogate import quantised, signs
 from hashtrain.training.loss import ranking_loss, reconstruction_loss
+from hashtrain.training.pairs import pair_scores
 from hashtrain.training.target import attention, largest, sample_pairs, top_count
-from hashtrain.training.trainer import Training, pair_scores
+from hashtrain.training.trainer import Training
 from hashtrain_runs import Given
 from hypothesis import given, settings
 from hypothesis import strategies as st

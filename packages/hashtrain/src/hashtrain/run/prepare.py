@@ -131,8 +131,8 @@ def require_plain_attention(config: Any) -> None:
 def _texts(
     command: TrainCommand, tokenizer: PreTrainedTokenizerBase, reach: int
 ) -> tuple[list[list[Tensor]], int, str]:
-    """Return the contexts of training, those held out, and those of calibration if they are others; the
-    number of corpora among those of training; and `corpus`.
+    """Return the contexts of training, those held out, and those of calibration if they are others; the number of
+    corpora among those of training; and `corpus`.
 
     Raises: ValueError if a text cannot be used, or a training document holds a held-out one.
     """

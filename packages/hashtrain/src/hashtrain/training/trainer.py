@@ -19,7 +19,7 @@ from hashtrain.device import to_device
 from hashtrain.files.untrusted import one_line
 from hashtrain.layers import LayerHasher
 from hashtrain.training.checkpoint import load_stored, save_stored
-from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
+from hashtrain.training.pairs import pair_loss
 from hashtrain.training.target import Pairs, attention, preferences, sample_pairs
 from hashtrain.training.train_config import TrainConfig, generator_of
 
@@ -224,7 +224,7 @@ class Training:
         """
         self.optimizer.zero_grad()
         bad = ~torch.stack([*q.aminmax(), *k.aminmax()]).isfinite().all()  # NaN is both extremes
-        loss = _loss(self.hasher, q, k, self._pairs(q, k, positions, scaling), scaling, self.config)
+        loss = pair_loss(self.hasher, q, k, self._pairs(q, k, positions, scaling), scaling, self.config)
         loss.backward()
         return loss.detach().masked_fill(bad, math.nan)
 
@@ -269,40 +269,3 @@ def _copied(module: nn.Module) -> dict[str, Tensor]:
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
-
-
-def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, scaling: float, config: TrainConfig) -> Tensor:
-    top, rest = pair_scores(hasher, q, k, pairs, config.precision)
-    if config.loss == "ranking":
-        slope = config.beta * (scaling if hasher.estimates_products else 1.0)
-        return ranking_loss(top, rest, pairs.valid, slope, config.alpha)
-    heads, valid = top.shape[1], torch.cat([torch.ones_like(top, dtype=torch.bool), pairs.valid], -1)
-    exact = (hasher.by_group(q.float()).sum(2) if heads == hasher.hkv else q.float()) @ k.float().repeat_interleave(
-        heads // hasher.hkv, 1
-    ).mT
-    at = torch.cat([pairs.top, pairs.rest.expand(*pairs.valid.shape)], -1)
-    rebuilt = squared_error if config.loss == "mse" else reconstruction_loss
-    return rebuilt(torch.cat([top, rest], -1), exact.gather(-1, at), valid)
-
-
-def pair_scores(
-    hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, precision: str = "fp32"
-) -> tuple[Tensor, Tensor]:
-    """Score the sampled tokens; only their keys are hashed, not the whole context's.
-
-    Args:
-        q: queries of the rows, [B, Hq, R, D]; k: all keys, [B, Hkv, T, D].
-        precision: see `TrainConfig`.
-    Returns: differentiable scores of `pairs.top` [B, H, R, A] and of `pairs.rest` [B, H, R, C], in the units given by
-        `LayerHasher.estimates_products`.
-    """
-    batch, heads, rows, drawn = pairs.top.shape
-    hkv, dim = k.shape[1], k.shape[-1]  # target heads of a group share keys
-    index = pairs.top.reshape(batch, hkv, -1, 1).expand(-1, -1, -1, dim)
-    tops = k.gather(2, index).view(batch, heads, -1, dim)
-    others = k.index_select(2, pairs.rest).repeat_interleave(heads // hkv, 1)
-    with torch.autocast(q.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        found = hasher.soft_queries(q), hasher.soft_keys(tops), hasher.soft_keys(others)
-    queries, top, rest = (x.float() for x in found)  # bfloat16 cannot count 257 bits
-    top = top.view(batch, heads, rows, drawn, -1)
-    return (top @ queries[..., None]).squeeze(-1), queries @ rest.transpose(-1, -2)
