@@ -235,7 +235,7 @@ def benchmark_lines(rng) -> None:
     path.write_bytes(b"\n".join(lines))
     read = found(lambda: read_lines([path], {"context", "question", name}, name), path.name)
     if read is not None:
-        assert len(read) == sum(bool(line.strip()) for line in path.read_text().split("\n"))
+        assert len(read) == sum(bool(line.strip()) for line in path.read_bytes().decode().split("\n"))
         assert all(row["context"].strip() and all(one.strip() for one in row[name]) and row[name] for row in read)
 
 

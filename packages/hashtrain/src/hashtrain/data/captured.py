@@ -8,8 +8,9 @@ training a layer maps only that layer's bytes.
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
 
+import math
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -70,7 +71,7 @@ class Capture:
     def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
         """Read k [1, Hkv, T, D] and the attention scaling. Raises: as `read`."""
         with open_tensors(self.file(context), _REMEDY) as file:
-            return file.get_tensor(f"k.{layer}"), float(file.metadata()[f"scaling.{layer}"])
+            return file.get_tensor(f"k.{layer}"), self._number(context, file, f"scaling.{layer}")
 
     def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
         """Read q [1, Hq, T, D], or only the queries of `rows`, int64 [R]: [1, Hq, R, D].
@@ -87,7 +88,16 @@ class Capture:
     def stride(self, context: int) -> int:
         """Return the distance of the rows whose queries are stored. Raises: as `read`."""
         with open_tensors(self.file(context), _REMEDY) as file:
-            return int((cast("dict[str, str] | None", file.metadata()) or {}).get(STRIDE, 1))
+            return int(self._number(context, file, STRIDE, "1"))
+
+    def _number(self, context: int, file: Any, name: str, otherwise: str = "none") -> float:
+        text = (cast("dict[str, str] | None", file.metadata()) or {}).get(name, otherwise)
+        try:
+            if 0 < float(text) < math.inf:
+                return float(text)
+        except ValueError:
+            pass
+        raise ValueError(f"{self.file(context)} is damaged: expected a {name} above 0, got {text}; {_REMEDY}")
 
     def values(self, context: int, layer: int) -> Tensor:
         """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read`."""
