@@ -9,7 +9,7 @@ import pytest
 import torch
 from hashtrain.data import corpus, texts
 from hashtrain.data.corpus import Document, contexts, far_contexts, held_out_sources, python_sources, split, token_ids
-from hashtrain.data.texts import LEAST, long_lines, read_texts, require_apart, room_for, shares
+from hashtrain.data.texts import LEAST, apart, long_lines, read_texts, room_for, shares
 from hashtrain.run.prepare import _texts
 from hashtrain.run.settings import TrainCommand
 from hashtrain.usage import UsageError
@@ -228,17 +228,19 @@ def test_a_readers_text_is_split_without_overlap_and_refused_if_it_repeats_itsel
     for passage in ("The same sentence, over and over again. ", "A line, over and over again.\n", "ab "):
         parts = split([Document("one", passage * 500)])
         with pytest.raises(ValueError, match="held-out part of one is also in what is trained on: it repeats itself"):
-            require_apart(*parts)
+            apart(*parts)
 
 
-def test_training_text_that_holds_the_held_out_text_is_refused():
+def test_training_text_that_holds_the_held_out_text_leaves_or_is_refused():
     lines = [f"a long enough line of prose, the number {number}" for number in range(20)]
     validation = [Document("validation", "\n".join(lines)), Document("short", "one line")]
-    require_apart([Document("other", "\n".join(line.upper() for line in lines))], validation)
-    require_apart([Document("quotes", "\n".join(lines[:9]))], validation)
+    other = [Document("other", "\n".join(x.upper() for x in lines)), Document("quotes", "\n".join(lines[:9]))]
     for copy in ("# a header\n" + "\n".join(lines), "\n".join(lines[:11]), " one line\n"):
+        assert apart([*other, Document("copy", copy)], validation) == apart(other, validation, given=True) == other
         with pytest.raises(ValueError, match="copy holds most of the held-out text"):
-            require_apart([Document("fine", "x"), Document("copy", copy)], validation)
+            apart([*other, Document("copy", copy)], validation, given=True)
+        with pytest.raises(ValueError, match="every text"):
+            apart([Document("copy", copy)], validation)
 
 
 def test_a_file_that_is_trained_on_and_held_out_is_named(tmp_path):
@@ -253,10 +255,8 @@ def test_contexts_of_calibration_are_as_long_as_the_reach():
     found = [torch.full((64,), number) for number in range(5)]
     long, short = Document("long", "0123456789" * 200), Document("short", "abc" * 20)
     for reach, wanted in ((128, 128), (200, 200), (1 << 20, 512)):
-        cut = far_contexts([short, long], letters, found, reach, 0)
-        assert [bytes(one.tolist()).decode() for one in cut] == [
-            long.text[n * wanted : (n + 1) * wanted] for n in range(3)
-        ]
+        cut = [bytes(one.tolist()).decode() for one in far_contexts([short, long], letters, found, reach, 0)]
+        assert cut == [long.text[n * wanted : (n + 1) * wanted] for n in range(3)]
     both = [one.tolist() for one in far_contexts([short], letters, found, 210, 0)]
     assert both == [[first + at // 64 for at in range(3 * 64)] for first in (0, 1, 2)]
     assert [len(one) for one in far_contexts([], letters, found, 1 << 20, 0)] == [320]

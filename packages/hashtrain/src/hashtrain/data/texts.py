@@ -92,12 +92,13 @@ def _files(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
 
 
-def require_apart(train: Sequence[Document], validation: Sequence[Document], given: bool = False) -> None:
-    """Reject a training document that equals a held-out one or contains most of its long lines, or all of one that was
-    cut from the same text.
+def apart(train: Sequence[Document], validation: Sequence[Document], given: bool = False) -> list[Document]:
+    """Return the training documents that hold no held-out one: results on training text would be meaningless.
 
-    Args: given: whether the held-out texts were, by --held-out-text, and not cut from those of training.
-    Raises: ValueError naming the first such pair: results on training text would be meaningless.
+    A document holds another if it equals it or contains most of its long lines, or all of one cut from the same text.
+
+    Args: given: whether the held-out texts were, by --held-out-text; training texts must then not hold them.
+    Raises: ValueError naming the first such pair, if `given` or if both were cut from the same text; if none is left.
     """
     texts = {document.text.strip(): document for document in validation}
     parts = {document.name: document for document in validation}
@@ -107,6 +108,7 @@ def require_apart(train: Sequence[Document], validation: Sequence[Document], giv
     for number, own in enumerate(long):
         for line in own if len(own) >= _FEW_LINES else ():
             lines.setdefault(line, set()).add(number)
+    kept: list[Document] = []
     for document in train:
         known = {line for line in long_lines(document.text) if line in lines}
         shared = collections.Counter(n for line in known for n in lines[line])
@@ -114,17 +116,23 @@ def require_apart(train: Sequence[Document], validation: Sequence[Document], giv
         if (part := parts.get(document.name)) and part.text.strip() in document.text:
             copies.append(part)
         same = texts.get(document.text.strip()) or next(iter(copies), None)
-        if same and same.name == document.name and given:
+        if not same:
+            kept.append(document)
+        elif same.name == document.name and given:
             what = "is in what is trained on and in --held-out-text: expected it in one"
             raise ValueError(f"{same.name} {what}; leave it out of the other")
-        if same and same.name == document.name:
+        elif same.name == document.name:
             what = "is also in what is trained on: it repeats itself, or two texts have that name"
             raise ValueError(f"the held-out part of {same.name} {what}; give another text, or --held-out-text")
-        if same:
+        elif given:
             raise ValueError(
                 f"{document.name} holds most of the held-out text {same.name}: expected texts that share no document; "
                 "remove the duplicate, or give another --held-out-text"
             )
+    if not kept:
+        what = "every text holds most of a held-out one, of the same texts"
+        raise ValueError(f"{what}: expected texts that share no document; give others, or --held-out-text")
+    return kept
 
 
 def long_lines(text: str) -> Iterator[str]:

@@ -67,8 +67,8 @@ def reading(selected: Tensor, always: Tensor) -> Tensor:
 def quality(p: Tensor, selected: Tensor, counts: Tensor, always: Tensor | None = None) -> Quality:
     """Compare selections with the targets given by attention probabilities.
 
-    IoU and recall cover the tokens that are searched for; the mass covers all tokens that a row reads, divided by that
-    of the best `counts` tokens.
+    IoU and recall cover the tokens that are searched for, and are 1 in rows that search for none; the mass covers all
+    tokens that a row reads, divided by that of the best `counts` tokens.
 
     Args:
         p: [B, H, R, T], -1 for invisible tokens.

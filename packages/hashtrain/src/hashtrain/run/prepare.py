@@ -16,7 +16,7 @@ from hashtrain.data.capture import context_key, free_disk, weights_hash
 from hashtrain.data.captured import ALL, ROWS
 from hashtrain.data.corpus import far_contexts, held_out_sources, numbered_contexts, python_sources, split
 from hashtrain.data.offsets import longest_of, reach_of
-from hashtrain.data.texts import read_texts, require_apart, room_for
+from hashtrain.data.texts import apart, read_texts, room_for
 from hashtrain.demo import base_model
 from hashtrain.device import here
 from hashtrain.evaluation.calibration import MAX_CONTEXTS
@@ -147,7 +147,7 @@ def _texts(
         validation = held_out_sources()
     held = numbered_contexts(validation, tokenizer, command.context, command.held_out, command.seed)
     used = [validation[number] for number in sorted({number for number, _ in held})]
-    require_apart(train, used, given=bool(command.held_out_text))
+    train = apart(train, used, given=bool(command.held_out_text))
     found = numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)
     given = collections.Counter(train[number].corpus for number, _ in found)
     names = [path.name if path.exists() else str(path) for path in command.text]
