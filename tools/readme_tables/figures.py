@@ -21,10 +21,10 @@ METHODS = {
 }
 """Methods of the overview: their name and colour, in the order of the legend."""
 WAYS = {
-    "llama.cpp": ("llama.cpp, its 4-bit file", "#0072b2", "-"),
+    "llama.cpp": ("llama.cpp, AVX2, 4-bit file", "#0072b2", "-"),
     "transformers": ("transformers", "#4d4d4d", "-"),
     "exact": ("ours, exact", "#cc79a7", "-"),
-    "sparse prompt": ("ours, sparse", GREEN, "-"),
+    "sparse prompt": ("ours, all sparse", GREEN, "-"),
     "session": ("ours, asked again", GREEN, ":"),
 }
 """Ways to answer: their name, colour and style."""
@@ -49,9 +49,9 @@ def overview(results: pathlib.Path) -> Figure:
     for method, (label, colour) in METHODS.items():
         place, marker = ([100 * step_share(run, method)], [value(run, method, "kl")]), "D" if method == OURS else "o"
         right.plot(*place, label=label, color=colour, marker=marker, linestyle="", markersize=8)
-    _finish(right, "bytes requested by a layer's step, % of dense attention's", "KL from dense, nats")
-    right.set(xlim=(1.5, 80), ylim=(0.004, 0.5))
-    _ticks(right, {n: str(n) for n in (2, 5, 10, 20, 50)}, (0.01, 0.02, 0.05, 0.1, 0.2))
+    _finish(right, "bytes read by a layer's step, % of dense attention's", "KL from dense, nats")
+    right.set(xlim=(1.5, 40), ylim=(0.01, 0.5))
+    _ticks(right, {n: str(n) for n in (2, 5, 10, 20, 40)}, (0.01, 0.02, 0.05, 0.1, 0.2))
     of = f"{run.config['context']:,} tokens, {100 * run.config['budgets'][0]:g} % selected"
     right.set_title(f"{NAMES[run.config['model']]}, English, {of}", fontsize=9)
     for axes in (left, right):
