@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from evals.metrics import mean_estimates, mean_kl, perplexity, token_losses
+from evals.metrics import mean_estimates, mean_kl, token_losses
 from evals.synthetic import NEEDLE, QUESTION, assignment, prose
 from evals.text import common_prefix, edit_similarity, holds, rouge_l, words
 from hashtrain.demo import demo_model_path
@@ -22,11 +22,6 @@ def log(*rows):
 def test_token_losses_are_minus_log_of_the_target():
     found = token_losses(log([0.5, 0.25, 0.25], [0.125, 0.125, 0.75]), torch.tensor([1, 0]))
     assert found.tolist() == pytest.approx([math.log(4), math.log(8)], abs=EXACT)
-
-
-def test_perplexity_weights_documents_by_tokens():
-    # One token of loss ln 2 and three of ln 4: (2 x 4^3)^(1/4) = 2^(7/4).
-    assert perplexity([math.log(2), math.log(4)], [1, 3]) == pytest.approx(2**1.75)
 
 
 def test_kl_of_two_coins():

@@ -123,19 +123,14 @@ METHODS: dict[str, str] = {
 """Every method that a task can measure, and what it is; `evals list` prints it."""
 NAMES = tuple(METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
-RIVAL_NAMES = tuple(RIVALS)
-"""Methods reimplemented from other papers. They choose their own number of tokens: compare them by measured density."""
-ABLATION_NAMES = tuple(recipe.name for recipe in (*ABLATIONS, *EXACT))
-"""Hashers that `hashtrain --only all` makes in addition to the default ones."""
-_RARE = (*RIVAL_NAMES, *ABLATION_NAMES)
+_RARE = (*RIVALS, *(recipe.name for recipe in (*ABLATIONS, *EXACT)))
 DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not in _RARE)
 _ONE_FORM = tuple(name for name, rival in RIVALS.items() if not rival.for_both_heads)
 SELECTION_NAMES = tuple(n for n in SPARSE_NAMES if not n.endswith(REMAINDER) and n not in _ONE_FORM)
 """Methods that differ in what they select, for either kind of head; the others differ in what they do with it."""
 SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in _RARE)
-PLANES = ("planes", "planes" + REMAINDER)
 _HASHED = {recipe.name for recipe in ALL}
-OURS = (*PLANES, "transform", "transform" + REMAINDER)
+OURS = ("planes", "planes" + REMAINDER, "transform", "transform" + REMAINDER)
 
 
 def in_table(name: str) -> str:

@@ -32,12 +32,6 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return found
 
 
-def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> float:
-    """Return the token-weighted perplexity of documents with these mean losses (nats) and token counts."""
-    total = sum(loss * count for loss, count in zip(losses, tokens, strict=True))
-    return math.exp(total / sum(tokens))
-
-
 def mean_kl(reference: Tensor, other: Tensor) -> float:
     """Return the mean over rows of KL(reference || other), in nats, for logits [R, V] of any float type."""
     total = torch.zeros((), dtype=torch.float64, device=reference.device)

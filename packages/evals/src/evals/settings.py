@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import tyro
 from hashtrain.config import RECENT, SINK
-from hashtrain.demo import DEMO, model_path
+from hashtrain.demo import DEMO
 from hashtrain.usage import UsageError, did_you_mean, require_counts, require_device_name, require_seed
 
 from evals.methods import DEFAULT_NAMES, DENSE, SPARSE_NAMES, known
@@ -135,11 +135,6 @@ class MethodsCommand:
             raise UsageError(f"--methods needs one of {', '.join(SPARSE_NAMES)} beside dense")
         if self.prompt == "sparse" and not self.dense_prompt:
             raise UsageError("--prompt sparse needs rows before the evaluated ones; in ppl, add --phase decode")
-
-    @property
-    def model_path(self) -> str:
-        """The argument of `from_pretrained`."""
-        return model_path(self.model)
 
     @property
     def always(self) -> Always:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from hashtrain.config import ModelShape
 from hashtrain.data.offsets import longest_of
+from hashtrain.demo import model_path
 from hashtrain.device import device_for
 from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model, require_vocabulary
@@ -50,7 +51,7 @@ def load_model_and_methods(command: MethodsCommand, task: str) -> Ready:
     device = device_for(command.device, 0)
     dtype = None if command.dtype == "auto" else getattr(torch, command.dtype)
     require_dtype(device, dtype)
-    model, tokenizer = load_model(command.model_path, dtype, str(device))
+    model, tokenizer = load_model(model_path(command.model), dtype, str(device))
     require_dtype(device, model.dtype)  # what `auto` selected
     shape = ModelShape.of(model.config)
     if beyond := [layer for layer in command.dense_at if layer >= shape.num_layers]:

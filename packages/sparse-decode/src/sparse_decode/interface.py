@@ -257,7 +257,7 @@ class AttentionCall:
             self.mask = self.mask if self.mask is None or is_interval(self.mask) else self.mask[..., :end]
         interval = intervals_of(self.mask, q.shape[2], end)
         interval = interval if interval is None or not first else interval[:, first:]
-        if readable(q) and layer.all_dense(end):
+        if readable(q) and end < layer.budget.dense_below:
             layer.count_dense(q[:, :, first:], interval, end)
             self._learn()
             return self._densely()
@@ -334,7 +334,7 @@ class AttentionCall:
                     f"{tuple(key.shape)}; leave this model dense"
                 )
             if not coded and layer.hashes is not None:
-                layer.hashes.require_heads(layer.layer, key)  # codes of now are refused when they are made
+                layer.hashes.of_keys(layer.layer, key)  # codes of now are refused when they are made
             codes = cast(Tensor, held.codes).shape[1] if coded else key.shape[1]
             if codes not in (key.shape[1], query.shape[1]):
                 raise ValueError(

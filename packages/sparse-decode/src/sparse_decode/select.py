@@ -48,11 +48,6 @@ class Rows:
     recent: int = 0
 
     @property
-    def by_head(self) -> Tensor:
-        """`counts` as int64 [B, 1, Q] or, with a budget by head, [B, H, Q]."""
-        return self.counts if self.counts.ndim == 3 else self.counts[:, None]
-
-    @property
     def visible(self) -> Tensor:
         """Which tokens each row sees, bool [B or 1, 1, Q, N]."""
         return visible(self.span, self.k.shape[2])
@@ -178,7 +173,7 @@ class HashSelector:
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
         if not isinstance(self.hasher, Hasher):
             return self.hasher.encode_keys(layer, k)
-        own = self._of_keys(layer, k)
+        own = self.of_keys(layer, k)
         if encode_cuda.supports(own, k):
             heads, words = code_shape(own.layer, self.per_query_head)
             codes = k.new_empty(k.shape[0], heads, k.shape[2], words, dtype=torch.int32)
@@ -208,7 +203,7 @@ class HashSelector:
 
         Returns: whether one operator does this; if not, nothing was written.
         """
-        if not self.is_ours or not encode_cuda.supports(own := self._of_keys(layer, k), k):
+        if not self.is_ours or not encode_cuda.supports(own := self.of_keys(layer, k), k):
             return False
         encode_cuda.tokens(own, self.per_query_head, k, codes, at)
         return True
@@ -219,7 +214,7 @@ class HashSelector:
 
         Returns: planes and weights as `encode_queries`; None if one operator does not do it: nothing was written.
         """
-        if not self.is_ours or not encode_cuda.supports(own := self._of_keys(layer, k), k):
+        if not self.is_ours or not encode_cuda.supports(own := self.of_keys(layer, k), k):
             return None
         return encode_cuda.tokens(own, self.per_query_head, k, codes, q=q)
 
@@ -227,7 +222,7 @@ class HashSelector:
         """Whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph can contain."""
         return self.is_ours and x.device.type == "cuda" and encode_cuda.supports(self.placed(layer, x.device), x)
 
-    def _of_keys(self, layer: int, k: Tensor) -> Placed:
+    def of_keys(self, layer: int, k: Tensor) -> Placed:
         """Return a layer on the device of its keys [B, Hkv, T, D], after checking their heads."""
         own = self.placed(layer, k.device)
         if k.shape[1] != own.layer.hkv:
@@ -237,16 +232,12 @@ class HashSelector:
             )
         return own
 
-    def require_heads(self, layer: int, k: Tensor) -> None:
-        """Raise ValueError if our hasher is for another number of KV heads than that of keys [B, Hkv, T, D]."""
-        if self.is_ours:
-            self._of_keys(layer, k)
-
     def select(self, rows: Rows) -> Tensor:
         if rows.codes is None:
             raise ValueError("a hash selector needs the codes of the keys, got None")
         planes, weights = self.encode_queries(rows.layer, rows.q)
-        keys, counts = rows.codes[:, :, None], rows.by_head.expand(planes.shape[:3])
+        counts = rows.counts if rows.counts.ndim == 3 else rows.counts[:, None]
+        keys, counts = rows.codes[:, :, None], counts.expand(planes.shape[:3])
         starts, lengths = (x[:, None] for x in rows.span.unbind(-1))
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index"}
         return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, **how)[1]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hashtrain.demo import DEMO, model_path
+from hashtrain.demo import DEMO
 from hashtrain.usage import UsageError, require_counts, require_device_name
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -44,8 +44,3 @@ class GenerateCommand:
         require_device_name(self.device)
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}; 0.02 selects 2 %")
-
-    @property
-    def model_path(self) -> str:
-        """The argument of `from_pretrained`."""
-        return model_path(self.model)

@@ -93,10 +93,6 @@ class SparseLayer:
         step = rows == 1 < n and (torch.compiler.is_compiling() or not prompting.get())
         return 0 if step else rows
 
-    def all_dense(self, n: int) -> bool:
-        """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
-        return n < self.budget.dense_below
-
     def count_dense(self, q: Tensor, interval: Tensor | None, n: int) -> None:
         """Count rows of q [B, Hq, Q, D] that were dense because of `dense_below`, as `step` has their intervals."""
         interval = causal(len(q), q.shape[2], n, q.device) if interval is None else interval.expand(len(q), -1, -1)

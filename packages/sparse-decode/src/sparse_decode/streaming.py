@@ -11,6 +11,7 @@ from typing import Any, TextIO, cast
 import torch
 from hashtrain import Hasher
 from hashtrain.data.corpus import token_ids
+from hashtrain.demo import model_path
 from hashtrain.device import device_for
 from hashtrain.models import load_model, require_vocabulary, text_decoder
 from hashtrain.usage import UsageError, require_plain_file
@@ -112,7 +113,7 @@ def _loaded(command: GenerateCommand) -> tuple[PreTrainedModel, PreTrainedTokeni
     kind = command.dtype or ("bfloat16" if device.type == "cuda" else "auto")
     dtype = None if kind == "auto" else getattr(torch, kind)
     require_dtype(device, dtype)
-    model, tokenizer = load_model(command.model_path, dtype, str(device))
+    model, tokenizer = load_model(model_path(command.model), dtype, str(device))
     require_dtype(device, model.dtype)  # what `auto` selected
     return model, tokenizer
 

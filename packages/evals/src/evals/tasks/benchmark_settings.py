@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import tyro
+from hashtrain.demo import model_path
 from hashtrain.usage import UsageError, require_counts
 
 from evals.settings import Methods, MethodsCommand, each_once, each_positive
@@ -118,7 +119,7 @@ class RulerBenchmarkCommand(BenchmarkCommand):
     def metadata(self) -> dict[str, Any]:
         from hashtrain.adapters import tokenizer_of  # imported here: it loads torch, which `--help` does not need
 
-        return {"tokenizer": tokenizer_of(self.model_path), "max_seq_lengths": list(self.lengths)}
+        return {"tokenizer": tokenizer_of(model_path(self.model)), "max_seq_lengths": list(self.lengths)}
 
 
 @dataclass(frozen=True)

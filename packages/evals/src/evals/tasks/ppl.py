@@ -22,7 +22,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from evals.attending import attending
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod, in_table
-from evals.metrics import Estimate, mean_estimates, mean_kl, perplexity, token_losses
+from evals.metrics import Estimate, mean_estimates, mean_kl, token_losses
 from evals.results import Result, Row
 from evals.settings import Always, Phase, Prompt
 from evals.setup import Ready, Sample, each_document, finish, load_with_documents, rows_of
@@ -95,7 +95,7 @@ def measure(
     Args:
         ids: int64 [T]; scored: number of last tokens to score; None: `scored_by_default`.
         phase: which rows are sparse: all, or those after a dense prompt.
-    Returns: `scored`, `dense` {nll} and `cells`, in order, with nll and kl (nats per token) and density; for methods
+    Returns: `dense` {nll} and `cells`, in order, with nll and kl (nats per token) and density; for methods
         that sample also `empty`, the share of sampled rows and heads that drew nothing.
     """
     scored = scored_by_default(len(ids)) if scored is None else scored
@@ -125,7 +125,7 @@ def measure(
         empty = {} if attended.empty is None else {"empty": attended.empty}
         found.append({**cell._asdict(), **measured, **empty})
         step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
-    return {"scored": scored, "dense": dense, "cells": found}
+    return {"dense": dense, "cells": found}
 
 
 def _loss(logits: Tensor, targets: Tensor, whose: str) -> float:
@@ -180,7 +180,6 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
     build = rows_of(command, ready, command.phase, len(samples))
     dense = [sample["dense"]["nll"] for sample in samples]
     of = {cell: [sample["cells"][i] for sample in samples] for i, cell in enumerate(cells)}
-    tokens = [sample["scored"] for sample in samples]
     n = len(samples)
 
     def row(cell: Cell, metric: str, estimate: Estimate, **more: Any) -> Row:
@@ -194,8 +193,7 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         loss, divergence, over = mean_estimates(list(zip(nll, kl, excess, strict=True)), (-math.inf, 0, -math.inf))
         yield row(cell, "nll", loss)
         yield row(cell, "kl", divergence)
-        # All contexts have the same number of scored tokens, so the interval of the mean loss is token-weighted.
-        yield row(cell, "perplexity", Estimate(perplexity(nll, tokens), *_exp(loss)[1:]))
+        yield row(cell, "perplexity", _exp(loss))  # all contexts have the same number of scored tokens
         yield row(cell, "perplexity_ratio", _exp(over))
 
     yield from single(Cell(DENSE, "visible", 1.0), dense, [0.0] * n)

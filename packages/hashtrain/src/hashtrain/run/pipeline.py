@@ -12,7 +12,7 @@ from rich.console import Console
 import hashtrain
 from hashtrain.config import RECENT, SINK, HasherConfig
 from hashtrain.data.capture import output_projections
-from hashtrain.demo import DEMO, base_model
+from hashtrain.demo import DEMO, base_model, model_path
 from hashtrain.device import here
 from hashtrain.evaluation.cost import MOST_CONTEXTS, STEP_CONTEXTS, head_shares, layer_costs, layer_shares, steps_of
 from hashtrain.evaluation.metrics import means
@@ -54,7 +54,8 @@ def _run(command: TrainCommand, console: Console) -> dict[str, Any]:
     with locked(command.out):
         begin(command.out, as_toml(command), {path.name for job in jobs for path in (job.finished, job.unfinished)})
         # Not bound to a name: `loaded` is to hold the only copy, which `_train` frees.
-        save_tensors(output_projections(loaded(command.model_path, str(here(prepared.device)))[0]), jobs[0].outputs)
+        at = model_path(command.model), str(here(prepared.device))
+        save_tensors(output_projections(loaded(*at)[0]), jobs[0].outputs)
         for wave in prepared.waves:
             _train(prepared, jobs, wave, console)
         metrics = _settings(prepared)
@@ -130,7 +131,7 @@ def _train(prepared: Prepared, jobs: Sequence[LayerJob], wave: range, console: C
         of.drop(numbers)
     lots = [(of, of.lacking(numbers)) for of, numbers in every]  # the longest first
     with tracking(console, sum(len(numbers) for _, numbers in lots)) as advance:
-        make_all(command.model_path, lots, prepared.workers, advance)
+        make_all(model_path(command.model), lots, prepared.workers, advance)
     loaded.cache_clear()  # free the model's memory for training
     steps = sum(max(0, wave.stop - job.steps_done) * job.recipe.trained for job in mine)
     with tracking(console, steps + last * len(mine)) as advance:
@@ -172,7 +173,7 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
     if not coded:
         return {}
     device = here(prepared.device)
-    model, _ = loaded(command.model_path, str(device))
+    model, _ = loaded(model_path(command.model), str(device))
     train = prepared.train
     first = train.contexts[: min(max(STEP_CONTEXTS, train.corpora), MOST_CONTEXTS)]
     steps = steps_of(model, first, command.seed, prepared.reach)

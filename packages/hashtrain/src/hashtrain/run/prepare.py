@@ -17,7 +17,7 @@ from hashtrain.data.captured import ALL, ROWS
 from hashtrain.data.corpus import far_contexts, held_out_sources, numbered_contexts, python_sources, split
 from hashtrain.data.offsets import longest_of, reach_of
 from hashtrain.data.texts import apart, read_texts, room_for
-from hashtrain.demo import base_model
+from hashtrain.demo import base_model, model_path
 from hashtrain.device import here
 from hashtrain.evaluation.calibration import MAX_CONTEXTS
 from hashtrain.hasher import require_own
@@ -67,7 +67,7 @@ def prepare(command: TrainCommand) -> Prepared:
     """
     placed = here(command.device)
     device = command.device if command.device.startswith("cuda") else placed.type
-    model, tokenizer = loaded(command.model_path, str(placed))
+    model, tokenizer = loaded(model_path(command.model), str(placed))
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)
     reach = reach_of(model.config, command.context, command.reach)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hashtrain.demo import DEMO, model_path
+from hashtrain.demo import DEMO
 from hashtrain.run.recipes import ALL, RECIPES, Recipe
 from hashtrain.usage import UsageError, did_you_mean, require_counts, require_device_name, require_seed
 
@@ -109,8 +109,3 @@ class TrainCommand:
         groups = {"default": RECIPES, "all": ALL}
         named = {*self.only, *(c.name for group in self.only for c in groups.get(group, ()))}
         return [c for c in ALL if c.name in named]
-
-    @property
-    def model_path(self) -> str:
-        """The argument of `from_pretrained`."""
-        return model_path(self.model)

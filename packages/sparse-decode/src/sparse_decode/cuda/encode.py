@@ -71,7 +71,7 @@ def hash_tokens(
         key_weights, query_weights: without gaps, see `encode_weights.NAMES`.
         digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
         bits, group, planes, join: those of `How`.
-    Returns: planes of the queries, int32 of shape `planes_shape(q, how)`; empty without queries.
+    Returns: planes of the queries, int32 [B, H / group / join, T, P, join bits / 32]; empty without queries.
     """
     how = How(bits, group, planes, join)
     x, found, side = cast(Tensor, k if q is None else q), _empty_planes(k, q, how), cast(Side, None)
@@ -118,16 +118,11 @@ def _blocks(x: Tensor, side: Side) -> int:
     return max(x.shape[1], side.functions.heads)
 
 
-def planes_shape(x: Tensor, how: How) -> tuple[int, ...]:
-    """Return the shape of the planes of queries [B, H, T, D]: [B, H / group / join, T, P, join bits / 32]."""
-    heads, slots = x.shape[1] // (how.group * how.join), how.planes or how.group.bit_length()
-    return x.shape[0], heads, x.shape[2], slots, how.join * how.bits // 32
-
-
 def _empty_planes(k: Tensor | None, q: Tensor | None, how: How) -> Tensor:
     if q is None:
         return cast(Tensor, k).new_empty(0, dtype=torch.int32)
-    return q.new_empty(*planes_shape(q, how), dtype=torch.int32)
+    heads, slots = q.shape[1] // (how.group * how.join), how.planes or how.group.bit_length()
+    return q.new_empty(q.shape[0], heads, q.shape[2], slots, how.join * how.bits // 32, dtype=torch.int32)
 
 
 operator(
