@@ -154,12 +154,11 @@ def test_scores_are_inner_products_of_levels_and_quantised_weights(per_query_hea
     q = q[:, :, :9]
     planes, weights = layer.encode_queries(q, per_query_head)
     found = hashcore.score(planes, layer.encode_keys(k, per_query_head)[:, :, None], weights=weights)
-    laid = layer.layout()
     z = layer.key(k)
-    level = (2 * (z / 2).floor() + 1).maximum(-laid.limit[:, None]).minimum(laid.limit[:, None])
-    group = (level + laid.limit[:, None]) / 2
-    spread = laid.coordinate[None, :, None].expand(1, 2, k.shape[2], -1)
-    bits = (group.gather(-1, spread).long() // laid.power[:, None].long()) % 2
+    level = (2 * (z / 2).floor() + 1).maximum(-layer.limit[:, None]).minimum(layer.limit[:, None])
+    group = (level + layer.limit[:, None]) / 2
+    spread = layer.coordinate[None, :, None].expand(1, 2, k.shape[2], -1)
+    bits = (group.gather(-1, spread).long() // layer.power[:, None].long()) % 2
     levels, _ = hashcore.quantise(layer.query_weight(q, per_query_head), 5)
     signs = bits.repeat_interleave(2 if per_query_head else 1, 1) * 2 - 1
     torch.testing.assert_close(found.float(), (levels.float() @ signs.float().mT + 64 * 31) / 2)
@@ -182,7 +181,8 @@ def test_a_layout_goes_where_its_layer_goes_and_survives_inference_mode():
         assert torch.equal(copied.encode_keys(torch.ones(1, 2, 3, 16)), codes)
     layer.requires_grad_(True)
     layer.soft_keys(torch.ones(1, 2, 3, 16)).sum().backward()  # codes made in inference mode can be trained
-    assert {x.device.type for x in transform().to("meta").layout()} == {"meta"}
+    moved = transform().to("meta")
+    assert {x.device.type for x in (moved.coordinate, moved.power, moved.limit)} == {"meta"}
 
 
 def test_impossible_digits_of_a_file_are_refused(tmp_path):

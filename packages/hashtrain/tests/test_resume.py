@@ -142,18 +142,6 @@ def test_a_second_run_in_the_same_folder_is_one_sentence(arguments, tmp_path, ca
     assert "another run is working in" in capsys.readouterr().err
 
 
-def test_half_written_files_of_killed_runs_are_swept_away(tmp_path):
-    left = ".hashcore-0123456789abcdef"
-    ours = [f"{left}/metrics.json", f"planes/{left}/config.json", f".work/train/{left}/.00001.safetensors"]
-    theirs = ["notes.txt", ".hidden", "planes/config.json", ".work/train/00000.safetensors", ".hashcore-notes/mine"]
-    for name in (*ours, *theirs):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    with locked(tmp_path):
-        assert not any((tmp_path / name).parent.exists() for name in ours)
-        assert all((tmp_path / name).exists() for name in theirs)
-
-
 SHAPE = ModelShape(2, 4, 2, 32)
 
 

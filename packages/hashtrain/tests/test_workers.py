@@ -13,8 +13,6 @@ import torch
 from hashtrain import ModelShape, device
 from hashtrain.device import device_for, here
 from hashtrain.run import waves, workers
-from hashtrain.run.prepare import workers_of
-from hashtrain.run.settings import TrainCommand
 from hashtrain.run.workers import run_jobs
 from hashtrain_runs import model_and_text
 from safetensors.torch import load_file
@@ -62,8 +60,8 @@ def test_each_worker_has_a_device_of_its_own(monkeypatch):
     for wanted in ("cuda:2", f"cuda:{10**30}"):
         with pytest.raises(ValueError, match=f"{wanted} does not exist: this machine has 2 CUDA devices, cuda:0"):
             device_for(wanted, 0)
-    assert workers_of(TrainCommand(), "cuda") == 2
-    assert workers_of(TrainCommand(), "cuda:1") == 1
+    assert workers.default_workers("cuda") == 2
+    assert workers.default_workers("cuda:1") == 1
 
 
 def test_an_error_or_a_killed_worker_stops_the_others_and_is_one_sentence(monkeypatch):

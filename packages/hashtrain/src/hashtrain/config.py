@@ -137,7 +137,7 @@ def _is_text(value: object) -> bool:
 
 def _require_size(name: str, value: Any) -> None:
     if type(value) is not int or not 1 <= value <= 1 << 20:
-        raise ValueError(f"{name} must be an integer of 1 or more, got {value!r}")
+        raise ValueError(f"{name} must be an integer from 1 to {1 << 20}, got {value!r}")
 
 
 def _heads(config: Any) -> tuple[int, int, int]:

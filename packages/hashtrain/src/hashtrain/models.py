@@ -104,7 +104,8 @@ def load_config(name: str) -> PretrainedConfig:
         if not (Path(name) / "config.json").is_file():
             raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
         _require_plain_files(Path(name))
-        if "variant" in (found := read_json_object(Path(name) / "config.json", _REMEDY)) and "model_type" not in found:
+        found = read_json_object(Path(name) / "config.json", _REMEDY, strict=False)
+        if "variant" in found and "model_type" not in found:
             raise ValueError(f"{name} is a hasher, expected a model; hashers are given by --hashers or --hasher")
     elif ("/" in name or name.startswith(".")) and not _is_hub_id(name):
         raise ValueError(f"model folder not found: expected a Hugging Face model at {name}")
@@ -230,7 +231,7 @@ def _require_plain_files(folder: Path) -> None:
                 raise ValueError(f"{index} names the file {name!r}, {wanted}; {_REMEDY}")
     if not (config := folder / "config.json").is_file():
         return  # an adapter
-    name = read_json_object(config, _REMEDY).get("transformers_weights")
+    name = read_json_object(config, _REMEDY, strict=False).get("transformers_weights")  # some hold Infinity
     if name is not None and not _is_own_file(name):
         raise ValueError(
             f"{config} names the weights {name!r} (transformers_weights), expected a file of its folder; {_REMEDY}"

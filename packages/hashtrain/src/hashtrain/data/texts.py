@@ -43,6 +43,8 @@ class Document:
     text: str
     corpus: int = 0
     """Index of the path it was read from; contexts are drawn from all paths in turn."""
+    cut: bool = False
+    """Whether `split` cut it from a text whose other part is used, too."""
 
 
 def read_texts(paths: list[Path], room: int | None = None, seed: int = 0) -> list[Document]:
@@ -101,7 +103,7 @@ def apart(train: Sequence[Document], validation: Sequence[Document], given: bool
     Raises: ValueError naming the first such pair, if `given` or if both were cut from the same text; if none is left.
     """
     texts = {document.text.strip(): document for document in validation}
-    parts = {document.name: document for document in validation}
+    parts = {document.name: document for document in validation if document.cut}
     lines: dict[str, set[int]] = {}
     long = [list(long_lines(document.text)) for document in validation]
     wanted = [set(own) for own in long]
@@ -121,7 +123,7 @@ def apart(train: Sequence[Document], validation: Sequence[Document], given: bool
         elif same.name == document.name and given:
             what = "is in what is trained on and in --held-out-text: expected it in one"
             raise ValueError(f"{same.name} {what}; leave it out of the other")
-        elif same.name == document.name:
+        elif same.name == document.name and same.cut:
             what = "is also in what is trained on: it repeats itself, or two texts have that name"
             raise ValueError(f"the held-out part of {same.name} {what}; give another text, or --held-out-text")
         elif given:

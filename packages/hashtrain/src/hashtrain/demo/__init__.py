@@ -18,4 +18,4 @@ def model_path(name: str) -> str:
 
 def base_model(name: str) -> str:
     """Name the base model in an artefact: a full hub id, or a local folder without its path."""
-    return "hashtrain demo" if name == DEMO else Path(name).name if Path(name).is_dir() else name
+    return "hashtrain demo" if name == DEMO else Path(name).absolute().name if Path(name).is_dir() else name

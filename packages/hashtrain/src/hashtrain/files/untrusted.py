@@ -39,13 +39,13 @@ def parse_json(text: str, strict: bool = True) -> Any:
     return found
 
 
-def read_json_object(path: Path, remedy: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a strict JSON object of at most `limit` bytes.
+def read_json_object(path: Path, remedy: str, limit: int = MAX_JSON_BYTES, strict: bool = True) -> dict[str, Any]:
+    """Read a JSON object of at most `limit` bytes; `strict` as in `parse_json`.
 
     Raises: ValueError naming the file and the remedy if it is anything else; FileNotFoundError if it does not exist.
     """
     try:
-        found = parse_json(read_text(path, limit))
+        found = parse_json(read_text(path, limit), strict)
     except ValueError as error:  # includes decoding errors
         raise ValueError(f"{path} is corrupt ({error}); {remedy}") from error
     if not isinstance(found, dict):

@@ -22,17 +22,6 @@ CONTEXTS = 16
 """Number of contexts that a start is computed from."""
 
 
-class Layout(NamedTuple):
-    """The digit that each bit of a code stands for, per KV head."""
-
-    coordinate: Tensor
-    """int64 [Hkv, bits]."""
-    power: Tensor
-    """float32 [Hkv, bits]: 1, 2, 4, ..., in descending order."""
-    limit: Tensor
-    """float32 [Hkv, C]: levels are odd integers from -limit to limit."""
-
-
 class Transform(LayerHasher):
     """Binary digits of a key's coordinates, more where keys vary more; a query weighs each digit by its power.
 
@@ -43,8 +32,11 @@ class Transform(LayerHasher):
     digits: Tensor
     """Binary digits of each coordinate, float32 [Hkv, C]: integers that sum to `bits`. Set only by loading a state."""
     coordinate: Tensor
+    """Of the digit that each bit of a code stands for, per KV head: int64 [Hkv, bits]."""
     power: Tensor
+    """Its value: 1, 2, 4, ..., float32 [Hkv, bits], in descending order."""
     limit: Tensor
+    """Levels are odd integers from -limit to limit: float32 [Hkv, C]."""
 
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
@@ -55,7 +47,7 @@ class Transform(LayerHasher):
         self.query: SkipMlp = SkipMlp(r.repeat_interleave(self.group, 0), config.hidden, generator)
         shared = even(coordinates, self.bits)
         self.register_buffer("digits", shared.repeat(self.hkv, 1))
-        for name in Layout._fields:
+        for name in ("coordinate", "power", "limit"):
             self.register_buffer(name, None, persistent=False)
         self._lay_out()
         self.register_load_state_dict_post_hook(_lay_out)
@@ -93,16 +85,12 @@ class Transform(LayerHasher):
         self.power = (1 << powers)[at[:, 1]].view(self.hkv, -1).float()
         self.limit = ((1 << self.digits.long()) - 1).float()
 
-    def layout(self) -> Layout:
-        """Return which digit each bit stands for."""
-        return Layout(self.coordinate, self.power, self.limit)
-
     def query_weight(self, q: Tensor, per_query_head: bool = False) -> Tensor:
         """Return the weight of each bit: [B, Hq, T, D] -> [B, Hkv, T, bits], or [B, Hq, T, bits] per query head."""
-        found, laid = self.query(q), self.layout()
+        found = self.query(q)
         found = found if per_query_head else self.by_group(found).sum(2)
         repeats = found.shape[1] // self.hkv
-        coordinate, power = (x.repeat_interleave(repeats, 0) for x in (laid.coordinate, laid.power))
+        coordinate, power = (x.repeat_interleave(repeats, 0) for x in (self.coordinate, self.power))
         return found.gather(-1, _spread(coordinate, found)) * power[:, None]
 
     def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
@@ -117,8 +105,8 @@ class Transform(LayerHasher):
 
     def soft_keys(self, k: Tensor) -> Tensor:
         with torch.autocast(k.device.type, enabled=False):  # keys are centred after the product: too fine for bfloat16
-            z, laid = self.key(k), self.layout()
-        return digits(z, _spread(laid.coordinate, z), laid.power[:, None], laid.limit[:, None])
+            z = self.key(k)
+        return digits(z, _spread(self.coordinate, z), self.power[:, None], self.limit[:, None])
 
 
 def _lay_out(loaded: Any, _: object) -> None:
@@ -233,12 +221,7 @@ def allocate(variances: Tensor, bits: int, most: int = MAX_DIGITS) -> Tensor:
         variances: float64 [C]; bits: at most `MAX_DIGITS` per coordinate.
         most: bits per coordinate; raised if they would not have room for all bits.
     Returns: float64 [C], integers that sum to `bits`.
-    Raises: ValueError if there are more than `MAX_DIGITS` bits per coordinate.
     """
-    if bits > MAX_DIGITS * len(variances):
-        raise ValueError(
-            f"{len(variances)} coordinates hold at most {MAX_DIGITS * len(variances)} bits, got {bits}; use fewer bits"
-        )
     most = max(most, math.ceil(bits / len(variances)))
     left = torch.tensor((1.0, *DISTORTIONS), dtype=torch.float64)
     saved = torch.cat([left[:-1] - left[1:], torch.zeros(1, dtype=torch.float64)])  # by the next digit

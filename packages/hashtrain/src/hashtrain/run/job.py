@@ -22,13 +22,11 @@ from hashtrain.layers import LayerHasher
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import held_out_rows, training_of
+from hashtrain.run.workers import Report
 from hashtrain.training.checkpoint import load_stored, save_stored, steps_in
 from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training, interval_of
-
-Report = Callable[..., None]
-"""Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,7 @@ class LayerJob:
     data: Capture
     validation: Capture
     source: str
-    """Identity of the captured data as JSON; part of `key`, because it decides the result."""
-    folder: Path
-    """Where checkpoints and finished layers go."""
-    outputs: Path
-    """The model's output projections (`hashtrain.data.capture.output_projections`)."""
+    """A digest of the captured data; part of `key`, because it decides the result."""
     device: str = "cpu"
     far: Capture | None = None
     """The contexts of calibration; None: those of training."""
@@ -88,7 +82,12 @@ class LayerJob:
     @property
     def finished(self) -> Path:
         """Path of the finished layer."""
-        return self.folder / f"{self.recipe.name}-{self.layer}-{self.key}.safetensors"
+        return self.command.out / ".work" / "layers" / f"{self.recipe.name}-{self.layer}-{self.key}.safetensors"
+
+    @property
+    def outputs(self) -> Path:
+        """Path of the model's output projections (`hashtrain.data.capture.output_projections`)."""
+        return self.command.out / ".work" / "outputs.safetensors"
 
     @property
     def unfinished(self) -> Path:

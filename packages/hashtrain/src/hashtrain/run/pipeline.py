@@ -52,7 +52,7 @@ def _run(command: TrainCommand, console: Console) -> dict[str, Any]:
     if command.dry_run:
         return {"dry_run": {"hashers": [*hashers], "disk": prepared.disk, "waves": len(prepared.waves)}}
     with locked(command.out):
-        begin(command.out, as_toml(command), {path.name for job in jobs for path in (job.finished, job.unfinished)})
+        begin(command.out, as_toml(command))
         # Not bound to a name: `loaded` is to hold the only copy, which `_train` frees.
         at = model_path(command.model), str(here(prepared.device))
         save_tensors(output_projections(loaded(*at)[0]), jobs[0].outputs)
@@ -108,8 +108,6 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
             data=prepared.train.stored,
             validation=prepared.validation.stored,
             source=prepared.identity,
-            folder=command.out / ".work" / "layers",
-            outputs=command.out / ".work" / "outputs.safetensors",
             device=prepared.device,
             far=prepared.far.stored if prepared.far.contexts else None,
         )
@@ -153,8 +151,7 @@ def _collect(
     costs = _costs(prepared, hashers, console)
     for name, hasher in hashers.items():
         dense = costs[name]["dense"] if name in costs else [*range(prepared.command.dense_layers or 0)]
-        if len(dense) < prepared.shape.num_layers:
-            hasher.config = replace(hasher.config, dense_layers=tuple(dense))
+        hasher.config = replace(hasher.config, dense_layers=tuple(dense))
         if name in costs:
             shares = layer_shares(costs[name]["layers"], hasher.config.dense_layers)
             errors = [found.errors[int(n not in costs[name]["bare"])] for n, found in enumerate(by_name[name])]
@@ -224,7 +221,7 @@ def _settings(prepared: Prepared) -> dict[str, Any]:
     command = prepared.command
     return {
         "version": hashtrain.__version__,
-        "model": command.model if command.model == DEMO else Path(command.model).name,
+        "model": command.model if command.model == DEMO else Path(command.model).absolute().name,
         "layers": prepared.shape.num_layers,
         "corpus": prepared.corpus,
         "contexts": len(prepared.train.contexts),

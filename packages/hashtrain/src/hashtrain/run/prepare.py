@@ -6,7 +6,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -57,7 +56,7 @@ class Prepared:
     @property
     def workers(self) -> int:
         """Number of worker processes."""
-        return workers_of(self.command, self.device)
+        return self.command.workers or default_workers(self.device)
 
 
 def prepare(command: TrainCommand) -> Prepared:
@@ -96,13 +95,6 @@ def prepare(command: TrainCommand) -> Prepared:
     return Prepared(*checked, parts, disk, device, adapter_of(model), identity.hexdigest(), corpus)
 
 
-def workers_of(command: TrainCommand, device: str) -> int:
-    """Return the number of worker processes: on CUDA, one a device."""
-    if command.workers:
-        return command.workers
-    return default_workers() if device == "cpu" else torch.cuda.device_count() if device == "cuda" else 1
-
-
 def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
     """Reject models that this version cannot train, or would train wrongly."""
     config = config.get_text_config(decoder=True)
@@ -134,7 +126,7 @@ def _texts(
     """Return the contexts of training, those held out, and those of calibration if they are others; the number of
     corpora among those of training; and `corpus`.
 
-    Raises: ValueError if a text cannot be used, or a training document holds a held-out one.
+    Raises: ValueError if a text cannot be used, or one to train on holds one of --held-out-text.
     """
     room = room_for(command.context * (command.contexts + command.held_out))
     train = read_texts(list(command.text), room, command.seed) if command.text else python_sources()

@@ -36,15 +36,10 @@ def quality_table(metrics: Metrics) -> Table:
         dense, own = found["dense_layers"], found["kv_head"]
         layers = [layer for number, layer in enumerate(own["layers"]) if number not in dense]
         low, lost = min(at["low"] for at in layers), max(max(at["lost_by_head"]) for at in layers)
-        means = f"{own['mean']['iou']:.3f}", f"{own['mean']['mass']:.3f}", f"{low:.2f}", percent(lost)
+        means = f"{own['mean']['iou']:.3f}", f"{own['mean']['mass']:.3f}", f"{low:.2f}", f"{100 * lost:.2g} %"
         whole = f"{found['cost']['all']:.3f}" if "cost" in found else ""
         table.add_row(name, *means, whole, *[", ".join(map(str, dense)) or "none"] * any_dense)
     return table
-
-
-def percent(part: float) -> str:
-    """Return a small share as a percentage with two digits."""
-    return f"{100 * part:.2g} %"
 
 
 def sentences(metrics: Metrics) -> list[str]:

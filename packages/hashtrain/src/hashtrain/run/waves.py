@@ -32,7 +32,7 @@ from hashtrain.files.atomic import save_tensors
 from hashtrain.models import load_model
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
-from hashtrain.run.workers import run_jobs, shared_by_name
+from hashtrain.run.workers import run_jobs
 from hashtrain.training.train_config import TrainConfig
 
 _DTYPE = torch.bfloat16
@@ -115,8 +115,8 @@ def waves(train: Source, steps: int, always: int, room: int) -> list[range]:
     if fitting < 1:
         needed = (always + train.bytes(others[:1])) / 1e9
         raise OSError(
-            f"not enough free disk for captures in {train.folder.parent}: expected {needed:.2f} GB, got "
-            f"{room / 1e9:.2f} GB; free some space, or use fewer or shorter contexts, or a smaller --reach"
+            f"not enough disk for captures in {train.folder.parent}: expected {needed:.2f} GB, got "
+            f"{room / 1e9:.2f} GB; free some space or give more by --disk, or use shorter contexts or a smaller --reach"
         )
     return [range(start, min(start + fitting, steps)) for start in range(0, steps, fitting)]
 
@@ -158,19 +158,19 @@ def make_all(
         for n in numbers
     ]
     given: Any = None
-    with shared_by_name():
-        if jobs and workers > 1 and len(jobs) > 1:
-            if jobs[0].device == "cpu":
-                given, _ = loaded(model, "cpu")
-                size = sum(tensor.numel() * tensor.element_size() for tensor in given.state_dict().values())
-                shared = Path("/dev/shm")
-                if not shared.is_dir() or size > 0.9 * shutil.disk_usage(shared).free:
-                    given, workers = None, 1  # a copy for each process may not fit
-                else:
-                    given.share_memory()
+    if workers > 1 and len(jobs) > 1:
+        if jobs[0].device == "cpu":
+            given, _ = loaded(model, "cpu")
+            size = sum(tensor.numel() * tensor.element_size() for tensor in given.state_dict().values())
+            shared = Path("/dev/shm")
+            if not shared.is_dir() or size > 0.9 * shutil.disk_usage(shared).free:
+                given, workers = None, 1  # a copy for each process may not fit
             else:
-                loaded.cache_clear()  # each process loads its own
-        run_jobs(_make, jobs, workers, advance, given=given)
+                torch.multiprocessing.set_sharing_strategy("file_system")  # the default shares at most 252 tensors
+                given.share_memory()
+        else:
+            loaded.cache_clear()  # each process loads its own
+    run_jobs(_make, jobs, workers, advance, given=given)
 
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:

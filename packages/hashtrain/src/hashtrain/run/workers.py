@@ -22,6 +22,7 @@ import torch
 from hashtrain import device
 
 Report = Callable[..., None]
+"""Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
 Function = Callable[..., Any]
 _MOST = 6  # a worker takes 0.6 GB for the demo model
 _POLL = 0.05  # seconds
@@ -33,8 +34,10 @@ _given: list[Any] = []
 """In a worker: what sends a report to the process that started it, and what all jobs need."""
 
 
-def default_workers() -> int:
-    """Return the number of cores that this process may use, at most `_MOST`."""
+def default_workers(device_name: str) -> int:
+    """Return the number of worker processes: on CUDA one a device, else one a core of this process, at most `_MOST`."""
+    if device_name != "cpu":
+        return torch.cuda.device_count() if device_name == "cuda" else 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST)
 
@@ -53,8 +56,12 @@ def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Repo
     """
     more = () if given is None else (given,)
     if workers == 1 or len(jobs) <= 1:
-        with one_thread():
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in a worker
+        try:
             return [function(job, report, *more) for job in jobs]
+        finally:
+            torch.set_num_threads(before)
     # Forking this process, which has threads, may hang; a server with torch loaded is fast.
     context = get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
@@ -84,17 +91,6 @@ def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Repo
         for process in list((pool._processes or {}).values()):  # jobs in progress are not waited for
             process.terminate()
         pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def shared_by_name() -> Iterator[None]:
-    """Share tensors by names of files in the block. By descriptors, torch's default, a process takes at most 252."""
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
 
 
 @contextlib.contextmanager
@@ -128,17 +124,6 @@ def _end_with_parent() -> None:
 
 def _work(function: Function, job: Any) -> Any:
     return function(job, *_given)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Limit torch to one thread inside the block, as in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def keep_freed_memory() -> bool:

@@ -37,7 +37,7 @@ NAMES = ("r", "w1", "b1", "w2", "b2")
 
 Weights = tuple[NDArray[np.float32], ...]
 Digits = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
-"""`hashtrain.layers.transform.Layout` as arrays: coordinate and power of every bit, and limits, per KV head."""
+"""Of `transform`: coordinate and power of every bit, and limits, per KV head."""
 NO_DIGITS: Digits = (np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
 
 
@@ -64,8 +64,7 @@ def views_of(layer: LayerHasher) -> Views | None:
     )
     digits = NO_DIGITS
     if isinstance(own, Transform):
-        laid = own.layout()
-        digits = laid.coordinate.int().numpy(), laid.power.numpy(), laid.limit.numpy()
+        digits = own.coordinate.int().numpy(), own.power.numpy(), own.limit.numpy()
     return Views(of_keys, of_queries, digits, own.group, own.planes)
 
 

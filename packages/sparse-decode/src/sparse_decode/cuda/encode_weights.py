@@ -108,7 +108,8 @@ def found_in(layer: LayerHasher) -> Placed:
     ways, weights = hows(layer), (weights_of(layer, "key"), weights_of(layer, "query"))
     # The weights of a query's planes.
     one, many = (tuple(1 << p for p in range(how.planes)) or group_weights(how.group) for how in ways)
-    return Placed(layer, views_of(layer), *weights, digits_of(layer), ways, (one, many), are_supported(layer))
+    digits = [layer.coordinate, layer.power, layer.limit] if isinstance(layer, Transform) else []
+    return Placed(layer, views_of(layer), *weights, digits, ways, (one, many), are_supported(layer))
 
 
 def hows(layer: LayerHasher) -> tuple[How, How]:
@@ -135,11 +136,6 @@ def weights_of(layer: LayerHasher, side: Literal["key", "query"]) -> list[Tensor
         names = NAMES[3 + layer.residual] if isinstance(layer, Paper) else NAMES[5]
         found = [getattr(owner, name) for name in names]
     return [x.detach() if x.requires_grad else x for x in found]  # avoid views, which are slow
-
-
-def digits_of(layer: LayerHasher) -> list[Tensor]:
-    """Return coordinate, power and limit of `transform`; nothing for other variants."""
-    return list(layer.layout()) if isinstance(layer, Transform) else []
 
 
 def are_supported(layer: LayerHasher) -> bool:
