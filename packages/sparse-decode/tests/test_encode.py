@@ -192,6 +192,18 @@ def test_threads_change_nothing_and_many_tokens_are_hashed_by_hashtrain(monkeypa
     assert torch.equal(HashSelector(hasher).encode_keys(0, many), hasher.encode_keys(0, many))
 
 
+def test_a_step_of_many_sequences_is_one_product_for_each_head():
+    form, batches = Form("transform", 8, 4), []
+    hasher, (k, q) = make(form), tokens(form, MAX_TOKENS + 1, 1)
+    selector, layer = HashSelector(hasher), hasher.layer(0)
+    for side in (layer.key, layer.query):
+        side.register_forward_pre_hook(lambda _, given: batches.append(given[0].shape[0]))
+    codes, (planes, _) = selector.encode_keys(0, k), selector.encode_queries(0, q)
+    assert batches == [1, 1], "torch would copy the matrices for each sequence"
+    assert torch.equal(codes[3:4], selector.encode_keys(0, k[3:4]))
+    assert torch.equal(planes[3:4], selector.encode_queries(0, q[3:4])[0])
+
+
 @pytest.mark.parametrize("variant", ["transform", "lsh", "paper"])
 def test_a_copy_has_16_bits_where_that_loses_nothing(variant):
     for narrow in (False, True):

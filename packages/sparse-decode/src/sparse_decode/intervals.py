@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 )
 
 from sparse_decode.budget import LayerBudget
-from sparse_decode.modes import ordinary_tensors, readable
+from sparse_decode.modes import in_graph, ordinary_tensors, readable
 
 _BIASES = "the mask must hide or show tokens, got one with biases; sparse attention does not support biases"
 _HOLES = (
@@ -225,12 +225,14 @@ class Numbers:
     """Counts on a device without a copy there: views of 0, 1, 2, ..."""
 
     def __init__(self) -> None:
-        self._all: Tensor | None = None
+        self._all: list[Tensor] = []  # the last is the longest; captured graphs may read the others
 
     def of(self, counts: list[int], q: Tensor) -> Tensor:
         """Return a count for each head and sequence of q [B, Hq, 1, D], int64 [B, H, 1], on its device."""
-        numbers, most = self._all, max(counts)
+        numbers, most = self._all[-1] if self._all else None, max(counts)
         if numbers is None or len(numbers) <= most or numbers.device != q.device:
             with ordinary_tensors():
-                numbers = self._all = torch.arange(2 * most + 1024, device=q.device)
+                numbers = torch.arange(2 * most + 1024, device=q.device)
+            if not in_graph(q.device):  # in a capture they exist only when it is replayed
+                self._all.append(numbers)
         return torch.stack([numbers[count] for count in counts])[:, None].expand(q.shape[0], -1, 1)

@@ -180,7 +180,7 @@ class HashSelector:
             encode_cuda.tokens(own, self.per_query_head, k, codes)
             return codes
         if own.views is None or not encode.supports(k):
-            return own.layer.encode_keys(k, per_query_head=self.per_query_head)
+            return _folded(k, own.layer.encode_keys(_folded(k, k), per_query_head=self.per_query_head))
         codes = encode.hash_keys(own.views, k)
         return codes.repeat_interleave(own.layer.group, 1) if self.per_query_head else codes
 
@@ -195,7 +195,8 @@ class HashSelector:
         if encode_cuda.supports(own, q):
             return encode_cuda.tokens(own, self.per_query_head, q=q)
         if own.views is None or not encode.supports(q):
-            return own.layer.encode_queries(q, per_query_head=self.per_query_head)
+            planes, weights = own.layer.encode_queries(_folded(q, q), per_query_head=self.per_query_head)
+            return _folded(q, planes), weights
         return encode.hash_queries(own.views, q, self.per_query_head)
 
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
@@ -241,6 +242,14 @@ class HashSelector:
         starts, lengths = (x[:, None] for x in rows.span.unbind(-1))
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index"}
         return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, **how)[1]
+
+
+def _folded(x: Tensor, found: Tensor) -> Tensor:
+    """Swap sequences and tokens of a tensor if x [B, H, T, D] is a step, T = 1, of which there may be many sequences.
+
+    As tokens of one sequence they are one product for each head. Of many sequences torch copies the matrices for each.
+    """
+    return found.transpose(0, 2) if x.shape[2] == 1 else found
 
 
 class LshSelector(HashSelector):

@@ -107,6 +107,7 @@ def gather(
     for rows, steps in zip(call.strides, strides, strict=True):
         rows.batch, rows.head, rows.token, _ = steps
     q, indices, at = q.contiguous(), indices.contiguous(), call.at
+    q = q.clone() if q.data_ptr() % 4 else q
     at.q.value, at.k.value, at.v.value, at.indices.value = (x.data_ptr() for x in (q, k, v, indices))
     memory = scratch(call.words, device)
     at.out.value, address = out.data_ptr(), memory.data_ptr()
