@@ -45,6 +45,7 @@ class SpotlightBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._init_reorder_batch_threshold(1)  # vLLM then puts rows of one token first
+        self._searched = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         found = super().build_for_cudagraph_capture(common_attn_metadata)
@@ -61,6 +62,8 @@ class SpotlightBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
             prompts = FlashAttentionMetadataBuilder.build(self, *given, fast_build=True)
         tables = common.block_table_tensor, common.seq_lens
         most = tables[0].shape[1] * self.block_size
+        # The first decode rows search whatever their length: a search loads its kernels, which no capture could.
+        longest, self._searched = longest if self._searched else most, self._searched or tokens > 0
         return DeviceBatch(
             *tables, tokens, min(longest, most), self.block_size, cast(LayerBudget, self.budget), prompts
         )
