@@ -23,7 +23,7 @@ from transformers import Gemma2Config, MistralConfig
         (["--context", "100000"], "at most the model's 1024 tokens"),
         (["--only", "transfrom"], "--only takes no transfrom; did you mean transform"),
         (["--only"], "--only needs one"),
-        (["--disk", "0.000001"], "not enough free disk for captures"),
+        (["--disk", "0.000001"], "not enough disk for captures"),
         (["--bits", "100"], "multiple of 32"),
         (["--dense-layers", "2"], "must leave one of 2 layers"),
     ],
