@@ -7,6 +7,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.cli import main, parse
+from hashtrain.demo import base_model
 from hashtrain.hasher import require_own
 from hashtrain.models import load_config
 from hashtrain.run.prepare import _check_model, prepare
@@ -53,6 +54,16 @@ def test_hashers_of_another_model_are_not_replaced(folder, tmp_path, capsys):
     shutil.copy(folder / "model" / "config.json", out / "lsh" / "config.json")
     assert main(command(folder, out, "--only", "lsh")) == 2
     assert "lsh is a model, which would be replaced" in capsys.readouterr().err
+
+
+def test_a_model_whose_config_holds_infinity_is_read_and_named_wherever_it_is_called_from(
+    folder, tmp_path, monkeypatch
+):
+    shutil.copytree(folder / "model", tmp_path / "own")
+    config = tmp_path / "own" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"time_step_limit": [0.0, Infinity],', 1))
+    monkeypatch.chdir(config.parent)
+    assert (load_config(".").time_step_limit[1], base_model(".")) == (float("inf"), "own")
 
 
 def test_other_models_have_the_papers_schedule_and_tuned_rates():

@@ -204,9 +204,6 @@ def test_a_long_text_is_tokenised_in_parts_and_only_as_far_as_needed(unit, monke
     assert len(seen) == 1
 
 
-# ---- Held-out text --------------------------------------------------------------------------------------------------
-
-
 def test_no_held_out_module_is_ever_trained_on():
     validation, train = held_out_sources(), python_sources()
     assert len(validation) >= 20
