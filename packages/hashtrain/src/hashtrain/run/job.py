@@ -128,9 +128,6 @@ def make(job: LayerJob, report: Report) -> None:
         if training.next_step is not None:
             return training.save()
         losses, stopped = training.losses, training.stopped
-        if (share := training.query_share) < 1:
-            said = f"its loss rose; its queries were trained at {share:g} of the rate"
-            report(f"{job.name}: {said}", 0, {**job.line, "slower": share})
         if stopped:
             report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
         chosen = _choose(job, training)

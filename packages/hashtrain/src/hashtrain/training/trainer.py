@@ -23,13 +23,8 @@ from hashtrain.training.pairs import pair_loss
 from hashtrain.training.target import Pairs, attention, preferences, sample_pairs
 from hashtrain.training.train_config import TrainConfig, generator_of
 
-SLOWER = 0.1
-"""What the learning rate of query functions is multiplied by when the loss has risen."""
 DIVERGED = 4.0
 """A training has diverged if the mean loss of an interval is this many times that of the first interval."""
-ROSE = 1.35
-"""A loss has risen if the mean of an interval is this many times the lowest one. When queries begin to be trained, it
-rises by up to 1.28 times and falls again in trainings that end well (demo model)."""
 _INTERVALS, _SHORTEST, _ENOUGH = 40, 10, 64
 _log = logging.getLogger(__name__)
 
@@ -60,14 +55,6 @@ def interval_of(steps: int, contexts: int) -> int:
     """
     least = max(_SHORTEST, steps // _INTERVALS)
     return max(_SHORTEST, min(-(-least // contexts) * contexts, max(least, _ENOUGH), steps // 4))
-
-
-def _optimized(hasher: LayerHasher, config: TrainConfig) -> tuple[list[nn.Parameter], torch.optim.AdamW]:
-    """Return a layer's parameters and their optimizer, in two groups: those of keys, and those of queries."""
-    queries = {id(parameter) for parameter in hasher.query_parameters()}
-    groups = [[p for p in hasher.parameters() if (id(p) in queries) is of] for of in (False, True)]
-    how: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, 0.98), "weight_decay": config.weight_decay}
-    return [*groups[0], *groups[1]], torch.optim.AdamW([{"params": group} for group in groups], **how)
 
 
 class Training:
@@ -104,11 +91,8 @@ class Training:
         self._saved = time.monotonic()
         self.device: torch.device = next(hasher.parameters()).device
         self.generator: torch.Generator = generator_of(config.seed, layer)
-        self.parameters: list[nn.Parameter]
-        self.optimizer: torch.optim.AdamW
-        self.parameters, self.optimizer = _optimized(hasher, config)
-        self.query_share: float = 1.0
-        """Learning rate of the query functions, of that of the key functions."""
+        how: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, 0.98), "weight_decay": config.weight_decay}
+        self.optimizer: torch.optim.AdamW = torch.optim.AdamW(hasher.parameters(), **how)
         self.interval: int = interval_of(config.steps, len(data))
         self.losses: list[float] = []
         self.lowest: float = math.inf
@@ -157,24 +141,14 @@ class Training:
                 self.save()
 
     def _judge(self) -> None:
-        """After an interval, keep its weights if they are the best; stop if the loss has diverged.
-
-        If it has risen, go back to the best weights, and train the query functions more slowly: where little is left to
-        gain, their gradients are mostly noise, which Adam scales up to whole steps.
-        """
+        """After an interval, keep its weights if they are the best; stop if the loss has diverged."""
         first, last = (
             math.fsum(x) / self.interval for x in (self.losses[: self.interval], self.losses[-self.interval :])
         )
         if last < self.lowest:
             self.lowest, self.kept["best"] = last, _copied(self.hasher)
-        queries = self.optimizer.param_groups[1]["params"]
         if last > DIVERGED * first:
             self.stopped = f"its mean loss rose from {first:.3g} to {last:.3g}"
-        elif queries and len(self.losses) > self.config.first_steps and last > ROSE * self.lowest:
-            self.hasher.load_state_dict(self.kept["best"])
-            self.query_share *= SLOWER
-            for parameter in queries:
-                self.optimizer.state.pop(parameter, None)
 
     @property
     def next_step(self) -> int | None:
@@ -194,8 +168,7 @@ class Training:
             self.kept["keys"] = _copied(self.hasher)
         for parameter in self.hasher.query_parameters():
             parameter.requires_grad_(step >= config.first_steps)
-        for group, share in zip(self.optimizer.param_groups, (1.0, self.query_share), strict=True):
-            group["lr"] = share * config.learning_rate_at(step)
+        self.optimizer.param_groups[0]["lr"] = config.learning_rate_at(step)
         context = step % len(self.data)
         k, scaling = self.data.keys(context, self.layer)
         if k.shape[2] <= config.min_position:
@@ -246,7 +219,7 @@ class Training:
         tensors["generator"] = self.generator.get_state()
         tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
         lowest = self.lowest if math.isfinite(self.lowest) else None
-        return tensors, {"lowest": lowest, "stopped": self.stopped, "query_share": self.query_share}
+        return tensors, {"lowest": lowest, "stopped": self.stopped}
 
     def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         moments: dict[int, dict[str, Tensor]] = {}
@@ -259,7 +232,6 @@ class Training:
         self.lowest = math.inf if state["lowest"] is None else state["lowest"]
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self.losses, self.stopped = tensors["losses"].tolist(), state["stopped"]
-        self.query_share = state["query_share"]
 
 
 def _copied(module: nn.Module) -> dict[str, Tensor]:
