@@ -68,7 +68,7 @@ def _trained(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of a training without lists by head, except those of the worst rows."""
     hashers = {}
     for name, found in metrics["hashers"].items():
-        hashers[name] = {key: found[key] for key in ("dense_layers", "failing", "chosen", "cost") if key in found}
+        hashers[name] = {key: found[key] for key in ("dense_layers", "failing", "cost") if key in found}
         layers = [{k: v for k, v in at.items() if k not in _BY_HEAD} for at in found["kv_head"]["layers"]]
         hashers[name]["kv_head"] = {"layers": layers, "mean": found["kv_head"]["mean"]}
     return {**metrics, "hashers": hashers}

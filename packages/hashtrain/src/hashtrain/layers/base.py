@@ -82,19 +82,6 @@ class LayerHasher(nn.Module):
         Raises: FloatingPointError if no context has finite queries and keys.
         """
 
-    def query_parameters(self) -> list[nn.Parameter]:
-        """Return the query functions' parameters, if the variant can train keys only; otherwise nothing."""
-        return []
-
-    @torch.no_grad()
-    def take_head(self, other: "LayerHasher", head: int) -> None:
-        """Copy one KV head's functions, including those of its query heads, from another layer of the same class."""
-        mine = self.state_dict()
-        for name, theirs in other.state_dict().items():
-            width = len(theirs) // self.hkv  # rows per KV head
-            mine[name][head * width : (head + 1) * width] = theirs[head * width : (head + 1) * width]
-        self.load_state_dict(mine)
-
     @torch.no_grad()
     def round_matrices(self) -> None:
         """Round all matrices to float16 numbers, so that a GPU can read them as such: half the bytes.

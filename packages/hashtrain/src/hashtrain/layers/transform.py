@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import hashcore
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hashtrain.config import MAX_DIGITS, SINK, HasherConfig
 from hashtrain.data.captured import Capture
@@ -64,9 +64,6 @@ class Transform(LayerHasher):
         self.key.r.copy_(key)
         self.key.b2.copy_(bias)
         self.query.r.copy_(query.repeat_interleave(self.group, 0))
-
-    def query_parameters(self) -> list[nn.Parameter]:
-        return list(self.query.parameters())
 
     def _lay_out(self) -> None:
         """Derive from `digits` which digit each bit stands for. Raises: ValueError if they are invalid."""

@@ -18,13 +18,11 @@ from hashtrain.evaluation.calibration import calibrate
 from hashtrain.evaluation.metrics import layer_quality, summary
 from hashtrain.files.untrusted import open_tensors
 from hashtrain.hasher import make_layer
-from hashtrain.layers import LayerHasher
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import held_out_rows, training_of
 from hashtrain.run.workers import Report
 from hashtrain.training.checkpoint import load_stored, save_stored, steps_in
-from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training, interval_of
 
@@ -110,17 +108,17 @@ class LayerResult(NamedTuple):
     stopped: str
     quality: dict[str, Any]
     """`hashtrain.evaluation.metrics.summary` on held-out rows."""
-    chosen: dict[int, str]
-    """For each KV head that did not keep its last weights, what it got (`hashtrain.training.choose`)."""
 
 
 def make(job: LayerJob, report: Report) -> None:
-    """Train one layer as far as `job` says; at the end choose its weights, calibrate, evaluate and store it.
+    """Train one layer as far as `job` says; at the end calibrate, evaluate and store it.
 
     Raises: OSError if it cannot be written; FloatingPointError if its loss was never finite.
     """
     command, layer, device = job.command, job.layer, here(job.device)
-    hasher, losses, stopped, chosen = _made(job, not job.unfinished.exists()), list[float](), "", dict[int, str]()
+    hasher, losses, stopped = make_layer(job.config, layer, command.seed).to(device), list[float](), ""
+    if not job.unfinished.exists():  # else the checkpoint contains the start
+        hasher.start(job.data, layer, job.recipe.digits)
     if job.recipe.trained:
         saved = job.unfinished, command.checkpoint_seconds
         training = Training(hasher, layer, job.data, job.training, *saved)
@@ -130,10 +128,6 @@ def make(job: LayerJob, report: Report) -> None:
         losses, stopped = training.losses, training.stopped
         if stopped:
             report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
-        chosen = _choose(job, training)
-        if chosen:
-            said = ", ".join(f"head {head}: {what}" for head, what in sorted(chosen.items()))
-            report(f"{job.name}: {said}", 0, {**job.line, "chosen": chosen})
     with torch.device(device):
         hasher.round_matrices()  # before anything is measured
         errors = calibrate(hasher, layer, job.far or job.data, command.seed, _output(job, device))
@@ -141,28 +135,9 @@ def make(job: LayerJob, report: Report) -> None:
         quality = summary(layer_quality([hasher], layer, job.validation, rows, command.fraction)[0])
     tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
     tensors |= {"losses": torch.tensor(losses, dtype=torch.float64), "errors": errors}
-    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality, "chosen": chosen})
+    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality})
     job.unfinished.unlink(missing_ok=True)
     report(f"evaluated {job.name}", 1, {**job.line, "iou": quality["iou"]})
-
-
-def _made(job: LayerJob, started: bool = True) -> LayerHasher:
-    """Create the layer's functions as before the first step; without the start, which a checkpoint contains, too."""
-    made = make_layer(job.config, job.layer, job.command.seed).to(here(job.device))
-    if started:
-        made.start(job.data, job.layer, job.recipe.digits)
-    return made
-
-
-def _choose(job: LayerJob, training: Training) -> dict[int, str]:
-    """Choose each head's weights, if the variant can do without training or with that of its keys alone."""
-    if "keys" not in training.kept:
-        return {}
-    keys_alone = _made(job, False)
-    keys_alone.load_state_dict(training.kept["keys"])
-    others = {"keys alone trained": keys_alone, f"start of {job.recipe.digits} digits": _made(job)}
-    with torch.device(here(job.device)):
-        return choose(training.hasher, others, job.layer, job.data, job.command.fraction)
 
 
 def _output(job: LayerJob, device: torch.device) -> Tensor | None:
@@ -181,8 +156,7 @@ def result(job: LayerJob) -> LayerResult:
     try:
         losses, errors = tensors.pop("losses").tolist(), tensors.pop("errors")
         plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
-        chosen = {int(head): what for head, what in state["chosen"].items()}
-        return LayerResult(plain, errors, losses, state["stopped"], state["quality"], chosen)
+        return LayerResult(plain, errors, losses, state["stopped"], state["quality"])
     except KeyError as error:
         raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
 

@@ -205,13 +205,11 @@ def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
 
 def _found(layers: list[LayerResult], dense: Sequence[int]) -> dict[str, Any]:
     quality = [layer.quality for layer in layers]
-    chosen = {str(n): {str(head): what for head, what in layer.chosen.items()} for n, layer in enumerate(layers)}
     stopped = {str(number): layer.stopped for number, layer in enumerate(layers) if layer.stopped}
     return {
         "losses": [layer.losses for layer in layers if layer.losses and not layer.stopped],
         **({"stopped": stopped} if stopped else {}),
         "dense_layers": list(dense),
-        "chosen": {layer: heads for layer, heads in chosen.items() if heads},
         "failing": [(n, head) for n, own in enumerate(quality) if n not in dense for head in own["failing"]],
         "kv_head": {"layers": quality, "mean": means(quality, dense)},
     }

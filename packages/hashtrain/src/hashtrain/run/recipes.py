@@ -39,7 +39,7 @@ def _rate(rate: float, **more: Any) -> dict[str, Any]:
 RECIPES = (
     Recipe("lsh", "lsh", trained=False),
     Recipe("paper", "paper", training=_rate(3e-3)),
-    Recipe("transform", "transform", training=_rate(3e-3, keys_first=0.5, by_attention=True), digits=3),
+    Recipe("transform", "transform", training=_rate(3e-3, by_attention=True), digits=3),
 )
 # `planes`, from which `transform` came, and what the paper compares its hash with: included in `--only all`.
 ABLATIONS = (

@@ -22,9 +22,6 @@ class TrainConfig:
     """Query rows per step."""
     precision: str = "fp32"
     """`bf16` computes the hash functions under autocast; weights, scores and moments stay float32."""
-    keys_first: float = 0.0
-    """Share of the steps, at the beginning, that train only the key functions. The learning rate rises and falls once
-    in each of the two phases."""
     max_top: int = 8
     """Target tokens drawn per row."""
     by_attention: bool = False
@@ -52,7 +49,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, holds, wanted in (
             ("fraction", 0 < self.fraction <= 1, "above 0 and at most 1"),
-            ("keys_first", 0 <= self.keys_first <= 1, "a share from 0 to 1"),
             ("loss", self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
             ("of", self.of in ("visible", "length"), "visible or length"),
             ("precision", self.precision in ("fp32", "bf16"), "fp32 or bf16"),
@@ -65,18 +61,11 @@ class TrainConfig:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate: linear warm-up, then cosine decay to zero, in each of the two phases."""
-        first = self.first_steps
-        step, steps = (step, first) if step < first else (step - first, self.steps - first)
-        rise = max(1, round(self.warmup * steps))
+        """Return the learning rate: linear warm-up, then cosine decay to zero."""
+        rise = max(1, round(self.warmup * self.steps))
         if step < rise:
             return self.learning_rate * (step + 1) / rise
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
-
-    @property
-    def first_steps(self) -> int:
-        """Number of steps that train keys only."""
-        return round(self.keys_first * self.steps)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
 
 
 def generator_of(seed: int, layer: int) -> torch.Generator:

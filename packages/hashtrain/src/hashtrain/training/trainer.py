@@ -67,8 +67,7 @@ class Training:
         seconds: shortest time between saves, and so the most work that a kill can lose; 0 saves after every step.
     Attributes:
         losses: the loss of every step so far.
-        kept: weights by name: `best`, of the interval with the lowest mean loss, at first the initial ones; and `keys`,
-            after the keys-only steps, if there are any.
+        best: the weights of the interval with the lowest mean loss, at first the initial ones.
         stopped: why training stopped early, if the loss diverged; the hasher then holds its best weights.
     Raises: ValueError if the checkpoint is damaged.
     """
@@ -96,7 +95,7 @@ class Training:
         self.interval: int = interval_of(config.steps, len(data))
         self.losses: list[float] = []
         self.lowest: float = math.inf
-        self.kept: dict[str, dict[str, Tensor]] = {"best": _copied(hasher)}
+        self.best: dict[str, Tensor] = _copied(hasher)
         self.stopped: str = ""
         self._resume()
 
@@ -133,7 +132,7 @@ class Training:
             else:
                 self.stopped = "its loss or its gradient became infinite or NaN"
             if self.stopped:
-                self.hasher.load_state_dict(self.kept["best"])
+                self.hasher.load_state_dict(self.best)
                 self.stopped = (
                     f"stopped at step {step} of {self.config.steps}: {self.stopped}; its best weights are kept"
                 )
@@ -146,7 +145,7 @@ class Training:
             math.fsum(x) / self.interval for x in (self.losses[: self.interval], self.losses[-self.interval :])
         )
         if last < self.lowest:
-            self.lowest, self.kept["best"] = last, _copied(self.hasher)
+            self.lowest, self.best = last, _copied(self.hasher)
         if last > DIVERGED * first:
             self.stopped = f"its mean loss rose from {first:.3g} to {last:.3g}"
 
@@ -164,10 +163,6 @@ class Training:
     def _step(self, step: int) -> float:
         """Run one step and return its loss; NaN, and nothing is changed, if it or the gradient is not finite."""
         config = self.config
-        if 0 < step == config.first_steps:
-            self.kept["keys"] = _copied(self.hasher)
-        for parameter in self.hasher.query_parameters():
-            parameter.requires_grad_(step >= config.first_steps)
         self.optimizer.param_groups[0]["lr"] = config.learning_rate_at(step)
         context = step % len(self.data)
         k, scaling = self.data.keys(context, self.layer)
@@ -212,8 +207,7 @@ class Training:
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"hasher.{name}": tensor for name, tensor in self.hasher.state_dict().items()}
-        for what, weights in self.kept.items():
-            tensors |= {f"{what}.{name}": tensor for name, tensor in weights.items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
         for number, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in moments.items()}
         tensors["generator"] = self.generator.get_state()
@@ -228,7 +222,7 @@ class Training:
             moments.setdefault(int(number), {})[what] = tensor
         self.generator.set_state(tensors["generator"])
         self.hasher.load_state_dict(_part(tensors, "hasher"))
-        self.kept = {what: weights for what in ("best", "keys") if (weights := _part(tensors, what))}
+        self.best = _part(tensors, "best")
         self.lowest = math.inf if state["lowest"] is None else state["lowest"]
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self.losses, self.stopped = tensors["losses"].tolist(), state["stopped"]
