@@ -234,7 +234,7 @@ def test_training_text_that_holds_the_held_out_text_leaves_or_is_refused():
             assert apart([*other, Document(name, copy)], validation) == apart(other, validation, given=True) == other
         with pytest.raises(ValueError, match="copy holds most of the held-out text"):
             apart([*other, Document("copy", copy)], validation, given=True)
-        with pytest.raises(ValueError, match="every text"):
+        with pytest.raises(ValueError, match="each training text"):
             apart([Document("copy", copy)], validation)
 
 

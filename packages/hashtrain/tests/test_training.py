@@ -6,11 +6,13 @@ import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.evaluation.metrics import fails, quality_of_scores
+from hashtrain.hasher import make_layer
 from hashtrain.layers import BY_VARIANT
 from hashtrain.training import trainer
+from hashtrain.training.choose import choose
 from hashtrain.training.target import attention
 from hashtrain.training.trainer import Training, interval_of
-from hashtrain_runs import Given
+from hashtrain_runs import Given, captured
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
@@ -44,14 +46,17 @@ ROWS = torch.arange(60, 400, 10)
 SETTINGS = TrainConfig(fraction=0.05, steps=60, rows=16, max_top=8, max_rest=32, min_position=50, learning_rate=5e-3)
 
 
-@pytest.mark.parametrize(("variant", "gain"), [("planes", 0.05), ("paper", 0.05), ("linear", 0.02)])
+@pytest.mark.parametrize(
+    ("variant", "gain"), [("planes", 0.05), ("paper", 0.05), ("linear", 0.02), ("transform", 0.01)]
+)
 def test_training_raises_iou_on_rows_it_never_saw(variant, gain):
     (data, held), layer = skewed(), layer_of(variant)
-    before = iou(layer, held)
+    before, start = iou(layer, held), {name: tensor.clone() for name, tensor in layer.named_parameters()}
     losses = train_layer(layer, 0, data, SETTINGS)
     assert len(losses) == 60
     assert sum(losses[-10:]) < sum(losses[:10])
     assert iou(layer, held) > before + gain
+    assert not any(torch.equal(start[name], tensor) for name, tensor in layer.named_parameters())
 
 
 @pytest.mark.parametrize("heads", ["kv", "query"])
@@ -122,3 +127,18 @@ def test_a_head_fails_by_at_least_two_rows():
     mass = torch.cat([torch.full((98,), 0.99), torch.full((2,), 0.1)])
     assert fails(mass)
     assert not fails(mass[:-1])  # of so few rows, one says nothing
+
+
+@pytest.mark.parametrize("part", ["key", "query"])
+def test_a_head_that_training_spoiled_keeps_its_start_and_the_other_its_training(part):
+    config, data = HasherConfig("transform", ModelShape(1, 4, 2, 16), bits=96, hidden=8), captured()
+    layer, start = (make_layer(config, 0, 0) for _ in range(2))
+    for one in (layer, start):
+        one.start(data, 0, 5)
+    weights = getattr(layer, part).r
+    own = weights[: len(weights) // 2].clone()
+    with torch.no_grad():
+        weights[len(weights) // 2 :] = torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
+    assert choose(layer, start, 0, data, 0.3) == [1]
+    assert all(torch.equal(x, y) for x, y in zip(layer.state_dict().values(), start.state_dict().values(), strict=True))
+    assert torch.equal(getattr(layer, part).r[: len(own)], own)

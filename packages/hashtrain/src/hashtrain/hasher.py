@@ -264,9 +264,9 @@ def _read_config(folder: Path) -> tuple[HasherConfig, str, int]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"no hasher at {folder}: {_what_is_there(folder)}")
-    data = read_json_object(inside(path), _REMEDY, _MAX_CONFIG_BYTES)
-    if "model_type" in data:
+    if "model_type" in read_json_object(inside(path), _REMEDY, _MAX_CONFIG_BYTES, strict=False):
         raise _IsModel(f"{folder} is a model, expected a hasher: a folder that `hashtrain --model {folder}` makes")
+    data = read_json_object(inside(path), _REMEDY, _MAX_CONFIG_BYTES)
     weights = data.pop("weights", None)
     if not isinstance(weights, str) or not _WEIGHTS.fullmatch(weights):
         raise ValueError(f"{path} names no weight file in its own folder, got {weights!r}; {_REMEDY}")

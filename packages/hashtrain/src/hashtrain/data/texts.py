@@ -103,7 +103,7 @@ def apart(train: Sequence[Document], validation: Sequence[Document], given: bool
     Raises: ValueError naming the first such pair, if `given` or if both were cut from the same text; if none is left.
     """
     texts = {document.text.strip(): document for document in validation}
-    parts = {document.name: document for document in validation if document.cut}
+    parts = {document.name: document for document in validation}
     lines: dict[str, set[int]] = {}
     long = [list(long_lines(document.text)) for document in validation]
     wanted = [set(own) for own in long]
@@ -132,7 +132,7 @@ def apart(train: Sequence[Document], validation: Sequence[Document], given: bool
                 "remove the duplicate, or give another --held-out-text"
             )
     if not kept:
-        what = "every text holds most of a held-out one, of the same texts"
+        what = "each training text holds most of a held-out one"
         raise ValueError(f"{what}: expected texts that share no document; give others, or --held-out-text")
     return kept
 

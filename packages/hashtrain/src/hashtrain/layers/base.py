@@ -53,6 +53,8 @@ class LayerHasher(nn.Module):
 
     target_heads: Heads = "kv"
     """Kind of target: `kv` sums attention over the group, as deployed; `query` treats each head separately."""
+    starts = False
+    """Whether `start` computes functions from data, with which the variant can do without training."""
     estimates_products = False
     """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
     remainder: Tensor

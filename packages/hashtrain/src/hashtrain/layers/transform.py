@@ -28,6 +28,7 @@ class Transform(LayerHasher):
     Source: docs/algorithm.md, eq. 18, 19.
     """
 
+    starts = True
     estimates_products = True
     digits: Tensor
     """Binary digits of each coordinate, float32 [Hkv, C]: integers that sum to `bits`. Set only by loading a state."""

@@ -18,11 +18,13 @@ from hashtrain.evaluation.calibration import calibrate
 from hashtrain.evaluation.metrics import layer_quality, summary
 from hashtrain.files.untrusted import open_tensors
 from hashtrain.hasher import make_layer
+from hashtrain.layers import LayerHasher
 from hashtrain.run.recipes import Recipe
 from hashtrain.run.settings import TrainCommand
 from hashtrain.run.waves import held_out_rows, training_of
 from hashtrain.run.workers import Report
 from hashtrain.training.checkpoint import load_stored, save_stored, steps_in
+from hashtrain.training.choose import choose
 from hashtrain.training.train_config import TrainConfig
 from hashtrain.training.trainer import Training, interval_of
 
@@ -116,9 +118,7 @@ def make(job: LayerJob, report: Report) -> None:
     Raises: OSError if it cannot be written; FloatingPointError if its loss was never finite.
     """
     command, layer, device = job.command, job.layer, here(job.device)
-    hasher, losses, stopped = make_layer(job.config, layer, command.seed).to(device), list[float](), ""
-    if not job.unfinished.exists():  # else the checkpoint contains the start
-        hasher.start(job.data, layer, job.recipe.digits)
+    hasher, losses, stopped = _made(job, not job.unfinished.exists()), list[float](), ""
     if job.recipe.trained:
         saved = job.unfinished, command.checkpoint_seconds
         training = Training(hasher, layer, job.data, job.training, *saved)
@@ -128,6 +128,11 @@ def make(job: LayerJob, report: Report) -> None:
         losses, stopped = training.losses, training.stopped
         if stopped:
             report(f"{job.name} {stopped}", command.steps - len(losses), {**job.line, "stopped": stopped})
+        with torch.device(device):
+            heads = choose(hasher, _made(job), layer, job.data, command.fraction) if hasher.starts else []
+        if heads:
+            said = f"heads {', '.join(map(str, heads))} keep their start, which finds more"
+            report(f"{job.name}: {said}", 0, {**job.line, "untrained": heads})
     with torch.device(device):
         hasher.round_matrices()  # before anything is measured
         errors = calibrate(hasher, layer, job.far or job.data, command.seed, _output(job, device))
@@ -138,6 +143,14 @@ def make(job: LayerJob, report: Report) -> None:
     save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality})
     job.unfinished.unlink(missing_ok=True)
     report(f"evaluated {job.name}", 1, {**job.line, "iou": quality["iou"]})
+
+
+def _made(job: LayerJob, started: bool = True) -> LayerHasher:
+    """Create the layer's functions as before the first step; without the start, which a checkpoint contains, too."""
+    made = make_layer(job.config, job.layer, job.command.seed).to(here(job.device))
+    if started:
+        made.start(job.data, job.layer, job.recipe.digits)
+    return made
 
 
 def _output(job: LayerJob, device: torch.device) -> Tensor | None:

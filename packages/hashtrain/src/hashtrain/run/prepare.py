@@ -83,7 +83,7 @@ def prepare(command: TrainCommand) -> Prepared:
     far = Source("far", work / "far", texts[2], len(texts[2]), first=ROWS, **shared)
     held = sum(of.bytes(range(len(of.contexts))) for of in (validation, far))
     always = held + train.bytes(range(min(whole, len(train.contexts))))
-    room = free_disk(command.out) + sum(path.stat().st_size for path in work.glob("[thf]*/*.safetensors"))
+    room = free_disk(command.out) + sum(path.stat().st_size for path in work.glob("[thf]*/**/*.safetensors"))
     given = room if command.disk is None else min(room, int(1e9 * command.disk))
     parts = waves(train, command.steps, always, given)
     disk = held + max(train.bytes(train.stored_in(wave)) for wave in parts)
@@ -139,11 +139,13 @@ def _texts(
         validation = held_out_sources()
     held = numbered_contexts(validation, tokenizer, command.context, command.held_out, command.seed)
     used = [validation[number] for number in sorted({number for number, _ in held})]
-    train = apart(train, used, given=bool(command.held_out_text))
+    kept = apart(train, used, given=bool(command.held_out_text))
+    less = f" without {len(train) - len(kept)} texts that repeat held-out ones" if len(kept) < len(train) else ""
+    train = kept
     found = numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)
     given = collections.Counter(train[number].corpus for number, _ in found)
     names = [path.name if path.exists() else str(path) for path in command.text]
     counted = [f"{given[corpus]} of {name}" for corpus, name in enumerate(names)] if len(names) > 1 else names
-    learnt, known = [ids for _, ids in found], ", ".join(counted) or "this machine's Python standard library"
+    learnt, known = [ids for _, ids in found], (", ".join(counted) or "this machine's Python standard library") + less
     far = far_contexts(train, tokenizer, learnt, reach, command.seed)
     return [learnt, [ids for _, ids in held], far], len(given), known

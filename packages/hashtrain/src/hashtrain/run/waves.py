@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -157,7 +157,7 @@ def make_all(
         for of, numbers in lots
         for n in numbers
     ]
-    given: Any = None
+    given, before = cast(Any, None), torch.multiprocessing.get_sharing_strategy()
     if workers > 1 and len(jobs) > 1:
         if jobs[0].device == "cpu":
             given, _ = loaded(model, "cpu")
@@ -170,7 +170,10 @@ def make_all(
                 given.share_memory()
         else:
             loaded.cache_clear()  # each process loads its own
-    run_jobs(_make, jobs, workers, advance, given=given)
+    try:
+        run_jobs(_make, jobs, workers, advance, given=given)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
 
 
 def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:

@@ -6,8 +6,8 @@
     .work/train, held, far        captures (`hashtrain.run.waves`)
     .work/layers/NAME-LAYER-KEY   checkpoints and finished layers; the key identifies everything that decides their bits
 
-The folder is removed once the run has stored its hashers. Until then nothing in it can be mistaken: all names hold
-digests, and what a killed run was writing is removed by the next write to its folder (`hashcore.atomic`).
+The folder is removed once the run has stored its hashers. Until then nothing in it can be mistaken: names or headers
+hold digests, and what a killed run was writing is removed by the next write to its folder (`hashcore.atomic`).
 """
 
 import contextlib
@@ -48,5 +48,6 @@ def begin(out: Path, settings: str) -> None:
 
 
 def end(out: Path) -> None:
-    """Remove the working folder."""
+    """Remove the working folder, first what says that there is something to resume."""
+    (out / ".work" / "run.toml").unlink()
     shutil.rmtree(out / ".work")
