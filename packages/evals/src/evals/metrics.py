@@ -1,4 +1,4 @@
-"""Metrics from logits and samples: losses, perplexity, divergence, and intervals over documents."""
+"""Metrics from logits and samples: losses, divergence, and intervals over documents."""
 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
