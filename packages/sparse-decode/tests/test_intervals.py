@@ -4,7 +4,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_decode.intervals import Memo, causal, intervals_of, is_interval, mask_of_eager, mask_of_sdpa, visible
+from sparse_decode.intervals import (
+    Memo,
+    Numbers,
+    causal,
+    intervals_of,
+    is_interval,
+    mask_of_eager,
+    mask_of_sdpa,
+    visible,
+)
 from transformers import masking_utils as masks
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
@@ -108,3 +117,12 @@ def test_what_layers_share_is_found_once_a_step_even_if_its_numbers_change():
     assert [of(0), of(3)] == [3, 3]
     assert [of(4, given=mask.clone()), of(5)] == [4, 5]
     assert found == [9, 9, 11, 11, 11]
+
+
+def test_counts_that_a_capture_made_are_not_kept(monkeypatch):
+    """They exist only when it is replayed. What was kept stays, for captures that read it."""
+    numbers, q = Numbers(), torch.zeros(2, 4, 1, 8)
+    for captured, kept, most in ((True, 0, 5), (False, 1, 5), (False, 1, 900), (True, 1, 9000), (False, 2, 9000)):
+        monkeypatch.setattr("sparse_decode.intervals.in_graph", lambda _, captured=captured: captured)
+        assert numbers.of([3, most], q).tolist() == [[[3], [most]]] * 2
+        assert len(numbers._all) == kept

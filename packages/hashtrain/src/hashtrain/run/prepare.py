@@ -139,9 +139,9 @@ def _texts(
         validation = held_out_sources()
     held = numbered_contexts(validation, tokenizer, command.context, command.held_out, command.seed)
     used = [validation[number] for number in sorted({number for number, _ in held})]
-    kept = apart(train, used, given=bool(command.held_out_text))
-    less = f" without {len(train) - len(kept)} texts that repeat held-out ones" if len(kept) < len(train) else ""
-    train = kept
+    number = len(train)
+    train = apart(train, used, given=bool(command.held_out_text))
+    less = f" (texts left out that repeat held-out ones: {number - len(train)})" if len(train) < number else ""
     found = numbered_contexts(train, tokenizer, command.context, command.contexts, command.seed)
     given = collections.Counter(train[number].corpus for number, _ in found)
     names = [path.name if path.exists() else str(path) for path in command.text]

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -157,7 +157,8 @@ def make_all(
         for of, numbers in lots
         for n in numbers
     ]
-    given, before = cast(Any, None), torch.multiprocessing.get_sharing_strategy()
+    given: Any = None
+    before = torch.multiprocessing.get_sharing_strategy()
     if workers > 1 and len(jobs) > 1:
         if jobs[0].device == "cpu":
             given, _ = loaded(model, "cpu")
